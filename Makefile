@@ -64,7 +64,7 @@ bench-peers: $(VENV)/.installed    ## against Transformers, vLLM and llama.cpp; 
 	-$(VLLM)/bin/python -m pip install --quiet --no-deps arctic-inference==0.3.0  # suffix decoding of vLLM
 	$(BIN)/python -m benchmarks.peers
 
-bench-trees: $(VENV)/.installed    ## guess trees beside lines; the last line is JSON
+bench-trees: $(VENV)/.installed    ## what runner-ups add to guesses; the last line is JSON
 	$(BIN)/python -m benchmarks.trees
 
 bench-drafters: $(VENV)/.installed ## every drafter beside every other; the last line is JSON

@@ -3,7 +3,7 @@
     make figures
 
 `docs/figures.md` is written whole. In the README, what is between ``<!-- figures: NAME -->`` and ``<!-- end -->`` is replaced
-by the table of that name. A test compares both with the documents.
+by the table of that name, or by the words within a sentence. A test compares both with the documents.
 """
 
 import json
@@ -17,7 +17,7 @@ from benchmarks.document import RESULTS
 ROOT = Path(__file__).parent.parent
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "figures.md"
 CARDS = ROOT / "cascade" / "family" / "weights"
-MARKED = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- figures: (\w+) -->\n?).*?(<!-- end -->)", re.DOTALL)
 TEMPERATURES = {"t0": "0", "t0.7": "0.7", "t1.0": "1"}
 ENGINES = {"alone": "cascade, alone", "auto": "cascade", "vllm": "vLLM"}
 
@@ -82,6 +82,13 @@ def loads(never: Document) -> str:
     return rows(("temperature", *header), lines)
 
 
+def span(never: Document) -> str:
+    """The same as words within a sentence: from the worst cell to the best, and how well these are known."""
+    cells = [cell for cells in never["loads"].values() for cell in cells.values()]
+    ratios, errors = ([cell[name] for cell in cells] for name in ("ratio", "error"))
+    return f"{min(ratios):.2f} to {max(ratios):.2f} of the full model alone (errors {min(errors):.2f} to {max(errors):.2f})"
+
+
 def served(peers: Document) -> str:
     """Tokens per second over HTTP, `vllm bench serve` as the client."""
     found = {load: cell for load, cell in peers["served"].items() if any(cell[name] for name in ENGINES)}
@@ -120,8 +127,14 @@ def emulated(cluster: Document) -> str:
 
 
 def trees(document: Document) -> str:
-    """Tokens per second of guess trees and of lines."""
-    return by_temperature({key: found["tokens_per_second"] for key, found in document["served"].items()}, "{:.1f}")
+    """How often the verifier says what a drafter does, or one of its runner-ups."""
+    header = ("edge", *(f"temperature {TEMPERATURES[key]}" for key in document["acceptance"]))
+    edges = next(iter(document["acceptance"].values()))
+    lines = [
+        [name, *(", ".join(f"{share:.2f}" for share in found[name]) for found in document["acceptance"].values())]
+        for name in edges
+    ]
+    return rows(header, lines)
 
 
 def rules(document: Document) -> str:
@@ -164,10 +177,13 @@ def shipped() -> str:
 
 
 def drafters(document: Document) -> str:
-    """Every drafter alone, and the planner's choice, over the full model alone."""
-    modes = document["head"]["drafters"]
-    found = {key: {name: one[key]["speedup"] for name, one in modes.items() if key in one} for key in TEMPERATURES}
-    return by_temperature({key: cells for key, cells in found.items() if cells}, "{:.2f}")
+    """Every drafter alone, and the planner's choice: speed over the full model alone, and tokens of one of its passes."""
+    header = ("mode", *(f"temperature {label}" for label in TEMPERATURES.values()))
+    lines = [
+        [name, *(f"{one[key]['speedup']:.2f}, {one[key]['accepted_len']:.2f}" for key in TEMPERATURES)]
+        for name, one in document["head"]["drafters"].items()
+    ]
+    return rows(header, lines)
 
 
 SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # title, document, command, what, table
@@ -192,7 +208,7 @@ SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # 
         "never_slower",
         "make bench-never-slower",
         "Tokens per second of all requests together: what the planner chooses over the full model alone, in turns, with the "
-        "standard error.",
+        "error.",
         loads,
     ),
     ("Over HTTP", "peers", "make bench-peers", "Tokens per second, `vllm bench serve` as the client.", served),
@@ -225,8 +241,21 @@ SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # 
         "Every mode over the full model alone, as measured and as the simulator has it.",
         emulated,
     ),
-    ("Drafters", "drafters", "make bench-drafters", "Tokens per second over the full model alone.", drafters),
-    ("Trees", "trees", "make bench-trees", "Tokens per second of guess trees and of lines.", trees),
+    (
+        "Drafters",
+        "drafters",
+        "make bench-drafters",
+        "Speed over the full model alone, the median of six kinds of prompts, and tokens per pass of the full model. How far "
+        "`alone, again` is from 1 says how well speeds are known.",
+        drafters,
+    ),
+    (
+        "Runner-ups",
+        "trees",
+        "make bench-trees",
+        "Share of positions at which the verifier's own token is the drafter's; with one runner-up; with two.",
+        trees,
+    ),
     ("Rules of acceptance", "rules", "make bench-rules", "Tokens per pass of the full model.", rules),
 )
 
@@ -255,6 +284,7 @@ def filled(text: str) -> str:
         "one": lambda: one(load("peers")),
         "served": lambda: served(load("peers")),
         "devices": lambda: devices(load("cluster")),
+        "span": lambda: span(load("never_slower")),
     }
     return MARKED.sub(lambda found: f"{found[1]}{tables[found[2]]()}{found[3]}", text)
 

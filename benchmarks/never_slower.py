@@ -3,48 +3,45 @@
     make bench-never-slower
 
 Alone and auto take turns through a server as `cascade serve` starts it. The first round of each load does not count: there the
-planner finds out what pays. As many clients as there are requests at once ask again as soon as they are answered, until the
-round ends: the load is level all the time. What counts is what came while it lasted; an answer that went on after its end
-counts by the share of its time before it. All texts must be the same in both modes, else the run fails. The last line is one
-JSON document.
+planner finds out what pays. As many clients as there are requests at once ask again as soon as they are answered, until so many
+tokens have come that each client has had more than an answer; then all are broken off. A slow machine makes a round longer, not
+smaller. What counts is the median of the ratios of rounds that followed each other. All texts must be the same in both modes,
+as far as they came, else the run fails. The last line is one JSON document.
 """
 
 import asyncio
-import itertools
 import statistics
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 from rich.table import Table
 
+from benchmarks.crowd import Crowd
 from benchmarks.document import console, finish, parsed, parser, stamp
 from benchmarks.prompts import chats
-from benchmarks.turns import ALONE, AUTO, at
-from cascade.answer import Completion
-from cascade.bench.load import Mode, isolated, rotated
+from benchmarks.turns import ALONE, AUTO, Stream, at
+from cascade.bench.load import rotated
 from cascade.client import AsyncClient
-from cascade.params import Handling, SamplingParams, Speculation
+from cascade.params import SamplingParams
 from deployments.ops.launch import Server
 
-Ask: TypeAlias = Callable[[list[int], SamplingParams, Speculation, Handling], Awaitable[Completion]]
-Text: TypeAlias = tuple[int, ...]  # token ids
 MODES = (ALONE, AUTO)
+QUIET_S = 0.3  # until requests that were broken off are over
+MEDIAN_ERROR = 1.25  # of a median, over the standard error of a mean
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
     """How much is asked."""
 
-    tokens: int = 64  # of an answer
+    tokens: int = 48  # of an answer
     rounds: int = 4  # of each mode, after one that does not count
-    round_s: float = 6.0
-    loads: tuple[int, ...] = (1, 8, 32)  # requests at once
+    loads: tuple[tuple[int, int], ...] = ((1, 256), (8, 768), (32, 2560))  # requests at once, tokens of a round
     temperatures: tuple[float, ...] = (0.0, 0.7)
 
 
-QUICK = Size(tokens=8, rounds=1, round_s=0.5, loads=(1, 2), temperatures=(0.0,))
+QUICK = Size(tokens=8, rounds=1, loads=((1, 16), (2, 32)), temperatures=(0.0,))
 
 
 @dataclass(slots=True)
@@ -52,77 +49,47 @@ class Given:
     """What one mode gave at one load."""
 
     speeds: list[float] = field(default_factory=list)  # tokens per second, one a round
-    texts: dict[int, Text] = field(default_factory=dict)  # by the number of the request
+    texts: dict[int, list[int]] = field(default_factory=dict)  # token ids by the request's seed, as far as they ever came
 
 
-async def measure(ask: Ask, asked: Sequence[list[int]], size: Size, tell: Callable[[str], object]) -> dict[str, Any]:
+async def measure(stream: Stream, asked: Sequence[list[int]], size: Size, tell: Callable[[str], object]) -> dict[str, Any]:
     """Figures by temperature and load; ``tell`` is called with a line for each."""
     found: dict[str, Any] = {}
     for temperature in size.temperatures:
         cells = found[at(temperature)] = {}
-        for load in size.loads:
-            cell = cells[str(load)] = figures(await _load(ask, asked, temperature, load, size))
+        params = SamplingParams(max_tokens=size.tokens, temperature=temperature)
+        for load, tokens in size.loads:
+            modes = {mode.name: Given() for mode in MODES}
+            for number in range(-1, size.rounds):
+                for mode in rotated(MODES, number):
+                    await _round(Crowd(stream, mode, params, asked), load, tokens, modes[mode.name], counts=number >= 0)
+            cell = cells[str(load)] = figures(modes)
             tell(f"{at(temperature)}, {load} at once: auto over alone {cell['ratio']:.3f} ± {cell['error']:.3f}")
     return found
 
 
-async def _load(ask: Ask, asked: Sequence[list[int]], temperature: float, load: int, size: Size) -> dict[str, Given]:
-    found = {mode.name: Given() for mode in MODES}
-    for number in range(-1, size.rounds):
-        for mode in rotated(MODES, number):
-            given = found[mode.name]
-            speed, texts = await _round(ask, asked, mode, temperature, load, size)
-            if number >= 0:
-                given.speeds.append(speed)
-            given.texts |= texts
-    return found
-
-
-async def _round(
-    ask: Ask, asked: Sequence[list[int]], mode: Mode, temperature: float, load: int, size: Size
-) -> tuple[float, dict[int, Text]]:
-    """Tokens per second under a level load, and the texts; requests are the same in every round, one after another."""
-
-    async def one(number: int) -> Completion:
-        params = SamplingParams(max_tokens=size.tokens, temperature=temperature, seed=number)
-        return await ask(asked[number % len(asked)], params, mode.speculation, isolated())
-
-    speed, answers = await level_load(one, load, size.round_s)
-    return speed, {number: answer.token_ids for number, answer in answers.items()}
-
-
-async def level_load(
-    ask: Callable[[int], Awaitable[Completion]], clients: int, seconds: float
-) -> tuple[float, dict[int, Completion]]:
-    """Tokens per second while so many clients ask again as soon as they are answered, and all answers by their numbers.
-
-    An answer that goes on after the end counts by the share of its time before it: the load is level as long as it counts.
-    """
-    numbers, answers, tokens = itertools.count(), dict[int, Completion](), 0.0
-    end = time.perf_counter() + seconds
-
-    async def client() -> None:
-        nonlocal tokens
-        while (asked := time.perf_counter()) < end:
-            number = next(numbers)
-            answer = answers[number] = await ask(number)
-            answered = time.perf_counter()
-            tokens += len(answer.token_ids) * (min(answered, end) - asked) / (answered - asked)
-
-    await asyncio.gather(*(client() for _ in range(clients)))
-    return tokens / seconds, answers
+async def _round(clients: Crowd, load: int, tokens: int, given: Given, *, counts: bool) -> None:
+    clients.grow(load)
+    speed = await clients.rate_of(tokens)
+    await clients.stop()
+    if counts:
+        given.speeds.append(speed)
+    for seed, text in clients.texts.items():
+        given.texts[seed] = max(given.texts.get(seed, text), text, key=len)
+    await asyncio.sleep(QUIET_S)
 
 
 def figures(modes: Mapping[str, Given]) -> dict[str, Any]:
-    """Mean speeds, their ratio with its standard error, and whether texts are the same."""
+    """Median speeds, the median of the ratios of rounds that followed each other with its error, whether texts are the same."""
     alone, auto = modes[ALONE.name], modes[AUTO.name]
-    same = all(alone.texts[number] == auto.texts[number] for number in alone.texts.keys() & auto.texts.keys())
+    both = ((alone.texts[seed], auto.texts[seed]) for seed in alone.texts.keys() & auto.texts.keys())
+    same = all(one == other for texts in both for one, other in zip(*texts, strict=False))  # as far as both have come
     pairs = [fast / slow for fast, slow in zip(auto.speeds, alone.speeds, strict=True)]
-    error = statistics.stdev(pairs) / len(pairs) ** 0.5 if len(pairs) > 1 else 0.0
+    error = MEDIAN_ERROR * statistics.stdev(pairs) / len(pairs) ** 0.5 if len(pairs) > 1 else 0.0
     return {
         "same_text": same,
-        "tokens_per_second": {name: round(statistics.fmean(given.speeds), 1) for name, given in modes.items()},
-        "ratio": round(sum(auto.speeds) / sum(alone.speeds), 3),
+        "tokens_per_second": {name: round(statistics.median(given.speeds), 1) for name, given in modes.items()},
+        "ratio": round(statistics.median(pairs), 3),
         "error": round(error, 3),
         "rounds": len(pairs),
     }
@@ -149,7 +116,7 @@ def serve(size: Size) -> dict[str, Any]:
 
         async def ask() -> dict[str, Any]:
             async with AsyncClient(server.address) as client:
-                return await measure(client.generate, chats(1), size, console.print)
+                return await measure(client.stream, chats(1), size, console.print)
 
         return asyncio.run(ask())
 

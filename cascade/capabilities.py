@@ -1,11 +1,22 @@
 """From a request to what the full tier is asked. The library and the router admit by the same code."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cascade.errors import InvalidRequest
 from cascade.messages import COUPLED, Open, Rules, mint
 from cascade.params import DRAFT_TOP_K, Handling, SamplingParams, Speculation, Structured, check_adapter
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a request asks for, as tokens and parameters."""
+
+    ids: Sequence[int]  # of the prompt
+    params: SamplingParams
+    speculation: Speculation = field(default_factory=Speculation)
+    handling: Handling = field(default_factory=Handling)
+    known: Sequence[int] = ()  # tokens of the answer that the client has, whose stream broke off there
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +52,13 @@ class Capabilities:
         if params.structured is not None:
             self.check_grammar(params.structured, known)
 
-    def admit(
-        self,
-        ids: Sequence[int],
-        params: SamplingParams,
-        speculation: Speculation,
-        handling: Handling,
-        known: Sequence[int] = (),
-    ) -> Open:
-        """What the full tier is asked to write after the prompt ``ids``, under a new session name and with a seed.
+    def admit(self, task: Task) -> Open:
+        """What the full tier is asked to write, under a new session name and with a seed.
 
-        ``known`` are tokens of the answer that the client has, whose stream broke off there. Raises `InvalidRequest` if the
-        prompt cannot be served, or any parameter not be honoured.
+        Raises `InvalidRequest` if the prompt cannot be served, or any parameter not be honoured.
         """
-        self.check(params, known)
+        ids, params, speculation = task.ids, task.params, task.speculation
+        self.check(params, task.known)
         if not ids:
             raise InvalidRequest("The prompt is empty: it must have at least one token")
         self._check_ids(ids)
@@ -69,7 +73,7 @@ class Capabilities:
             rules = Rules(speculation.rule, draft_top_k=top_k)
         return Open(
             session=mint(),
-            tokens=(*ids, *known),
+            tokens=(*ids, *task.known),
             prompt_len=len(ids),
             params=params.seeded(),
             ends=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_ids),
@@ -82,9 +86,9 @@ class Capabilities:
             lockstep=speculation.in_rounds,
             rules=rules,
             adaptive=speculation.adaptive,
-            priority=handling.priority,
-            cache_salt=handling.cache_salt,
-            watch=handling.watch,
+            priority=task.handling.priority,
+            cache_salt=task.handling.cache_salt,
+            watch=task.handling.watch,
         )
 
     def _check_ids(self, ids: Sequence[int]) -> None:

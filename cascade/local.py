@@ -12,7 +12,7 @@ import torch
 
 from cascade import family
 from cascade.answer import Answer, Chunk, Completion
-from cascade.capabilities import Capabilities
+from cascade.capabilities import Capabilities, Task
 from cascade.drafters import AUTO, DrafterSpec, check_drafters, make, source_and_kind, specs
 from cascade.drafters.in_pass import InPass
 from cascade.engine.devices import UTILIZATION
@@ -259,7 +259,7 @@ class Cascade:
         asked = (params or SamplingParams(), speculation or Speculation(), handling or Handling())
         begin, answers = time.monotonic(), []
         for index, one in enumerate(prompt if _is_batch(prompt) else [prompt]):
-            opening = self._capabilities.admit(self._encode(one), *asked)
+            opening = self._capabilities.admit(Task(self._encode(one), *asked))
             decoder = self.tokenizer.decoder(opening.tokens)
             answers.append(Answer(opening, decoder, index, lambda: time.monotonic() - begin))
         return Requests(self.tiers[-1], answers, link)
@@ -306,7 +306,7 @@ def _load(sources: Sequence[str], drafters: Sequence[DrafterSpec], options: dict
     if any(one.within for one in drafters):
         check_mtp(sources[-1], **known)
     device = find_device(sources[-1], options["device"])
-    networks = [apart(partial(load, source, **options)) for source in sources]
+    networks = [apart(partial(load, source, draft=source != sources[-1], **options)) for source in sources]
     room = common_room(sources, device, dtype=options["dtype"], **known)
     lower = [apart(partial(Model, network, owned=True, cache_tokens=room)) for network in networks[:-1]]
     return [*lower, apart(partial(Model.drafting, networks[-1], *source_and_kind(drafters), owned=True, cache_tokens=room))]

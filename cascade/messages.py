@@ -160,6 +160,7 @@ class Open:
     traceparent: str = ""  # the span that this session is part of, see `deployments.ops.tracing`; as W3C Trace Context has it
     tracestate: str = ""  # likewise
     lease: str = ""  # by which it holds its replica; the session's own if empty
+    affinity: str = ""  # of the client's own session: those with the same one meet the same replica; stays at the router
 
     def __post_init__(self) -> None:
         assert 0 < self.prompt_len <= len(self.tokens), "a text begins with its prompt"

@@ -40,7 +40,7 @@ ENVIRONMENT = {
     **HUGE_PAGES,
 }
 
-PREFERRING = {"request_router_config": {"request_router_class": "deployments.links.leases.PreferringRouter"}}
+PREFERRING = {"request_router_config": {"request_router_class": "deployments.links.affinity.PreferringRouter"}}
 
 
 def build(args: CascadeConfig | Mapping[str, Any] | None = None) -> Application:
@@ -106,7 +106,8 @@ def _bind_tier(
     options = preferring | _surging(tier_options(tier)) | {"user_config": live(values, OF_TIERS), "name": prefix + tier.name}
     places = {other.name: other.deployment_config.max_ongoing_requests for other in config.tiers}
     shared = [other.name for other in config.tiers if other.name in lower and shares_processors(tier, other)]
-    bound = {**bound, "spare_capacity": [name for name in lower if places[name] >= HELD_PLACES]}
+    spare = [name for name in lower if places[name] >= HELD_PLACES]
+    bound = {**bound, "spare_capacity": spare, "draft": tier is not config.tiers[-1]}
     known = {"level": level, "lower": list(lower), "drafters": config.drafters, **bound}
     deployment = versioned(_deployment(TierReplica, options, f"tier {tier.name}"), {"tier": fixed_of_tier(tier), **known})
     return deployment.bind(values, level, lower, config.drafters, shared=shared, **bound)

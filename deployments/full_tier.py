@@ -13,8 +13,9 @@ from cascade.messages import Close, Failed, Message, Proposal, mint
 from cascade.settings.config import CascadeConfig
 from deployments.gateway.admission.admission import ActiveRequest, Admission
 from deployments.gateway.admission.lifetime import Lifetime
+from deployments.links.affinity import Prefixes
 from deployments.links.downlink import Downlink
-from deployments.links.leases import HELD_PLACES, LeasePool, Lessor, Prefixes
+from deployments.links.leases import HELD_PLACES, LeasePool, Lessor
 
 log = logging.getLogger(__name__)
 

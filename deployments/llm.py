@@ -27,7 +27,6 @@ from deployments.app import bind_models, build
 Values = dict[str, Any]
 FULL = "full"  # the tier of a model's own name
 KEPT = {"enable_prefix_caching": True, "enable_lora": True, "pipeline_parallel_size": 1}  # that hold here whatever is said
-FOLDERS = "mount it, and name the folder"
 REFUSED = {  # what theirs takes and a cascade has no use for, and what to do
     "server_cls": "a cascade has servers of its own: remove it",
     "callback_config": "a cascade calls nobody back: remove it",
@@ -50,7 +49,7 @@ class Accelerator(Section):
 
 
 class Lora(Section):
-    """`LoraConfig`, whose adapters are folders in a folder."""
+    """`LoraConfig`, whose adapters are folders in a folder or a bucket."""
 
     dynamic_lora_loading_path: str | None = None
     max_num_adapters_per_replica: Annotated[int, Field(ge=1)] = 16
@@ -136,7 +135,7 @@ def _read(args: Mapping[str, Any]) -> Serving:
             raise ConfigError(f"{key} cannot be given: {REFUSED[key]}")
         source = part.get("model_loading_config", {}) if isinstance(part, Mapping) else {}
         if isinstance(source, Mapping) and isinstance(source.get("model_source"), Mapping):
-            raise ConfigError(f"model_source of {source.get('model_id')!r} is a bucket: {FOLDERS}")
+            raise ConfigError(f"model_source of {source.get('model_id')!r} is a bucket: mount it, and name the folder")
     unused = {key: value for key, value in args.items() if key not in REFUSED}
     try:
         return Serving.model_validate(unused | {"llm_configs": [_without(model, REFUSED) for model in models]})
@@ -168,7 +167,7 @@ def _cascade(model: Model, router: Values) -> CascadeConfig:
     if model.llm_engine is not None:
         engine["engine"] = "vllm"
     if model.lora_config is not None and (path := model.lora_config.dynamic_lora_loading_path):
-        engine["lora_modules"] = _adapters(name, path, model.lora_config.max_num_adapters_per_replica)
+        engine |= {"lora_path": path, "max_loras": model.lora_config.max_num_adapters_per_replica}
     lower = [_tier(tier, tier.name or f"tier{level}") for level, tier in enumerate(model.tiers)]
     values: Values = {"tiers": [*lower, full], "router": router}
     if "max_model_len" in model.engine_kwargs:
@@ -221,14 +220,3 @@ def _placement(config: Placement | None, ranks: int) -> Values | None:
     if (config.bundles is None) == (config.bundle_per_worker is None):
         raise ConfigError("placement_group_config: give either bundles or bundle_per_worker")
     return {"bundles": config.bundles or [config.bundle_per_worker] * ranks, "strategy": config.strategy}
-
-
-def _adapters(model: str, path: str, most: int) -> dict[str, str]:
-    """Folders in the folder ``path`` by their names."""
-    folder = Path(path)
-    if "://" in path or not folder.is_dir():
-        raise ConfigError(f"dynamic_lora_loading_path of {model!r} is {path!r}, which is no folder here: {FOLDERS}")
-    found = {one.name: str(one) for one in sorted(folder.iterdir()) if (one / "adapter_config.json").is_file()}
-    if len(found) > most:
-        raise ConfigError(f"{path!r} has {len(found)} adapters, and max_num_adapters_per_replica is {most}: raise it")
-    return found

@@ -62,7 +62,7 @@ class Models:
             if started:  # a stream that breaks off tells its client that it is not whole
                 raise
             refused = refusal(_told(error))
-            await JSONResponse(body_of(refused, route_of(scope)), refused.status.http, dict(refused.metadata))(
+            await JSONResponse(body_of(refused, route_of(scope)), refused.kind.http, dict(refused.metadata))(
                 scope, receive, send
             )
 

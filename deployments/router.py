@@ -17,12 +17,13 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message
 
 from cascade.answer import Answer, Chunk
-from cascade.capabilities import Capabilities
+from cascade.capabilities import Capabilities, Task
+from cascade.engine.adapter_folder import AdapterFolder
 from cascade.engine.grammar import Grammars
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import InvalidRequest
 from cascade.messages import Open
-from cascade.params import MOST_BRANCHES, Handling, SamplingParams, Speculation
+from cascade.params import MOST_BRANCHES, SamplingParams
 from cascade.settings.config import CascadeConfig
 from cascade.settings.live import OF_ROUTERS
 from cascade.v1 import serving_pb2 as pb
@@ -88,6 +89,7 @@ class Router:
         self.tokenizer = await asyncio.to_thread(
             Tokenizer.from_pretrained, source, revision=engine.revision, trust_remote_code=engine.trust_remote_code
         )
+        self._folder = None if engine.lora_path is None else AdapterFolder(engine.lora_path)
         self._tiers = Tiers(self._config, handles, limits)
         await self._tiers.start()
         self.max_model_len = min(self._config.max_model_len or 2**31, self._tiers.limit("context_len"))
@@ -244,9 +246,19 @@ class Router:
         """Of the model whose text clients get; answers have the first one."""
         return self._config.model_names
 
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        return tuple(self._config.tiers[-1].engine_kwargs.lora_modules)
+    async def adapters(self) -> Sequence[str]:
+        """Names of all adapters that the full tier has or can load by now."""
+        return self._capabilities.adapters if self._folder is None else await asyncio.to_thread(self._folder.names)
+
+    async def seek(self, adapter: str) -> bool:
+        """Whether there is an adapter of this name; one of the folder is known from then on."""
+        if adapter in self._capabilities.adapters:
+            return True
+        if self._folder is None or not adapter or not await asyncio.to_thread(self._folder.has, adapter):
+            return False
+        if adapter not in (known := self._capabilities.adapters):
+            self._capabilities = replace(self._capabilities, adapters=(*known, adapter))
+        return True
 
     @property
     def chain_names(self) -> tuple[str, ...]:
@@ -292,7 +304,7 @@ class Router:
         """Check everything a request says; raises `InvalidRequest`."""
         prompt, params = parse_input(request), parse_sampling(request)
         speculation, handling = parse_speculation(request), parse_handling(request)
-        opening = await self.admit(await self.encode(prompt), params, speculation, handling, parse_known(request))
+        opening = await self.admit(Task(await self.encode(prompt), params, speculation, handling, parse_known(request)))
         if request.HasField("resume"):
             await self.known([opening])
         return opening
@@ -301,7 +313,7 @@ class Router:
         """The same for a conversation."""
         speculation, handling = parse_speculation(turn.request), parse_handling(turn.request)
         task = await turn.task(self.assistant)
-        opening = await self.admit(task.ids, task.params, speculation, handling, parse_known(turn.request))
+        opening = await self.admit(Task(task.ids, task.params, speculation, handling, parse_known(turn.request)))
         if turn.request.HasField("resume"):
             turn.resume(*await self.known([opening]))
         return opening
@@ -315,16 +327,10 @@ class Router:
             return self.tokenizer.encode(prompt)
         return await asyncio.to_thread(self.tokenizer.encode, prompt)
 
-    async def admit(
-        self,
-        ids: Sequence[int],
-        params: SamplingParams,
-        speculation: Speculation,
-        handling: Handling,
-        known: Sequence[int] = (),
-    ) -> Open:
+    async def admit(self, task: Task) -> Open:
         """What the full tier is asked; raises `InvalidRequest` if any of it cannot be honoured."""
-        return await _compiling(params, partial(self._capabilities.admit, ids, params, speculation, handling, known))
+        await self.seek(task.params.adapter)
+        return await _compiling(task.params, partial(self._capabilities.admit, task))
 
     async def known(self, openings: Sequence[Open]) -> list[Chunk]:
         """What the client has of each answer; raises `InvalidRequest` if all of them are whole."""
@@ -342,6 +348,7 @@ class Router:
 
     async def check(self, params: SamplingParams) -> None:
         """Raise `InvalidRequest` if the tiers cannot honour a parameter."""
+        await self.seek(params.adapter)
         await _compiling(params, partial(self._capabilities.check, params))
 
 

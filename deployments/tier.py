@@ -16,6 +16,7 @@ import torch
 from ray.serve.handle import DeploymentHandle
 
 from cascade.drafters import make, source_and_kind
+from cascade.engine.adapter_folder import AdapterFolder
 from cascade.engine.adapters import AdaptedModel
 from cascade.engine.grammar import Grammars
 from cascade.engine.loading import load
@@ -25,7 +26,7 @@ from cascade.engine.threads import apart
 from cascade.engine.tokenizer import Tokenizer
 from cascade.engine.vllm.model import VllmModel
 from cascade.errors import ModelError
-from cascade.planner.chains import Planner, worths
+from cascade.planner.chains import Planner
 from cascade.planner.cost import Profile, measure
 from cascade.scorer import BLOCK
 from cascade.settings.config import LinkTLS, TierConfig
@@ -68,6 +69,7 @@ class TierReplica:
         scaled_to_zero: Sequence[str] = (),
         spare_capacity: Sequence[str] = (),
         shared: Sequence[str] = (),
+        draft: bool = False,
     ) -> None:
         join_serves()
         check_alike(packages)
@@ -78,7 +80,8 @@ class TierReplica:
             check(tls)
         engine = self._config.engine_kwargs
         bind_threads(engine)
-        self._model = await _apart(partial(load_model, self._config))
+        folder = None if engine.lora_path is None else AdapterFolder(engine.lora_path)
+        self._model = await _apart(partial(load_model, self._config, folder, draft=draft))
         log.info("Tier %s: %s", self._config.name, self._model.summary)
         known: Any = getattr(self._model, "profile", None)  # of an engine that need not be timed
         self._profile: Profile = known or await _apart(partial(measure, self._model, max_tokens=engine.max_pass_tokens))
@@ -106,7 +109,7 @@ class TierReplica:
         )
         self._downlink = Downlink(leases, self._tier.post, tls=tls, tracing=traced)
         self._tier.below = self._downlink if lower else None
-        self._server = LinkServer(self._tier, tls, traced, link_ports)
+        self._server = LinkServer(self._tier, tls, traced, link_ports, None if folder is None else folder.fetch)
         siblings, period_s = Siblings(), self._config.deployment_config.health_check_period_s
         self._replica = siblings.name
         self._handover = Handover(siblings.name, partial(siblings.ask, "running_for"), self._server.leave, period_s)
@@ -125,10 +128,10 @@ class TierReplica:
         """What callers may prefer this replica by, see `PreferringRouter`."""
         return {"address": self._server.address}
 
-    async def lease(self, name: str, preferred: Sequence[str] = ()) -> AsyncIterator[str]:
+    async def lease(self, name: str, preferred: Sequence[str] = (), affinity: str = "") -> AsyncIterator[str]:
         """Hold this replica: yields the address and secret for its link, then nothing until the lease of that name is over.
 
-        ``preferred`` is for Serve's router alone, which has chosen this replica.
+        ``preferred`` and ``affinity`` are for Serve's router alone, which has chosen this replica.
         """
         async for address in self._server.lease(name):
             yield address
@@ -158,6 +161,7 @@ class TierReplica:
             "pass_s": stats.pass_s,
             "pass_cost": [{"tokens": tokens, "seconds": seconds} for tokens, seconds in self._profile.points],
             "context_s": self._profile.context_s,
+            "worth": [one._asdict() for one in self._tier.planner.worths()],
         }
 
     def record_autoscaling_stats(self) -> dict[str, float]:
@@ -201,8 +205,11 @@ def bind_threads(engine: EngineKwargs) -> None:
         torch.set_num_threads(threads)
 
 
-def load_model(config: TierConfig) -> Any:
-    """The model of a tier, a `cascade.scorer.Scorer`, on the engine of its configuration; raises `ModelError`."""
+def load_model(config: TierConfig, folder: AdapterFolder | None = None, *, draft: bool = False) -> Any:
+    """The model of a tier, a `cascade.scorer.Scorer`, on the engine of its configuration; raises `ModelError`.
+
+    ``folder`` has adapters that are loaded when they are asked for. A ``draft`` model says its draft vocabulary alone.
+    """
     engine = config.engine_kwargs
     if engine.engine is not None and engine.plugin:
         module, _, name = engine.engine.partition(":")
@@ -214,21 +221,23 @@ def load_model(config: TierConfig) -> Any:
         share = {"gpu_memory_utilization": config.gpu_memory_utilization} if torch.cuda.is_available() else {}
         source = config.model_loading_config.source
         given = {**share, **engine.vllm_options}
-        return VllmModel(source, cache_tokens=engine.cache_tokens, adapters=engine.lora_modules, options=given)
+        adapters: dict[str, Any] = {"adapters": engine.lora_modules, "folder": folder, "most": engine.max_loras}
+        return VllmModel(source, cache_tokens=engine.cache_tokens, options=given, **adapters)
     network = load(
         config.model_loading_config.source,
         dtype=engine.dtype,
         device=engine.device,
         revision=engine.revision,
         trust_remote_code=engine.trust_remote_code,
+        draft=draft,
     )
     options: dict[str, Any] = {
         "cache_tokens": engine.cache_tokens,
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "num_threads": engine.num_threads,
     }
-    if engine.lora_modules:
-        return AdaptedModel(network, engine.lora_modules, **options)
+    if engine.adapted:
+        return AdaptedModel(network, engine.lora_modules, folder=folder, most=engine.max_loras, **options)
     return Model.drafting(network, *source_and_kind(engine.drafters), owned=True, **options)
 
 
@@ -266,7 +275,7 @@ def replica_readings(tier: Tier, profile: Profile, server: LinkServer, downlink:
     yield Reading("prefix_cache_queries", (), stats.asked)
     yield Reading("prefix_cache_hits", (), stats.reused)
     yield Reading("num_preemptions", (), stats.preempted)
-    for drafter, sampled, num_sessions, factor in worths(tier.planner.measured()):
+    for drafter, sampled, num_sessions, factor in tier.planner.worths():
         yield Reading("tier_worth", (drafter, sampling(sampled), str(num_sessions)), factor)
     for tokens, seconds in profile.points:
         yield Reading("pass_seconds", (tier.name, str(tokens)), seconds)

@@ -242,24 +242,13 @@ def alerts(_: str) -> str:
 
 
 def errors(_: str) -> str:
-    from cascade.errors import CascadeError
-    from deployments.gateway.admission.status import STATUSES
+    from cascade.errors import KINDS, CascadeError
 
-    told = {CascadeError: "Anything else of this package.", Exception: "A bug: the log has its traceback."}
-    return table(
-        ["error", "meaning", "gRPC", "HTTP", "`error.type`", "`error.code`"],
-        (
-            (
-                f"`{one.kind.__name__}`",
-                told.get(one.kind) or _prose(one.kind),
-                f"`{one.grpc.name}`",
-                str(one.http),
-                f"`{one.type}`",
-                f"`{one.code}`",
-            )
-            for one in STATUSES
-        ),
-    )
+    told = [(kind.__name__, _prose(kind), kind) for kind in KINDS if kind is not CascadeError]
+    told += [("CascadeError", "Anything else of this package.", CascadeError)]
+    told += [("Exception", "A bug: the log has its traceback.", CascadeError)]
+    rows = [(f"`{name}`", said, f"`{of.grpc}`", str(of.http), f"`{of.type}`", f"`{of.code}`") for name, said, of in told]
+    return table(["error", "meaning", "gRPC", "HTTP", "`error.type`", "`error.code`"], rows)
 
 
 def models(which: str) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 
 def crossed(rows: Mapping[str, Any], columns: Mapping[str, Any]) -> list[Any]:
@@ -18,3 +19,8 @@ def crossed(rows: Mapping[str, Any], columns: Mapping[str, Any]) -> list[Any]:
 def rare(*values: Any, **options: Any) -> Any:
     """A case that is tried by `make test-all` alone."""
     return pytest.param(*values, marks=pytest.mark.slow, **options)
+
+
+def examples(share: float) -> int:
+    """So many times as many examples as the profile tries: few by default, many by `make test-all`."""
+    return max(1, round(share * settings().max_examples))

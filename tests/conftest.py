@@ -10,7 +10,6 @@ from hypothesis import settings
 # which begin after Ray's
 LONGEST = ("test_bits", "test_local", "test_pass", "test_heads", "test_nodes")
 FAKE_GPUS = 4  # that Ray is told of, for emulated devices
-LONG_S = 240.0  # more than a busy machine needs to start replicas: tests of the cluster give up then
 
 settings.register_profile("quick", deadline=None, derandomize=True, max_examples=30)
 settings.register_profile("thorough", deadline=None, derandomize=True, max_examples=200)

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from tests import small
 from tests.gateway.test_router import Handle, Stoppable
 from tests.links.net import Net, Node
 from tests.tier.test_tier import NAMES, CountingModel
+from tests.waiting import LONG_S, until
 
 T = TypeVar("T")
 VOCAB = 4096  # of the small models's tokenizer
@@ -40,22 +41,15 @@ class House:
     loop: asyncio.AbstractEventLoop
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(LONG_S)
 
     def settle(self) -> None:
         """Wait until nothing is left of any request, on any tier or at the router."""
 
         async def quiet() -> None:
-            places = self.router.admission.places
-            async with asyncio.timeout(30):
-                await self.net.settle()
-                while (
-                    places.num_admitted
-                    or places.num_running
-                    or self.router._full.inboxes
-                    or self.router._full.downlink.num_sessions
-                ):
-                    await asyncio.sleep(0.01)
+            places, full = self.router.admission.places, self.router._full
+            await self.net.settle()
+            await until(lambda: not (places.num_admitted or places.num_running or full.inboxes or full.downlink.num_sessions))
 
         self.call(quiet())
         assert not self.router.admission._active
@@ -105,24 +99,39 @@ def house(
     patch.setattr(admission, "tracing", tracing)
     thread.start()
     try:
-        assert ready.wait(60)
+        assert ready.wait(LONG_S)
         built = result[0]
         if isinstance(built, BaseException):
             raise built
         yield built
     finally:
         loop.call_soon_threadsafe(stop.set)
-        thread.join(60)
+        thread.join(LONG_S)
         patch.undo()
         loop.close()
 
 
+def serving(env: Mapping[str, str] | None = None, **options: Any) -> Any:
+    """A fixture: a `house` for all tests of a file, of whose requests nothing is left; ``env`` are variables that it reads."""
+
+    @pytest.fixture(scope="module")
+    def served() -> Iterator[House]:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in (env or {}).items():
+                patch.setenv(name, value)
+            with house(**options) as built:
+                yield built
+                built.settle()
+
+    return served
+
+
 async def _let_go(loop: Any) -> None:
     """Until connections that the doors have closed have let go of their sockets, which a slow reader may put off."""
-    for _ in range(500):
-        if not loop._transports:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(5):
+            await until(lambda: not loop._transports)
             return
-        await asyncio.sleep(0.01)
     for transport in list(loop._transports.values()):
         transport.abort()
     await asyncio.sleep(0)

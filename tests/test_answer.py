@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cascade.answer import Answer, Chunk, Completion, undrafted
-from cascade.capabilities import Capabilities
+from cascade.capabilities import Capabilities, Task
 from cascade.draft import Draft
 from cascade.errors import InvalidRequest
 from cascade.messages import COUPLED, Edge, Open, Proposal, Rules
 from cascade.params import DRAFT_TOP_K, MOST_BRANCHES, Handling, SamplingParams, Speculation, Structured
+from tests.cases import examples
 
 END = 0
 WORDS = ["", "a", "b", "ab", "\n", "\n\n", " c", "x.y", "é"]
@@ -72,7 +73,7 @@ def reference(params: SamplingParams, tokens: Sequence[int]) -> tuple[str, str |
     return text, None
 
 
-@settings(deadline=None, max_examples=300, derandomize=True)
+@settings(max_examples=examples(4))
 @given(
     tokens=st.lists(st.integers(0, len(WORDS) - 1), min_size=1, max_size=20),
     stop=st.lists(st.sampled_from(["ab", "\n\n", "ba", "a\n", ".", "é c", "abab"]), max_size=3),
@@ -103,7 +104,7 @@ def pieces(answer: Answer, tokens: Sequence[int]) -> list[Chunk]:
     return [piece for piece in said if piece is not None]
 
 
-@settings(deadline=None, max_examples=300, derandomize=True)
+@settings(max_examples=examples(4))
 @given(
     tokens=st.lists(st.integers(0, len(WORDS) - 1), min_size=1, max_size=14),
     stop=st.lists(st.sampled_from(["ab", "\n\n", "ba", "a\n", ".", "é c", "abab"]), max_size=3),
@@ -194,12 +195,7 @@ CAPABLE = Capabilities(
         ([1], {"logit_bias": {10: 1.0}}, {}, "logit_bias is 10: it must be token ids from 0 to 9"),
         ([1], {"stop_token_ids": (11,)}, {}, "stop_token_ids is 11"),
         ([1], {"adapter": "german"}, {}, "adapter is 'german': it must be one of french"),
-        (
-            [1],
-            {},
-            {"tiers": ("full",)},
-            "'full': it must be one of the tiers and drafters below full: tiny",
-        ),
+        ([1], {}, {"tiers": ("full",)}, "'full': it must be one of the tiers and drafters below full: tiny"),
     ],
 )
 def test_what_cannot_be_served_is_not_admitted(
@@ -207,7 +203,7 @@ def test_what_cannot_be_served_is_not_admitted(
 ) -> None:
     """Guards tiers against requests that they cannot serve, by library and router alike; the sentence has value and limit."""
     with pytest.raises(InvalidRequest, match=re.escape(words)):
-        CAPABLE.admit(ids, SamplingParams(**{"max_tokens": 1} | params), Speculation(**speculation), Handling())
+        CAPABLE.admit(Task(ids, SamplingParams(**{"max_tokens": 1} | params), Speculation(**speculation)))
 
 
 RULED = [
@@ -224,7 +220,7 @@ RULED = [
 def test_rules_are_those_that_were_asked_for(speculation: dict[str, Any], params: dict[str, Any], rules: Rules) -> None:
     """Guards rules on their way to the full tier, the rounds that they need, and what is said of them."""
     asked = Speculation(**speculation)
-    opening = CAPABLE.admit([1], SamplingParams(**{"max_tokens": 1} | params), asked, Handling())
+    opening = CAPABLE.admit(Task([1], SamplingParams(**{"max_tokens": 1} | params), asked))
     assert opening.rules == rules
     assert (opening.lockstep, opening.draft_branches > 0, opening.adaptive) == (
         asked.rule != "coupled",
@@ -250,7 +246,7 @@ def test_rules_are_those_that_were_asked_for(speculation: dict[str, Any], params
 )
 def test_branches_are_those_that_were_asked_for(speculation: dict[str, Any], branches: int) -> None:
     """Guards branches against being silently dropped, in rounds above all, and the lines of rounds that name none."""
-    opening = CAPABLE.admit([1], SamplingParams(max_tokens=1), Speculation(**speculation), Handling())
+    opening = CAPABLE.admit(Task([1], SamplingParams(max_tokens=1), Speculation(**speculation)))
     assert opening.draft_branches == branches
 
 
@@ -267,15 +263,15 @@ def test_branches_are_those_that_were_asked_for(speculation: dict[str, Any], bra
 def test_rules_that_cannot_be_are_refused(speculation: dict[str, Any], words: str) -> None:
     """Guards against rules that are silently others."""
     with pytest.raises(InvalidRequest, match=re.escape(words)):
-        CAPABLE.admit([1], SamplingParams(max_tokens=1), Speculation(**speculation), Handling())
+        CAPABLE.admit(Task([1], SamplingParams(max_tokens=1), Speculation(**speculation)))
 
 
 def test_what_is_admitted_is_what_was_asked() -> None:
     """Guards every word of a request on its way to the full tier, and the defaults of those that were not said."""
-    CAPABLE.admit([1] * 8, SamplingParams(max_tokens=1), Speculation(), Handling())  # just fits
+    CAPABLE.admit(Task([1] * 8, SamplingParams(max_tokens=1)))  # just fits
     assert not GRAMMARS
     params = SamplingParams(max_tokens=4, seed=7, stop_token_ids=(5,), adapter="french", structured=Structured(regex="a"))
-    opening = CAPABLE.admit([1, 2], params, Speculation(schedule="lockstep", window=3), Handling(-2, "mine", True))
+    opening = CAPABLE.admit(Task([1, 2], params, Speculation(schedule="lockstep", window=3), Handling(-2, "mine", True)))
     assert [params.structured] == GRAMMARS
     assert replace(opening, session="s") == Open(
         "s",
@@ -293,7 +289,7 @@ def test_what_is_admitted_is_what_was_asked() -> None:
         watch=True,
     )
     plain = SamplingParams(max_tokens=4, ignore_eos=True)
-    other = CAPABLE.admit([1, 2], plain, Speculation(), Handling())
+    other = CAPABLE.admit(Task([1, 2], plain))
     assert (other.ends, other.draft_window, other.adaptive, other.lockstep) == (frozenset(), 32, True, False)
     assert other.params == replace(plain, seed=other.params.seed)
     assert other.session != opening.session

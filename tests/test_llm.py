@@ -8,6 +8,7 @@ import pytest
 
 from cascade import LLM, ConfigError, InvalidRequest, SamplingParams
 from tests import small
+from tests.waiting import LONG_S
 
 PROMPTS = ["def read(path):\n    with open(path) as file:\n", "import os\n\nclass Shape:\n    def __init__(self"]
 CHATS = [[{"role": "user", "content": text}] for text in PROMPTS]
@@ -73,5 +74,5 @@ def test_what_cannot_be_asked_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPat
 def test_the_package_is_light() -> None:
     """Guards who needs only one of the two: `import cascade` loads neither PyTorch nor gRPC, and names are found later."""
     code = "import sys, cascade; print(*{'torch', 'grpc'} & sys.modules.keys()); from cascade import LLM, AsyncClient, Client"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LONG_S, check=True)
     assert done.stdout.split() == []

@@ -5,23 +5,21 @@ span of time are counted. All texts, those that were broken off too, must be as 
 """
 
 import asyncio
-import contextlib
-import itertools
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from rich.table import Table
 
 from benchmarks.cluster.devices import Setup
 from benchmarks.cluster.recording import Recording
 from benchmarks.cluster.toy_tier import ToyTier
+from benchmarks.crowd import Crowd
 from benchmarks.toy import full_text
 from benchmarks.turns import ALONE, AUTO
 from cascade import family
-from cascade.answer import Chunk
-from cascade.bench.load import Mode, isolated
+from cascade.bench.load import Mode
 from cascade.client import AsyncClient
 from cascade.messages import Open
 from cascade.params import SamplingParams, Speculation
@@ -45,69 +43,26 @@ class Size:
     replicas: tuple[tuple[int, ...], ...] = REPLICAS
 
 
-@dataclass(slots=True)
-class Crowd:
-    """Clients that send requests of one mode until they are told to stop."""
+@dataclass(slots=True, kw_only=True)
+class ToldCrowd(Crowd):
+    """A crowd whose texts are known: ``full`` writes all of them alone."""
 
-    client: AsyncClient
-    mode: Mode
-    params: SamplingParams
-    prompts: Sequence[Sequence[int]]
-    full: ToyTier  # what writes all texts alone
-    tokens: int = 0  # that have come
-    texts: dict[int, list[int]] = field(default_factory=dict)  # by seed, as far as they have come
-    _tasks: list["asyncio.Task[None]"] = field(default_factory=list)
-
-    def grow(self, load: int) -> None:
-        """Let there be ``load`` clients."""
-        for number in range(len(self._tasks), load):
-            self._tasks.append(asyncio.create_task(self._send(number)))
-
-    async def stop(self, left: int = 0) -> None:
-        """Break off the requests of all clients but the first ``left``; raises what went wrong with any of them."""
-        gone, self._tasks = self._tasks[left:], self._tasks[:left]
-        for task in gone:
-            task.cancel()
-        for outcome in await asyncio.gather(*gone, return_exceptions=True):
-            if isinstance(outcome, Exception):
-                raise outcome
-
-    async def rate(self, seconds: float) -> float:
-        """Tokens that come in a second, seen for so long."""
-        loop = asyncio.get_running_loop()
-        tokens, begin = self.tokens, loop.time()
-        await asyncio.sleep(seconds)
-        return (self.tokens - tokens) / (loop.time() - begin)
-
-    async def _send(self, number: int) -> None:
-        for place in itertools.count():
-            seed = number + 1000 * place
-            text = self.texts.setdefault(seed, [])
-            asked = self.client.stream(
-                list(self._prompt(seed)), replace(self.params, seed=seed), self.mode.speculation, isolated()
-            )
-            async with contextlib.aclosing(cast(AsyncGenerator[Chunk, Any], asked)) as chunks:
-                async for chunk in chunks:
-                    text += chunk.token_ids
-                    self.tokens += len(chunk.token_ids)
-
-    def _prompt(self, seed: int) -> Sequence[int]:
-        return self.prompts[seed % len(self.prompts)]
+    full: ToyTier
 
     @property
     def exact(self) -> bool:
         """Whether all that has come is what the full tier writes alone."""
         for seed, text in self.texts.items():
-            prompt, params = tuple(self._prompt(seed)), replace(self.params, seed=seed, max_tokens=max(1, len(text)))
+            prompt, params = tuple(self.prompt(seed)), replace(self.params, seed=seed, max_tokens=max(1, len(text)))
             if full_text(self.full, Open("text", prompt, len(prompt), params))[len(prompt) :][: len(text)] != text:
                 return False
         return True
 
 
-def crowd(client: AsyncClient, mode: Mode, tokens: int, setup: Setup, prompts: Sequence[Sequence[int]]) -> Crowd:
+def crowd(client: AsyncClient, mode: Mode, tokens: int, setup: Setup, prompts: Sequence[Sequence[int]]) -> ToldCrowd:
     """Of clients that ask for answers to ``prompts`` of the tiers of ``setup``."""
     params = SamplingParams(max_tokens=tokens, temperature=0)
-    return Crowd(client, mode, params, prompts, setup.models()[-1])
+    return ToldCrowd(client.stream, mode, params, prompts, full=setup.models()[-1])
 
 
 def measure(recording: Path, size: Size, tell: Callable[[str], object]) -> dict[str, Any]:

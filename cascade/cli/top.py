@@ -74,6 +74,8 @@ def view(frame: Frame, before: Frame | None = None) -> RenderableType:
     parts: list[RenderableType] = []
     if frame.info is not None:
         parts.append(_tiers(frame.info))
+        if any(tier.worth for tier in frame.info.tiers):
+            parts.append(_worth(frame.info))
     if frame.scrape is not None:
         earlier = before.scrape if before is not None else None
         seconds = frame.time_s - before.time_s if before is not None and earlier is not None else None
@@ -95,6 +97,18 @@ def _tiers(info: Any) -> Table:
             tier.device or "-",
             cost,
         )
+    return table
+
+
+def _worth(info: Any) -> Table:
+    """What drafts of tiers below were measured to gain, and what a pass of each costs beside one of the tier above."""
+    table = Table("drafter → verifier", "requests", "sessions", "tokens/s with over without", "pass over pass", title="Gain")
+    passes = {tier.name: tier.pass_cost[0][1] for tier in info.tiers if tier.pass_cost}
+    for tier in info.tiers:
+        for drafter, sampled, sessions, factor in tier.worth:
+            price = f"{passes[drafter] / passes[tier.name]:.2f}" if {drafter, tier.name} <= passes.keys() else "-"
+            kind = "sampled" if sampled else "greedy"
+            table.add_row(f"{drafter} → {tier.name}", kind, f"about {sessions}", f"{factor:.2f}", price)
     return table
 
 

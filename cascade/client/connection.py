@@ -12,19 +12,7 @@ from typing import Any, ClassVar
 import grpc
 
 from cascade.client.retries import Attempts, Unreached
-from cascade.errors import (
-    Aborted,
-    CascadeError,
-    ConfigError,
-    DeadlineExceeded,
-    InvalidRequest,
-    ModelError,
-    NotFound,
-    Overloaded,
-    PermissionDenied,
-    Unauthenticated,
-    Unavailable,
-)
+from cascade.errors import KINDS, CascadeError, ConfigError, Overloaded, Unavailable
 from cascade.v1 import serving_pb2_grpc
 
 SECURE = "grpcs://"  # before the address of a server that speaks TLS
@@ -56,18 +44,7 @@ CHANNEL_OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 5_000),  # how long a connection may take to come about: gRPC's own 20 s at a dead host
 )
 
-ERRORS: dict[grpc.StatusCode, type[CascadeError]] = {
-    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
-    grpc.StatusCode.NOT_FOUND: NotFound,
-    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
-    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
-    grpc.StatusCode.UNAVAILABLE: Unavailable,
-    grpc.StatusCode.CANCELLED: Unavailable,  # by the server, which closes
-    grpc.StatusCode.ABORTED: Aborted,
-    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
-    grpc.StatusCode.FAILED_PRECONDITION: ModelError,
-}
+ERRORS = {kind.grpc: kind for kind in KINDS if "grpc" in vars(kind)} | {"CANCELLED": Unavailable}  # by a server that closes
 
 
 @dataclass(slots=True)
@@ -148,7 +125,7 @@ class Connection:
 
 def _error_of(error: grpc.RpcError) -> CascadeError:
     code = error.code()
-    kind, sentence = ERRORS.get(code, CascadeError), error.details() or str(code)
+    kind, sentence = ERRORS.get(code.name, CascadeError), error.details() or str(code)
     if kind is Overloaded:
         pairs: Any = error.trailing_metadata() or ()
         try:

@@ -9,6 +9,7 @@ from cascade.client.wire import decode_edge, decode_lane
 from cascade.errors import Unavailable
 from cascade.messages import Logprobs, origin
 from cascade.params import RULES, Rule
+from cascade.planner.chains import Worth
 from cascade.v1 import serving_pb2 as pb
 
 UNDRAFTED: tuple[Undrafted, ...] = get_args(Undrafted)
@@ -28,6 +29,7 @@ class TierInfo:
     device: str
     pass_cost: tuple[tuple[int, float], ...] = ()  # tokens and seconds, the points of `cascade.planner.cost.PassCost`
     context_s: float = 0.0  # seconds that each position held by the sessions of a pass adds to it
+    worth: tuple[Worth, ...] = ()  # of the tiers below, as the replica that answered has measured it
     dtype: str = ""  # of its weights
     engine: str = ""  # that runs its passes: "cascade" or "vllm"
     same_bits: bool | None = None  # whether a text's logits have the same bits in every pass; None if the server does not say
@@ -155,5 +157,6 @@ def _key_info(response: pb.DescribeResponse) -> KeyInfo:
 def _tier_info(tier: pb.Tier) -> TierInfo:
     same: dict[str, Any] = {field.name: getattr(tier, field.name) for field in fields(TierInfo)}
     cost = tuple((point.tokens, point.seconds) for point in tier.pass_cost)
+    worth = tuple(Worth(one.drafter, one.sampled, one.num_sessions, one.factor) for one in tier.worth)
     bits = tier.same_bits if tier.HasField("same_bits") else None
-    return TierInfo(**same | {"pass_cost": cost, "same_bits": bits})
+    return TierInfo(**same | {"pass_cost": cost, "worth": worth, "same_bits": bits})

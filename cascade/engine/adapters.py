@@ -6,32 +6,48 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from cascade.engine.adapter_folder import AdapterFolder
 from cascade.engine.model import Model
-from cascade.errors import ModelError, reason
+from cascade.errors import InvalidRequest, ModelError, reason
 from cascade.scorer import Row, Scored
 
 
 class AdaptedModel(Model):
     """A model whose rows follow the adapter ``row.params.adapter`` names; "" is the model itself.
 
-    ``adapters`` are paths or hub ids by name. Rows of different adapters never meet in one forward: a pass is as many forwards
-    as its rows have adapters. Keys and values depend on the adapter, so prefixes must not be shared between adapters.
+    ``adapters`` are paths or hub ids by name. Those of ``folder`` are loaded by the first pass that needs them, ``most`` at a
+    time. Rows of different adapters never meet in one forward: a pass is as many forwards as its rows have adapters. Keys and
+    values depend on the adapter, so prefixes must not be shared between adapters.
     """
 
     _written_out = False  # adapters are Transformers' own layers
 
-    def __init__(self, network: PreTrainedModel, adapters: Mapping[str, str], **options: Any) -> None:
+    def __init__(
+        self,
+        network: PreTrainedModel,
+        adapters: Mapping[str, str],
+        *,
+        folder: AdapterFolder | None = None,
+        most: int = 16,
+        **options: Any,
+    ) -> None:
         """Take over a loaded network; raises `ModelError` if it or an adapter cannot be served."""
         super().__init__(network, **options)
-        self.adapters = tuple(adapters)
+        self._loaded = dict.fromkeys(adapters)  # those of the folder in the order of their last use
+        self._folder, self._most = folder, most
         self._adapted: list[Any] = []
         for name, source in adapters.items():
             self._load(name, source)
         self._active: str | None = None
         self.switch("")
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of those that are loaded."""
+        return tuple(self._loaded)
+
     def run(self, rows: Sequence[Row]) -> list[Scored]:
-        """Own tokens of each row, see `cascade.scorer.Scorer`."""
+        """Own tokens of each row, see `cascade.scorer.Scorer`; an adapter that cannot be loaded is its request's fault."""
         scored: list[Scored] = [Scored() for _ in rows]
         for name in dict.fromkeys(row.params.adapter for row in rows):
             places = [place for place, row in enumerate(rows) if row.params.adapter == name]
@@ -46,10 +62,39 @@ class AdaptedModel(Model):
         """Let the next forward follow an adapter."""
         if name == self._active:
             return
-        if name and name not in self.adapters:
-            raise ModelError(f"adapter is {name!r}: it must be one of {', '.join(self.adapters)}")
+        if name and name not in self._loaded:
+            if self._folder is None:
+                raise ModelError(f"adapter is {name!r}: it must be one of {', '.join(self._loaded)}")
+            self._take(name, self._folder.place(name))
+        if name and self._folder is not None:
+            self._loaded[name] = self._loaded.pop(name)
         self._activate(name)
         self._active = name
+
+    def _take(self, name: str, source: str) -> None:
+        """Load an adapter in place of the one that was not used for longest; raises `InvalidRequest`."""
+        self._active = None
+        if len(self._loaded) >= self._most:
+            self._drop(next(iter(self._loaded)))
+        self._loaded[name] = None
+        try:
+            self._load(name, source)
+        except Exception as error:
+            self._drop(name)
+            if isinstance(error, ModelError):
+                raise InvalidRequest(str(error)) from error
+            raise
+
+    def _drop(self, name: str) -> None:
+        """Free what an adapter takes, as far as it has been loaded."""
+        from peft.functional import delete_adapter
+
+        del self._loaded[name]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Adapter .* was active")  # the next switch chooses
+            delete_adapter(self._network, name, prefix="lora_")
+        getattr(self._network, "peft_config", {}).pop(name, None)
+        self._adapted = _adapted(self._network)
 
     def _activate(self, name: str) -> None:
         """Let all adapted modules follow an adapter, or none if it is "".

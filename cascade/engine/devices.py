@@ -83,6 +83,11 @@ def has_bfloat16() -> bool:
     return not emulates or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
+def product_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where ``device`` has instructions for it, else float32: with AVX2 alone 16 bits are seven times slower."""
+    return torch.bfloat16 if device.type != "cpu" or has_bfloat16() else torch.float32
+
+
 def wider_dtype(saved: torch.dtype, device: torch.device, parameters: int) -> torch.dtype | None:
     """The dtype in which weights of ``saved`` are to be held on ``device`` if that is another one.
 

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cascade.engine.checkpoint import DTYPES, anatomy
 from cascade.engine.devices import UTILIZATION, cache_tokens, default_device, free_bytes, processor
+from cascade.engine.draft_vocab import restrict
 from cascade.engine.gguf import converted
 from cascade.engine.memory import GIB
 from cascade.errors import ModelError, reason
@@ -23,8 +24,11 @@ def load(
     device: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    draft: bool = False,
 ) -> PreTrainedModel:
     """Load weights shard by shard to the device, with a progress bar; those of a GGUF file are dequantised the first time.
+
+    A ``draft`` model says its draft vocabulary alone, if it has one, see `cascade.engine.draft_vocab`.
 
     ``dtype`` is the checkpoint's unless one is named, and on processors that are slow with 16 bits float32; ``device`` is the
     GPU if there is one. Raises `ModelError` before anything is read if the checkpoint is damaged, is no causal language model,
@@ -43,7 +47,10 @@ def load(
     if model.widened is not None:
         chosen = model.dtype
         log.info(_WIDENED, source, model.widened, processor(), chosen)
-    return _loaded(converted(source), place, dtype=chosen or "auto", device_map={"": place}, **known)
+    network = _loaded(converted(source), place, dtype=chosen or "auto", device_map={"": place}, **known)
+    if draft:
+        restrict(network, converted(source), revision=revision)
+    return network
 
 
 def _loaded(source: str, device: torch.device, **options: Any) -> PreTrainedModel:

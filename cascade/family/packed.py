@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from cascade.engine.draft_vocab import FILE
 from cascade.engine.gguf import cache_folder
 
 WEIGHTS = "model.safetensors"
@@ -29,7 +30,7 @@ def pack(folder: Path, out: Path) -> None:
         packed[name] = (weight.float() / scale).round().to(torch.int8)
         packed[name + SCALE] = scale
     save_file(packed, out / WEIGHTS, metadata={"format": "pt"})
-    for file in ("config.json", "generation_config.json", "README.md"):
+    for file in ("config.json", "generation_config.json", FILE, "README.md"):
         if (folder / file).exists():
             shutil.copy(folder / file, out)
 

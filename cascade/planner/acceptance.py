@@ -26,7 +26,6 @@ _WRONG, _FADE = 0.62, 0.95  # an own token of a gap is wrong with chance `_WRONG
 _NEXT = (0.5, 0.15)  # share of the wrong ones in which the first and the second runner-up are right, to begin with
 GUESSES_WEIGHT = 0.3  # of the latest count of guesses
 LEAST_KEPT = 0.02  # share of texts so long that the tier above keeps, below which they are not worth a pass
-VERDICT_MEMORY = 0.97  # share of the weight of old verdicts that is left after a new one
 
 
 class Calibrations:
@@ -158,5 +157,5 @@ class RunAhead:
 
     def judged(self, num_kept: int, *, cut: bool) -> None:
         """The tier above has kept so many own tokens, and then cut the text or not; old verdicts fade."""
-        self.kept = VERDICT_MEMORY * self.kept + num_kept
-        self.cut = VERDICT_MEMORY * self.cut + cut
+        self.kept = MEMORY * self.kept + num_kept
+        self.cut = MEMORY * self.cut + cut

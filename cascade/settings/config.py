@@ -92,8 +92,8 @@ class CascadeConfig(Section):
             if name == "router":
                 yield "no tier can be named 'router', as the ingress is; give the tier another name"
         for tier in self.tiers[:-1]:
-            if tier.engine_kwargs.lora_modules:
-                yield f"lora_modules of tier {tier.name!r}: only the full tier, the last one, takes adapters; remove them"
+            if field := tier.engine_kwargs.adapted:
+                yield f"{field} of tier {tier.name!r}: only the full tier, the last one, takes adapters; remove them"
         if self.link_ports is not None and self.link_ports[0] > self.link_ports[1]:
             yield f"link_ports are {list(self.link_ports)}: name the lower port first"
         if self.autoscaling is not None:

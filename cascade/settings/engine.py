@@ -85,6 +85,9 @@ class EngineKwargs(Section):
     lora_modules: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], Annotated[str, Field(min_length=1)]] = Field(
         default_factory=dict
     )
+    # in their place, a folder or bucket (s3://, gs://) of adapters, each of which is loaded when a request names it
+    lora_path: Annotated[str, Field(min_length=1)] | None = None
+    max_loras: Annotated[int, Field(ge=1)] = 16  # adapters of `lora_path` that a replica has loaded at a time
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1  # GPUs that share one replica's model; more than one needs vLLM
     num_threads: Annotated[int, Field(ge=1)] | None = None  # CPU threads of a pass; timed at load by default
     # cores that the replica is bound to
@@ -108,8 +111,10 @@ class EngineKwargs(Section):
     def _problems(self) -> Iterator[str]:
         """A sentence for each pair of options of which one excludes the other."""
         head, extra, only_ours = head_of(self.drafters), sorted(self.model_extra or ()), self._only_ours()
-        if head and self.lora_modules:
-            yield f"drafter {head.kind!r} reads a model without adapters, and lora_modules: remove one of the two"
+        if head and self.adapted:
+            yield f"drafter {head.kind!r} reads a model without adapters, and {self.adapted}: remove one of the two"
+        if self.lora_modules and self.lora_path:
+            yield f"lora_modules are given and lora_path is {self.lora_path!r}: remove one of the two"
         if self.engine == "vllm":
             if only_ours:
                 yield f"{only_ours[0]} is for our own engine: remove it, or set engine to 'cascade'"
@@ -122,6 +127,11 @@ class EngineKwargs(Section):
             yield (
                 f"{self._only_vllms}, which only vLLM can do: set engine to 'vllm', and remove what only our own engine takes"
             )
+
+    @property
+    def adapted(self) -> str:
+        """The field that gives the model adapters, if one does."""
+        return "lora_modules" if self.lora_modules else "lora_path" if self.lora_path else ""
 
     def _only_ours(self) -> list[str]:
         """What is given that vLLM cannot do."""
@@ -137,7 +147,7 @@ class EngineKwargs(Section):
 
     def _prefers_ours(self) -> bool:
         """Whether anything is given that means our own engine where none is named."""
-        return any((self._only_ours(), self.lora_modules, self.num_threads))
+        return any((self._only_ours(), self.adapted, self.num_threads))
 
     @property
     def plugin(self) -> bool:

@@ -35,7 +35,7 @@ OF_TIERS = ("engine_kwargs.patience", "engine_kwargs.max_guesses")
 # which Ray Serve compares itself: it replaces replicas for those that need it, such as ray_actor_options, and for no others
 SERVES = ("deployment_config", "accelerator_type", "placement_group_config")
 # of a tier's engine_kwargs, and of its model, what routers read when they start; they must read nothing else of them later
-READ_OF_ENGINES = ("revision", "trust_remote_code", "lora_modules")
+READ_OF_ENGINES = ("revision", "trust_remote_code", "lora_modules", "lora_path")
 READ_OF_MODELS = ("model_id", "model_source")
 
 

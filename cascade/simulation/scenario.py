@@ -94,6 +94,7 @@ class Outcome:
 
     texts: tuple[tuple[int, ...], ...]  # output tokens per request
     finish_s: tuple[float, ...]  # when the router had them all
+    token_s: tuple[float, ...]  # when each token came, of all requests together
     edges: tuple[Edge, ...]  # totals over all requests, the full tier's first
     usage: tuple[Usage, ...]  # bottom to top
 

@@ -50,6 +50,7 @@ def simulate(scenario: Scenario) -> Outcome:
     return Outcome(
         tuple(tuple(router.texts[i]) for i in order),
         tuple(router.finish_s[i] for i in order),
+        tuple(router.token_s),
         total_edges(router.edges),
         tuple(node.usage for node in nodes),
     )
@@ -199,6 +200,7 @@ class Router:
     wires: Wires
     texts: dict[int, list[int]] = field(default_factory=dict)
     finish_s: dict[int, float] = field(default_factory=dict)
+    token_s: list[float] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     _answers: dict[str, Answer] = field(default_factory=dict)
     _num_opened: int = 0
@@ -240,6 +242,7 @@ class Router:
                 self.wires.send(ROUTER, source, commit)
             if chunk is not None:
                 self.texts[answer.index] += chunk.token_ids
+                self.token_s += [self.wires.agenda.now] * len(chunk.token_ids)
             if chunk is not None and chunk.completion is not None:
                 self.finish_s[answer.index] = self.wires.agenda.now
                 self.edges += chunk.completion.stats.edges

@@ -11,6 +11,7 @@ from cascade.planner.cost import CHUNK, Profile
 from cascade.session.work import Work
 from cascade.tier.slot import Slot, U
 
+SCOUTS = 8  # of so many sessions one drafts with tiers on processors of their own while all others go alone
 SETTLING = 8  # passes that a new drafter has for its first guesses before their absence counts against it
 
 MOST_READING = 0.75  # share of the time between two tokens that may be put down to reading, which is an estimate
@@ -59,6 +60,7 @@ class Drafting(Generic[U]):
         self._planner = planner
         self._health = Health()
         self.calibrations = Calibrations()
+        self._num_begun = 0
         self._slots: dict[str, Slot[U]] = {}  # by the name of their session below
 
     def slot(self, session: str) -> Slot[U] | None:
@@ -69,6 +71,8 @@ class Drafting(Generic[U]):
         """Find a drafter for a new session, one of so many. That its first guesses are late counts from the first pass on."""
         opening = slot.session.opening
         slot.allowed = opening.chain
+        self._num_begun += 1
+        slot.scouts = self._num_begun % SCOUTS == 0
         self._plan((slot,), num_sessions)
         self.draft(slot, now)
         slot.settling = 0
@@ -138,15 +142,16 @@ class Drafting(Generic[U]):
         """
         reading_s = profile.token_s * num_read
         alone_s = profile.turn(len(rows), sum(row.work.start for row in rows))
-        totals: dict[tuple[Chain, bool, Chain, bool], list[tuple[int, float]]] = {}
+        totals: dict[tuple[Chain, bool, Chain, bool], list[tuple[int, float, int]]] = {}
         for slot, work, num_new, seconds in rows:
             settled = not slot.settling
             slot.settling -= not settled
             if slot.planned and work.num_read < CHUNK:
                 key = (slot.allowed, slot.sampled, slot.chain, settled)
-                totals.setdefault(key, []).append((num_new, seconds - min(reading_s, MOST_READING * seconds)))
+                totals.setdefault(key, []).append((num_new, seconds - min(reading_s, MOST_READING * seconds), work.start))
         for (allowed, sampled, chain, settled), had in totals.items():
-            seen = Seen(len(had), sum(tokens for tokens, _ in had), sum(seconds for _, seconds in had), alone_s, settled)
+            tokens, seconds, held = map(sum, zip(*had, strict=True))
+            seen = Seen(len(had), tokens, seconds, alone_s, settled, profile.predict(held))
             self._planner.record(allowed, chain, len(slots), seen, sampled=sampled)
         self._plan(slots, len(slots))
         for slot in slots:
@@ -154,14 +159,14 @@ class Drafting(Generic[U]):
 
     def _plan(self, slots: Collection[Slot[U]], num_sessions: int) -> None:
         """What each shall use; those that may use the same and are sampled alike use the same."""
-        planned: dict[tuple[Chain, bool], tuple[Chain, str]] = {}
+        planned: dict[tuple[Chain, bool, bool], tuple[Chain, str]] = {}
         for slot in slots:
             if not slot.planned:
                 slot.chain = slot.allowed
                 continue
-            kind = slot.allowed, slot.sampled
+            kind = slot.allowed, slot.sampled, slot.scouts
             if kind not in planned:
-                chain = self._planner.chain(slot.allowed, num_sessions, sampled=slot.sampled)
+                chain = self._planner.chain(slot.allowed, num_sessions, sampled=slot.sampled, scouts=slot.scouts)
                 why = self._planner.undrafted(slot.allowed, num_sessions, sampled=slot.sampled) if not chain else ""
                 planned[kind] = chain, why
             slot.chain, slot.session.skip_reason = planned[kind]

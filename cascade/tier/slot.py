@@ -44,6 +44,7 @@ class Slot(Generic[U]):
     allowed: Chain = ALONE  # all tiers below that its request allows; none once it was too much for them
     chain: Chain = ALONE  # those that shall draft for it now
     attached: Chain = ALONE  # those that do
+    scouts: bool = False  # it drafts where that costs nothing, whatever the others do
     settling: int = 0  # passes to come that say nothing about them yet
     forks: dict[Branch, Fork] = field(default_factory=dict)
     drafters: tuple[InnerDrafter, ...] = ()

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from cascade.training.learning import Learner, Rates
+from cascade.training.learning import Learner, Rates, mixed_precision
 from cascade.training.loss import top_cross_entropy
 from cascade.training.text import Shard, batches, held_out, padded
 
@@ -37,28 +37,32 @@ class Run:
     """A student in training: what a checkpoint holds."""
 
     student: LlamaForCausalLM
+    said: Tensor  # [n] int64, increasing: the tokens that it says
     schedule: Schedule = field(default_factory=Schedule)
     step: int = 0
     tokens: int = 0  # learnt, padding excluded
     seconds: float = 0.0  # spent
     loss: float = 0.0  # mean of late steps, nats a token
     learner: Learner = field(init=False)
+    _places: Tensor = field(init=False)  # [vocab_size] int64: of tokens in `said`, -1 of others
 
     def __post_init__(self) -> None:
         self.student.set_attn_implementation(CAUSAL)
+        self.said = self.said.to(self.student.device)
+        self._places = torch.full((self.student.config.vocab_size,), -1, device=self.said.device)
+        self._places[self.said] = torch.arange(len(self.said), device=self.said.device)
         self.learner = Learner(self.student, self.schedule, [self.student.config.vocab_size])
 
     def learn(self, shard: Shard, texts: Sequence[int], opening: int, progress: float) -> float:
         """One step; returns its loss in nats a token. The first ``opening`` tokens of each text are context only."""
         ids, positions = padded(shard, texts).to(self.student.device), _learnt(shard, texts, opening)
         states = self._states(ids)
-        chosen = torch.from_numpy(positions.where).to(self.student.device)
-        loss = top_cross_entropy(
-            states.flatten(0, 1)[chosen],
-            self.student.lm_head.weight,
-            torch.from_numpy(positions.ids).to(self.student.device),
-            torch.from_numpy(positions.wanted).to(self.student.device),
+        chosen, likeliest, wanted = (
+            torch.from_numpy(part).to(self.student.device) for part in (positions.where, positions.ids, positions.wanted)
         )
+        places = self._places[likeliest]
+        known = self.student.lm_head.weight.index_select(0, self.said)
+        loss = top_cross_entropy(states.flatten(0, 1)[chosen], known, places.clamp_min(0), wanted * (places >= 0))
         self.learner.learn(loss, self.step, progress)
         self.step += 1
         self.tokens += len(chosen)
@@ -70,16 +74,17 @@ class Run:
     def agreement(self, shards: Sequence[Shard], opening: int) -> dict[float, float]:
         """By temperature of the text, the share of held-out answers' positions at which student and teacher say the same."""
         equal: dict[float, list[float]] = {}
+        known = self.student.lm_head.weight[self.said]
         for shard in shards:
             for rows in batches(shard, [t for t in range(shard.num_texts) if held_out(t)], self.schedule.tokens):
-                said = self._states(padded(shard, rows).to(self.student.device))
+                states = self._states(padded(shard, rows).to(self.student.device))
                 assert shard.ids is not None
                 for row, text in enumerate(rows):
                     span, first = shard.span(text), max(int(shard.prompts[text]) - 1, opening - 1)
-                    logits = said[row, first : span.stop - span.start - 1].float() @ self.student.lm_head.weight.T
+                    logits = states[row, first : span.stop - span.start - 1].float() @ known.T
                     best = shard.ids[span][first:-1, 0]
                     temperature = round(float(shard.temperatures[text]), 2)
-                    equal.setdefault(temperature, []).extend((logits.argmax(-1).cpu().numpy() == best).tolist())
+                    equal.setdefault(temperature, []).extend((self.said[logits.argmax(-1)].cpu().numpy() == best).tolist())
         return {temperature: float(np.mean(found)) for temperature, found in sorted(equal.items())}
 
     def save(self, path: Path) -> None:
@@ -93,7 +98,7 @@ class Run:
 
     def _states(self, ids: Tensor) -> Tensor:
         """Last hidden states ``[rows, n, width]`` after ``ids`` ``[rows, n]``."""
-        with torch.autocast(ids.device.type, torch.bfloat16):
+        with mixed_precision(ids.device):
             states: Tensor = self.student.model(ids, use_cache=False).last_hidden_state
         return states.float()
 

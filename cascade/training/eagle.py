@@ -22,6 +22,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from cascade.engine.heads.eagle import Eagle3
 from cascade.engine.heads.head import Verifier
 from cascade.training.fitting import Batch, Schedule, fit, save
+from cascade.training.learning import mixed_precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +106,7 @@ def new_head(network: PreTrainedModel, shape: EagleShape) -> Eagle3:
 def _loss(network: PreTrainedModel, head: Eagle3, ids: Tensor, schedule: Schedule) -> Tensor:
     """Mean nats per guess over ``ids`` ``[rows, n]``, those further ahead counting less."""
     n = ids.shape[1] - schedule.unrolled
-    with torch.autocast(ids.device.type, torch.bfloat16):
+    with mixed_precision(ids.device):
         with torch.no_grad():
             said = network(ids, output_hidden_states=True, use_cache=False)
             known = torch.tensor(head.known, device=ids.device)

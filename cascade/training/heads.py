@@ -18,6 +18,7 @@ from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ConfigError
 from cascade.training.eagle import EagleShape, train_eagle3
 from cascade.training.fitting import Batch, Schedule
+from cascade.training.learning import mixed_precision
 from cascade.training.writing import Turns, end_tokens, own_prompts, write
 
 OWN_TEXT = "text.npy"  # beside the head
@@ -69,7 +70,7 @@ def _own_tokens(network: PreTrainedModel, tokenizer: Tokenizer, wanted: int, kep
     turns = Turns.of(tokenizer.backend, end_tokens(network, tokenizer.backend))
     tokens: list[int] = []
     bar = tqdm(total=wanted, desc="write", unit="token", mininterval=5)
-    with torch.autocast(network.device.type, torch.bfloat16), bar:
+    with mixed_precision(network.device), bar:
         for text in write(network, turns, own_prompts(turns)):
             tokens += text.tokens
             bar.update(len(text.tokens))

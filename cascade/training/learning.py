@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cascade.engine.devices import product_dtype
 from cascade.errors import ConfigError
+
+
+def mixed_precision(device: torch.device) -> torch.autocast:
+    """A context in which products are in `product_dtype`."""
+    dtype = product_dtype(device)
+    return torch.autocast(device.type, dtype, enabled=dtype is torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cascade.engine.devices import product_dtype
+
 POSITIONS = 512  # whose logits are in memory at a time
 
 
@@ -13,17 +15,18 @@ class _TopCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, ids: Tensor, wanted: Tensor) -> Tensor:
-        matrix = weight.to(torch.bfloat16)
+        dtype = product_dtype(weight.device)
+        matrix = weight.to(dtype)
         count, total = len(states), states.new_zeros(())
         grad_states, grad_weight = torch.empty_like(states), torch.zeros_like(weight, dtype=torch.float32)
         for begin in range(0, count, POSITIONS):
             part = slice(begin, begin + POSITIONS)
-            x = states[part].to(torch.bfloat16)
+            x = states[part].to(dtype)
             logits = (x @ matrix.T).float()
             norm = logits.logsumexp(-1, keepdim=True)
             total = total - (wanted[part] * (logits.gather(1, ids[part]) - norm)).sum()
             probabilities = logits.sub_(norm).exp_().mul_(wanted[part].sum(-1, keepdim=True))
-            slope = probabilities.scatter_add_(1, ids[part], -wanted[part]).to(torch.bfloat16)
+            slope = probabilities.scatter_add_(1, ids[part], -wanted[part]).to(dtype)
             grad_states[part] = (slope @ matrix).to(states.dtype)
             grad_weight += (slope.T @ x).float()
         ctx.save_for_backward(grad_states / count, grad_weight / count)
@@ -39,8 +42,9 @@ def top_cross_entropy(states: Tensor, weight: Tensor, ids: Tensor, wanted: Tenso
     """Mean over positions of ``-sum_k wanted_k log softmax(states @ weight.T)[ids_k]``, nats.
 
     ``states`` ``[positions, width]``, ``weight`` ``[vocab, width]``, ``ids`` ``[positions, k]`` int64, ``wanted``
-    ``[positions, k]`` float32: the teacher's probabilities of these tokens. Products are bfloat16, sums float32. This is the
-    forward Kullback-Leibler divergence up to a constant (Hinton, Vinyals, Dean, arXiv 1503.02531), cut off at the likeliest.
+    ``[positions, k]`` float32: the teacher's probabilities of these tokens. Products are in `product_dtype`, sums in float32.
+    This is the forward Kullback-Leibler divergence up to a constant (Hinton, Vinyals, Dean, arXiv 1503.02531), cut off at the
+    likeliest.
     """
     loss: Tensor = _TopCrossEntropy.apply(states, weight, ids, wanted)  # type: ignore[no-untyped-call]
     return loss

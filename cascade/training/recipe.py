@@ -16,15 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from cascade.engine.loading import load
+from cascade.engine import draft_vocab
+from cascade.engine.devices import product_dtype
+from cascade.engine.loading import find_device, load
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ConfigError
 from cascade.training.distillation import CAUSAL, Run, distil
+from cascade.training.learning import mixed_precision
 from cascade.training.student import Shape, cost, cut
-from cascade.training.text import SHARD_TOKENS, Shard, batches, held_out, padded, score
+from cascade.training.text import SHARD_TOKENS, Shard, batches, held_out, likelihood, padded, score
 from cascade.training.writing import Turns, Written, end_tokens, given_prompts, own_prompts, write
 
 log = logging.getLogger(__name__)
@@ -82,7 +87,8 @@ class Distillation:
         device: str | None = None,
     ) -> None:
         self.tokenizer: PreTrainedTokenizerBase = Tokenizer.from_pretrained(source).backend
-        self.teacher = load(source, dtype="bfloat16", device=device).requires_grad_(False).eval()
+        dtype = str(product_dtype(find_device(source, device))).removeprefix("torch.")
+        self.teacher = load(source, dtype=dtype, device=device).requires_grad_(False).eval()
         self.teacher.set_attn_implementation(CAUSAL)
         self.plan, self._out, self._work, self._data, self._source = plan, out, work, data, source
         self._start = start
@@ -128,13 +134,16 @@ class Distillation:
             if not held_out(text)
         )
         limit = self.plan.hours * 3600 * ANSWERING
+        whole = run.student.lm_head
+        run.student.lm_head = draft_vocab.DraftHead(whole, run.said)
         texts = self._written(run.student.eval(), given_prompts(prompts), seed=run.step)
         self._store(self._answers, texts, "answering", self._spent("answering"), limit, tell)
+        run.student.lm_head = whole
         run.student.train().set_attn_implementation(CAUSAL)
 
     def _written(self, network: PreTrainedModel, beginnings: Iterator[Written], seed: int) -> Iterator[Written]:
         plan = self.plan
-        with torch.autocast(network.device.type, torch.bfloat16):
+        with mixed_precision(network.device):
             yield from write(network, self.turns, beginnings, rows=plan.rows, max_len=plan.max_len, seed=seed)
 
     def _given(self) -> Iterator[Written]:
@@ -199,7 +208,10 @@ class Distillation:
             texts = next(batches(shards[0], range(shards[0].num_texts), 16_384))
             self.teacher.set_attn_implementation(CAUSAL)
             student = cut(self.teacher, self.shape, padded(shards[0], texts).to(self.teacher.device))
-        run = Run(student.train())
+        said = self._said()
+        if len(said) < student.config.vocab_size:
+            student.config.draft_vocab_size = len(said)
+        run = Run(student.train(), said)
         if self._checkpoint.exists():
             run.resume(self._checkpoint)
         return run
@@ -212,7 +224,20 @@ class Distillation:
                 f"start is {str(start)!r}, a {config.model_type} of {config.vocab_size} tokens: "
                 f"give a student of {self._source!r}, a llama of {self.teacher.config.vocab_size}"
             )
-        return Shape(config.hidden_size, config.intermediate_size, tuple(range(config.num_hidden_layers)))
+        said = getattr(config, "draft_vocab_size", None) or config.vocab_size
+        return Shape(config.hidden_size, config.intermediate_size, tuple(range(config.num_hidden_layers)), said)
+
+    def _said(self) -> Tensor:
+        """The tokens that the student says: chosen once, by how often the teacher says them."""
+        path = self._work / f"{self._out.name}.{draft_vocab.FILE}"
+        if self._start is not None and self.shape.vocab_size < self.teacher.config.vocab_size:
+            path = self._start / draft_vocab.FILE
+        elif not path.exists():
+            often = likelihood(self._shards(self._texts), self.teacher.config.vocab_size)
+            often[[*self.turns.ends]] = np.inf
+            chosen = np.sort(np.argsort(-often, kind="stable")[: self.shape.vocab_size])
+            path.write_text(json.dumps(chosen.tolist()), encoding="utf-8")
+        return torch.tensor(json.loads(path.read_text(encoding="utf-8")))
 
     def _learn(self, run: Run, shards: Sequence[Shard], share: float, tell: Tell) -> None:
         """Learn until that share of the time for it has passed."""
@@ -242,6 +267,8 @@ class Distillation:
         shipped.generation_config = GenerationConfig.from_dict(self.teacher.generation_config.to_dict())
         shipped.save_pretrained(partial)
         self.tokenizer.save_pretrained(partial)
+        if len(run.said) < student.config.vocab_size:
+            draft_vocab.write(run.said, partial)
         (partial / "README.md").write_text(self._card(run), encoding="utf-8")
         for file in partial.iterdir():
             self._out.mkdir(parents=True, exist_ok=True)
@@ -262,6 +289,7 @@ Made by `cascade distill` to guess what {Path(name).name} says. It is no assista
 |---|---|
 | parameters | {run.student.num_parameters():,} |
 | share of the teacher's weights that a pass reads | {cost(self.teacher.config, shape):.3f} |
+| tokens that it says | {shape.vocab_size:,} of {config.vocab_size:,} |
 | width, neurons, layers | {config.hidden_size}, {config.intermediate_size}, {config.num_hidden_layers} |
 | it began as | {"an earlier student" if self._start else f"layers {', '.join(map(str, shape.layers))} of the teacher"} |
 | text | {written:,} tokens {"of the given files" if self._data else "that the teacher wrote itself"} |

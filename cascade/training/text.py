@@ -1,7 +1,7 @@
 """Texts on disk, with what the teacher says at each of their positions: what a student learns from."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,16 @@ def score(teacher: PreTrainedModel, shard: Shard, *, tokens_at_once: int = 4096)
             ids[span] = best.cpu().numpy()
             logprobs[span] = (top - logits.logsumexp(-1, keepdim=True)).cpu().numpy()
     return Shard(shard.tokens, shard.starts, shard.prompts, shard.temperatures, ids, logprobs)
+
+
+def likelihood(shards: Iterable[Shard], vocab_size: int) -> npt.NDArray[np.float64]:
+    """How often the teacher says each token at the positions of scored ``shards``, ``[vocab_size]``: sums of probabilities."""
+    total = np.zeros(vocab_size)
+    for shard in shards:
+        assert shard.ids is not None
+        assert shard.logprobs is not None
+        total += np.bincount(shard.ids.ravel(), np.exp(shard.logprobs.ravel().astype(np.float32)), vocab_size)
+    return total
 
 
 def batches(shard: Shard, texts: Sequence[int], tokens: int) -> Iterator[list[int]]:

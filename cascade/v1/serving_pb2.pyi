@@ -440,7 +440,7 @@ class KeyLimits(_message.Message):
     def __init__(self, name: _Optional[str] = ..., min_priority: _Optional[int] = ..., weight: _Optional[float] = ..., max_running: _Optional[int] = ..., tokens_per_minute: _Optional[int] = ...) -> None: ...
 
 class Tier(_message.Message):
-    __slots__ = ("name", "model", "replicas", "sessions", "context_len", "vocab_size", "parameters", "device", "dtype", "same_bits", "engine", "pass_cost", "context_s")
+    __slots__ = ("name", "model", "replicas", "sessions", "context_len", "vocab_size", "parameters", "device", "dtype", "same_bits", "engine", "pass_cost", "context_s", "worth")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
@@ -454,6 +454,7 @@ class Tier(_message.Message):
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     PASS_COST_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_S_FIELD_NUMBER: _ClassVar[int]
+    WORTH_FIELD_NUMBER: _ClassVar[int]
     name: str
     model: str
     replicas: int
@@ -467,7 +468,20 @@ class Tier(_message.Message):
     engine: str
     pass_cost: _containers.RepeatedCompositeFieldContainer[PassPoint]
     context_s: float
-    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., replicas: _Optional[int] = ..., sessions: _Optional[int] = ..., context_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., parameters: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., same_bits: _Optional[bool] = ..., engine: _Optional[str] = ..., pass_cost: _Optional[_Iterable[_Union[PassPoint, _Mapping]]] = ..., context_s: _Optional[float] = ...) -> None: ...
+    worth: _containers.RepeatedCompositeFieldContainer[Worth]
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., replicas: _Optional[int] = ..., sessions: _Optional[int] = ..., context_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., parameters: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., same_bits: _Optional[bool] = ..., engine: _Optional[str] = ..., pass_cost: _Optional[_Iterable[_Union[PassPoint, _Mapping]]] = ..., context_s: _Optional[float] = ..., worth: _Optional[_Iterable[_Union[Worth, _Mapping]]] = ...) -> None: ...
+
+class Worth(_message.Message):
+    __slots__ = ("drafter", "sampled", "num_sessions", "factor")
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_FIELD_NUMBER: _ClassVar[int]
+    NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    FACTOR_FIELD_NUMBER: _ClassVar[int]
+    drafter: str
+    sampled: bool
+    num_sessions: int
+    factor: float
+    def __init__(self, drafter: _Optional[str] = ..., sampled: _Optional[bool] = ..., num_sessions: _Optional[int] = ..., factor: _Optional[float] = ...) -> None: ...
 
 class PassPoint(_message.Message):
     __slots__ = ("tokens", "seconds")

@@ -8,21 +8,17 @@ import asyncio
 import contextlib
 import contextvars
 import logging
-import random
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from ray.serve.handle import DeploymentHandle
-from ray.serve.request_router import LocalityMixin, MultiplexMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from cascade.errors import Unavailable
 from cascade.messages import Open, mint
-from cascade.scorer import BLOCK
-from cascade.tier.block_manager import block_keys
+from deployments.links.affinity import Prefixes
 from deployments.links.replica_status import ReplicaStatus
 
 log = logging.getLogger(__name__)
@@ -32,12 +28,6 @@ MOST_HELD = 2  # leases on a tier that no session uses
 HELD_PLACES = 16  # a replica that takes fewer sessions has no place for a lease that nobody uses
 OPEN_TIMEOUT_S = 10.0  # a lease by which no session is open ends after that
 COUNT_S = 1.0  # between two counts of the replicas of tiers that may be scaled to zero
-
-MOST_KEYS = 1 << 16  # blocks that are remembered: a million positions
-MOST_BLOCKS = 1 << 10  # of one text that are looked at
-LEAST_SHARE = 0.25  # of a text that a replica has to know, to be preferred for it
-SLACK = 4  # leases that a preferred replica may have more than another
-RATIO = 1.5  # or so many times as many
 
 
 class Lease(Protocol):
@@ -49,15 +39,18 @@ class Lease(Protocol):
 
 
 class Lessor(Protocol):
-    """Makes the call, by the name of the lease, to some replica of a tier: to one at a preferred address where it can."""
+    """Makes the call, by the name of the lease, to some replica of a tier: to one at a preferred address where it can.
 
-    def __call__(self, name: str, preferred: Sequence[str] = (), /) -> Lease: ...
+    Where none is preferred, calls of the same ``affinity`` go to the same one where they can.
+    """
+
+    def __call__(self, name: str, preferred: Sequence[str] = (), affinity: str = "", /) -> Lease: ...
 
 
 def lessor(handle: DeploymentHandle) -> Lessor:
     """Takes leases through Ray Serve."""
     streaming = handle.options(stream=True)
-    return lambda name, preferred=(): streaming.lease.remote(name, preferred)
+    return lambda name, preferred=(), affinity="": streaming.lease.remote(name, preferred, affinity)
 
 
 # the caller's side
@@ -110,7 +103,7 @@ class LeasePool:
         timeout_s: float = 5.0,
         hold_s: Mapping[str, float] = MappingProxyType({}),
         scaled_to_zero: Collection[str] = (),
-        prefixes: "Prefixes | None" = None,
+        prefixes: Prefixes | None = None,
     ) -> None:
         self.lessors = lessors
         self.timeout_s = timeout_s
@@ -129,8 +122,9 @@ class LeasePool:
     def reuse(self, opening: Open) -> HeldLease | None:
         """A held lease for a session, on a preferred replica if there is one; from now on it is the caller's."""
         preferred = self.preferred(opening)
+        anywhere = not preferred and (self.prefixes is None or not opening.affinity)
         for held in reversed(self._held):
-            if held.tier == opening.tier and not held.over and (not preferred or held.address in preferred):
+            if held.tier == opening.tier and not held.over and (anywhere or held.address in preferred):
                 self._held.remove(held)
                 return held
         return None
@@ -151,7 +145,7 @@ class LeasePool:
                     if len(asked) == 2:
                         _withdraw(*asked.popitem())
                     name = mint()
-                    call = lessor(name, () if asked else preferred)
+                    call = lessor(name) if asked else lessor(name, preferred, opening.affinity)
                     asked[asyncio.create_task(_ticket(call))] = name, call
                     await asyncio.wait(asked, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
             ticket = given[0].result()
@@ -177,7 +171,7 @@ class LeasePool:
         return True
 
     def preferred(self, opening: Open) -> tuple[str, ...]:
-        """Addresses of the replicas that know how the text begins."""
+        """Addresses of the replicas that know how the text begins, or had the client's session."""
         return () if self.prefixes is None else self.prefixes.find(opening)
 
     def forget(self, address: str) -> None:
@@ -236,97 +230,6 @@ def _withdraw(task: "asyncio.Task[str]", asked: tuple[str, Lease]) -> None:
 def _cancel(call: Lease) -> None:
     with contextlib.suppress(Exception):  # one whose replica has died is over anyway
         call.cancel()
-
-
-# which replica: one that knows the prefix
-
-# where a session went: to a replica that knows its prefix, elsewhere although some do, or none is known to know it
-Outcome: TypeAlias = Literal["known", "elsewhere", "new"]
-
-
-class Prefixes:
-    """Remembers which replicas have scored which prefixes, by blocks, as far as sessions were sent there from here.
-
-    A replica that has keys and values of a prefix does not score it again. The least recently used are forgotten first.
-    ``routed`` is told of each session whether it met such a replica.
-    """
-
-    def __init__(self, most_keys: int = MOST_KEYS, routed: Callable[[Outcome], object] = lambda outcome: None) -> None:
-        self._most_keys = most_keys
-        self._routed = routed
-        self._replicas: dict[int, dict[str, None]] = {}  # addresses by block key, the least recently used key first
-        self._last: tuple[str, tuple[int, ...], tuple[int, ...]] = ("", (), ())  # salt, tokens, keys
-
-    def __len__(self) -> int:
-        return len(self._replicas)
-
-    def find(self, opening: Open) -> tuple[str, ...]:
-        """Addresses of the replicas that know most of the prefix, the last one used first; none if it is little."""
-        keys = self._keys(opening)
-        known = list(takewhile(self._replicas.__contains__, keys))
-        return tuple(reversed(self._replicas[known[-1]])) if known and len(known) >= LEAST_SHARE * len(keys) else ()
-
-    def sent(self, opening: Open, address: str) -> Outcome:
-        """A session was sent to the replica at ``address``, which knows its text from now on."""
-        known = self.find(opening)
-        for key in reversed(self._keys(opening)):  # ends are forgotten before beginnings
-            replicas = self._replicas.pop(key, {})
-            replicas.pop(address, None)
-            self._replicas[key] = replicas | {address: None}
-        while len(self._replicas) > self._most_keys:
-            del self._replicas[next(iter(self._replicas))]
-        outcome: Outcome = "new" if not known else "known" if address in known else "elsewhere"
-        self._routed(outcome)
-        return outcome
-
-    def forget(self, address: str) -> None:
-        for key in [key for key, replicas in self._replicas.items() if address in replicas]:
-            del self._replicas[key][address]
-            if not self._replicas[key]:
-                del self._replicas[key]
-
-    def _keys(self, opening: Open) -> Sequence[int]:
-        """Of the text's blocks. Texts under different salts, or of different adapters, have none in common."""
-        params = opening.params
-        if params.prompt_logprobs is not None:  # such a session scores all of its text
-            return ()
-        salt = f"{params.adapter}\0{opening.cache_salt}"
-        if self._last[:2] != (salt, opening.tokens):
-            self._last = salt, opening.tokens, tuple(block_keys(opening.tokens[: BLOCK * MOST_BLOCKS], salt))
-        return self._last[2]
-
-
-class PreferringRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[misc]
-    """How Ray Serve finds a replica for a lease: a preferred one unless others are much less busy; else power of two.
-
-    The preferred ones are the second argument of the call: link addresses, which replicas record in their metadata.
-    """
-
-    async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
-    ) -> list[list[RunningReplica]]:
-        """Ranks of replicas: of each rank the one with the fewest leases is tried, then those of the next."""
-        candidates = list(self.apply_locality_routing(pending_request=pending_request))
-        if not candidates:
-            return []
-        two = random.sample(candidates, min(2, len(candidates)))
-        others = [self.curr_replicas[one] for one in two]
-        args: Sequence[Any] = () if pending_request is None else pending_request.args
-        addresses = args[1] if len(args) > 1 else ()
-        preferred = [one for one in candidate_replicas if addresses and one.replica_metadata.get("address") in addresses]
-        busy = self._fewest_leases([one.replica_id for one in preferred])
-        if not preferred or overloaded(busy, self._fewest_leases(two)):
-            return [others]
-        return [preferred, others]
-
-    def _fewest_leases(self, replicas: Sequence[ReplicaID]) -> int | None:
-        known = [self.replica_queue_len_cache.get(one) for one in replicas]
-        return min((leases for leases in known if leases is not None), default=None)  # none if Serve does not know
-
-
-def overloaded(leases: int | None, others: int | None) -> bool:
-    """Whether a preferred replica has so many leases that another one is better, though it has to read the text."""
-    return leases is not None and others is not None and leases > max(others + SLACK, RATIO * others)
 
 
 # the replica's side

@@ -26,6 +26,7 @@ from deployments.ops.tracing import UNTRACED, SessionSpans, Tracing
 
 log = logging.getLogger(__name__)
 
+FETCH_S = 60.0  # that an adapter has to come from its bucket
 WATCH_S = 0.5  # between two looks whether the tier hangs
 CHECKS_MISSED = 2.0  # periods without a health check, after which a replica asks whether Serve stops it
 CONFIRMATIONS = 2  # answers in a row that say so
@@ -75,9 +76,16 @@ class LinkServer(link_pb2_grpc.LinkServicer):
     """Takes links from the tiers above and hands their messages to ``tier``; takes TLS alone if ``tls`` is given."""
 
     def __init__(
-        self, tier: Tier, tls: LinkTLS | None = None, tracing: Tracing = UNTRACED, ports: tuple[int, int] | None = None
+        self,
+        tier: Tier,
+        tls: LinkTLS | None = None,
+        tracing: Tracing = UNTRACED,
+        ports: tuple[int, int] | None = None,
+        fetch: Callable[[str], object] | None = None,
     ) -> None:
+        """``fetch``, called in a thread, brings an adapter to this machine before the first session that names it."""
         self._tier = tier
+        self._fetch = fetch
         self._spans = SessionSpans(tracing)
         self._tls = tls
         self._ports = ports
@@ -174,6 +182,10 @@ class LinkServer(link_pb2_grpc.LinkServicer):
     async def _read(self, batches: AsyncIterator[pb.Batch], mailbox: Mailbox, sessions: set[str]) -> None:
         async for batch in batches:
             known = [message for message in decode(batch) if self._admit(message, mailbox, sessions)]
+            if self._fetch is not None:
+                for adapter in {one.params.adapter for one in known if isinstance(one, Open)} - {""}:
+                    with contextlib.suppress(TimeoutError):  # the pass tells that it is not there
+                        await asyncio.wait_for(asyncio.to_thread(self._fetch, adapter), FETCH_S)
             if known:
                 self._tier.post([self._spans.served(one) if isinstance(one, Open) else one for one in known], mailbox)
 

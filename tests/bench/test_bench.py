@@ -4,12 +4,10 @@ import asyncio
 import gzip
 import json
 import re
-import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from click.testing import CliRunner
 
@@ -22,7 +20,6 @@ from cascade.cli.main import main
 from cascade.client import AsyncClient
 from cascade.errors import ConfigError, Overloaded
 from cascade.params import Handling, SamplingParams, Speculation
-from tests.cases import rare
 from tests.doors import House, house
 from tests.small import paths
 from tests.talkers import talking
@@ -126,13 +123,6 @@ def test_batches_keep_every_client_busy() -> None:
     assert workload.num_requests == 3 * sum(
         len(workload.batch(c, n)) for c in workload.categories for n in workload.concurrency
     )
-
-
-def test_modes_end_with_the_whole_cascade() -> None:
-    """Guards which mode is the base, and which one is drawn."""
-    assert [mode.name for mode in modes(TIERS, False)] == ["full alone", "cascade", "tiny → medium → full"]
-    assert [mode.name for mode in modes(TIERS, True)][2:4] == ["tiny → full", "medium → full"]
-    assert [mode.speculation for mode in modes(("full",), True)] == [Speculation("off")]
 
 
 def test_quantiles_are_values_that_were_seen() -> None:
@@ -267,26 +257,3 @@ def test_mistakes_get_one_sentence(arguments: list[str], words: str) -> None:
     assert code != 0
     assert words in output
     assert "Traceback" not in output
-
-
-async def _begun() -> None:
-    """Have the thread of gRPC's own, which stays, whoever comes first."""
-    grpc.aio.init_grpc_aio()
-
-
-@pytest.mark.parametrize("num_tokens", [8, rare(24)])
-def test_many_streams_at_once(num_tokens: int) -> None:
-    """Guards against errors, mixed-up texts and leaks under 64 concurrent streams."""
-    prompts = tuple(Prompt(f"prompt {number}") for number in range(64))
-    params = SamplingParams(max_tokens=num_tokens, temperature=0.8, seed=5, ignore_eos=True)
-    asyncio.run(_begun())
-    threads = threading.active_count()
-    with house() as served:
-        cells = loaded(served, Workload(modes(TIERS, False), prompts, (64,), params))
-        served.settle()
-        assert not served.net.failures
-    assert threading.active_count() == threads
-    assert [cell.errors for cell in cells] == [[], [], []]
-    assert all(len(cell.texts) == 64 and cell.tokens == 64 * params.max_tokens for cell in cells)
-    assert same_text(cells)
-    assert len(set(cells[0].texts.values())) > 32  # some prompts lead the toy to the same text

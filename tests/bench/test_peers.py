@@ -3,7 +3,6 @@
 import json
 import struct
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +19,7 @@ from benchmarks.peers.contract import Models, Said, Setup, Turn, vllm_drafts
 from cascade.bench.prompts import Prompt
 from cascade.messages import Edge
 from cascade.settings.config import CascadeConfig
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -171,8 +171,7 @@ def test_who_does_not_compute_is_stopped(model: str, tmp_path: Path) -> None:
         worker.load()
         answers = {mode: worker.ask(Turn(mode, [50, 51, 52], 1, 0.0, 4)) for mode in asked.modes}
         process = Path("/proc") / str(worker._process.pid)
-        while state(process) != "T":  # a signal takes a moment
-            time.sleep(0.01)
+        wait_until(lambda: state(process) == "T")  # a signal takes a moment
         assert all(one.processor_s <= worker.processor_s() for one in answers.values())  # counted in ticks: an answer may be 0
         assert worker.processor_s() > 0
         with pytest.raises(crew.WorkerFailed, match="KeyError"):
@@ -205,10 +204,7 @@ def test_agreement_counts_positions_at_which_the_greedy_token_is_the_same(model:
     assert agreement(model, prompts, answers) == 1.0
     answers[0][-1] = (answers[0][-1] + 1) % 64
     assert agreement(model, prompts, answers) == pytest.approx(11 / 12)
-    edges = [
-        Edge("eagle3", "full", proposed_by_position=(4, 2), accepted_by_position=(3, 1)),
-        Edge("eagle3", "full"),
-    ]
+    edges = [Edge("eagle3", "full", proposed_by_position=(4, 2), accepted_by_position=(3, 1)), Edge("eagle3", "full")]
     assert first_guesses(edges) == 0.75
     assert first_guesses([]) is None
 

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cascade.answer import Chunk, Completion, Stats
@@ -116,7 +116,6 @@ def test_calls_are_read(name: str) -> None:
     """Guards every format, whole and in any pieces: words stay words, arguments are the model's own."""
     form, text, content, calls = CALLED[name]
 
-    @settings(max_examples=60, deadline=None, database=None)
     @given(st.lists(st.integers(0, 200), max_size=12))
     def run(cuts: list[int]) -> None:
         choice = message(form, chunks(text, cuts))

@@ -8,7 +8,7 @@ import pytest
 from openai import OpenAI
 
 from tests.doors import House
-from tests.router.test_http import ask
+from tests.http.test_http import ask
 from tests.talkers import talking
 
 
@@ -37,30 +37,10 @@ def test_begun_answers_go_on(served: House) -> None:
     assert backend.decode(ended).endswith("<|assistant|>one two<|end|>")
 
 
-BAD: dict[str, tuple[str, dict[str, Any], str]] = {
-    "nothing to go on with": (
-        "/v1/chat/completions",
-        {"continue_final_message": True},
-        "the last message must be the assistant's",
-    ),
-    "both": (
-        "/v1/chat/completions",
-        {"continue_final_message": True, "add_generation_prompt": True},
-        "add_generation_prompt and continue_final_message are both true",
-    ),
-    "unread": ("/v1/chat/completions", {"chat_template_kwargs": {"thinking": 1}}, "reads none"),
-    "no object": ("/v1/chat/completions", {"chat_template_kwargs": [1]}, "chat_template_kwargs"),
-    "of a prompt": ("/tokenize", {"messages": None, "prompt": "x", "continue_final_message": True}, "without messages"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_styles_that_cannot_be_honoured_are_refused(served: House, name: str) -> None:
-    """Guards the sentences."""
-    path, body, words = BAD[name]
-    status, _, answer = ask(served, path, {"messages": [{"role": "user", "content": "x"}]} | body)
-    assert status == 400, answer
-    assert words in answer["error"]["message"]
+def test_prompts_do_not_go_on_with_messages(served: House) -> None:
+    """Guards /tokenize, where a style of conversations is given with a prompt."""
+    status, _, answer = ask(served, "/tokenize", {"prompt": "x", "continue_final_message": True})
+    assert (status, "without messages" in answer["error"]["message"]) == (400, True), answer
 
 
 def test_answers_go_back_as_they_came(served: House) -> None:

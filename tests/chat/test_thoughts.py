@@ -26,7 +26,7 @@ from tests import small
 from tests.chat.test_tools import SAID, STOP, TOOLS, WEATHER
 from tests.chat.test_turns import params
 from tests.doors import House
-from tests.router.test_http import ask
+from tests.http.test_http import ask
 from tests.talkers import parrots, thinker
 
 END = Completion("", (), "stop", 1, Stats(1, 1))

@@ -14,7 +14,7 @@ from deployments.gateway.chat.formats import FORMATS
 from deployments.gateway.chat.tools import Toolbox
 from tests.cases import rare
 from tests.doors import House, house
-from tests.router.test_http import ask
+from tests.http.test_http import ask
 from tests.talkers import talker, talking
 
 CITY: dict[str, Any] = {
@@ -201,69 +201,6 @@ def test_cut_calls_say_so(served: tuple[House, str]) -> None:
     assert choice.finish_reason == joined(pieces)[2] == "length"
 
 
-BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "no tools": ({"tool_choice": "required"}, "tool_choice is given without tools"),
-    "parallel without tools": ({"parallel_tool_calls": True}, "parallel_tool_calls is given without tools"),
-    "empty": ({"tools": []}, "tools"),
-    "kind": ({"tools": [{"type": "browser"}]}, "tools.0.type is 'browser'"),
-    "name": ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name is 'a b'"),
-    "twice": ({"tools": [STOP, STOP]}, "two functions named 'stop'"),
-    "choice": ({"tools": TOOLS, "tool_choice": "perhaps"}, "tool_choice"),
-    "nobody": ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "go"}}}, "'go'"),
-    "schema": (
-        {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"properties": 5}}}]},
-        "tools.0.function.parameters: no JSON schema, properties: 5",
-    ),
-    "no object": (
-        {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}]},
-        "tools.0.function.parameters: the schema must be that of an object",
-    ),
-    "cannot be enforced": (
-        {
-            "tools": [STOP, {"type": "function", "function": {"name": "a", "parameters": {"not": {"type": "null"}}}}],
-            "tool_choice": "required",
-        },
-        "tools.1.function.parameters cannot be compiled",
-    ),
-    "too large": (
-        {
-            "tools": [
-                {"type": "function", "function": {"name": f"f{i}", "parameters": {"required": ["x" * 5000]}}} for i in range(14)
-            ],
-            "tool_choice": "required",
-        },
-        "tools need a grammar",
-    ),
-    "form": ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "leave one out"),
-    "endless": ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
-    "user calls": (
-        {"messages": [{"role": "user", "tool_calls": [{"id": "1", "function": {"name": "a", "arguments": ""}}]}]},
-        "messages.0: tool_calls are given with the role 'user'",
-    ),
-    "no content": ({"messages": [{"role": "user"}]}, "messages.0: content is missing"),
-    "no id": ({"messages": [{"role": "tool", "content": "x"}]}, "tool_call_id is needed"),
-    "nobody asked": (
-        {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]},
-        "messages.0.tool_call_id is '1': no call before it has this id",
-    ),
-    "arguments": (
-        {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "a", "arguments": "[1]"}}]}]},
-        "messages.0.tool_calls.0.function.arguments is '[1]': it must be the text of a JSON object",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_honoured_is_refused(served: tuple[House, str], name: str) -> None:
-    """Guards the sentences: they name the field, the value and what to do."""
-    body, words = BAD[name]
-    sound = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
-    status, _, answer = ask(served[0], "/v1/chat/completions", sound | body)
-    assert status == 400, answer
-    assert words in answer["error"]["message"]
-    assert len(answer["error"]["message"]) < 400
-
-
 def test_base_models_call_only_when_told() -> None:
     """Guards models whose template shows no tools: `auto` is refused, a named function enforced; results join the text."""
     with house() as built:
@@ -276,11 +213,7 @@ def test_base_models_call_only_when_told() -> None:
         message = answer["choices"][0]["message"]
         [call] = message["tool_calls"]
         assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("stop", {})
-        said = [
-            *sound["messages"],
-            message,
-            {"role": "tool", "content": "Done.", "tool_call_id": call["id"]},
-        ]
+        said = [*sound["messages"], message, {"role": "tool", "content": "Done.", "tool_call_id": call["id"]}]
         ids = ask(built, "/tokenize", {"messages": said})[2]["tokens"]
         assert built.router.tokenizer.decode(ids) == 'x\n\n{"name": "stop", "arguments": {}}\n\nDone.'
         built.settle()

@@ -20,9 +20,9 @@ from deployments.gateway.chat.template import Style
 from tests.chat.templates import Family
 from tests.chat.test_tools import SAID, STOP, TOOLS, WEATHER, joined
 from tests.doors import House
-from tests.gateway.test_servers import wait_until
-from tests.router.test_http import ask
+from tests.http.test_http import ask
 from tests.talkers import talking
+from tests.waiting import LONG_S
 
 MOST = 300  # tokens that an answer may have
 ASKED: dict[str, Any] = {"role": "user", "content": "one two three"}
@@ -177,10 +177,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {  # changes to a sound request, wo
     "too many": ({"messages": [ASKED] * 5000}, "messages: list should have at most 4096 items"),
     "nothing to choose from": ({"tool_choice": "required"}, "tool_choice is given without tools"),
     "no such choice": ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice is 'maybe'"),
-    "a choice that is not there": (
-        {"tools": [STOP], "tool_choice": NAMED},
-        "tool_choice names 'get_weather': tools have stop",
-    ),
+    "a choice that is not there": ({"tools": [STOP], "tool_choice": NAMED}, "tool_choice names 'get_weather': tools have stop"),
     "twice": ({"tools": [STOP, STOP]}, "tools have two functions named 'stop'"),
     "a name": ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name is 'a b'"),
     "no schema": (
@@ -206,23 +203,47 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {  # changes to a sound request, wo
         {"messages": [CALLED | {"tool_calls": [{"id": "1", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}]}]},
         "half a character",
     ),
+    "no name for a result": ({"messages": [ASKED, CALLED, {"role": "tool", "content": "x"}]}, "tool_call_id is needed"),
+    "parallel without tools": ({"parallel_tool_calls": True}, "parallel_tool_calls is given without tools"),
+    "a wrong schema": (
+        {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"properties": 5}}}]},
+        "tools.0.function.parameters: no JSON schema, properties: 5",
+    ),
+    "too large": (
+        {
+            "tools": [
+                {"type": "function", "function": {"name": f"f{i}", "parameters": {"required": ["x" * 5000]}}} for i in range(14)
+            ],
+            "tool_choice": "required",
+        },
+        "tools need a grammar",
+    ),
+    "endless": ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
     "nothing to go on with": ({"continue_final_message": True}, "the last message must be the assistant's"),
     "both": ({"continue_final_message": True, "add_generation_prompt": True}, "are both true"),
     "a variable": ({"chat_template_kwargs": {"mood": "calm"}}, "chat_template_kwargs has 'mood'"),
     "too long": ({"max_tokens": MOST + 1}, f"max_tokens is {MOST + 1}: this server writes at most {MOST}"),
 }
-SAMPLED = ("structured", "max_tokens")
+SAMPLED = ("structured", "max_tokens", "ignore_eos")
+OVER_HTTP: dict[str, tuple[dict[str, Any], str]] = {  # what cannot be said over gRPC
+    "no tools": ({"tools": []}, "tools"),
+    "another kind": ({"tools": [{"type": "browser"}]}, "tools.0.type is 'browser'"),
+    "two forms": ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "leave one out"),
+}
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("name", BAD | OVER_HTTP)
 def test_both_protocols_refuse_alike(served: House, client: Client, name: str) -> None:
-    """Guards the sentences: what is wrong with a conversation is wrong in both protocols, for the same reason."""
-    changes, words = BAD[name]
+    """Guards the sentences, with field, value and what to do: what is wrong is wrong in both protocols, for the same reason."""
+    changes, words = (BAD | OVER_HTTP)[name]
     asked = {"messages": [ASKED], **changes}
     status, _, answer = ask(served, "/v1/chat/completions", {"seed": 3, **asked})
     assert status == 400, answer
     message = answer["error"]["message"]
     assert words in message
+    assert len(message) < 400
+    if name in OVER_HTTP:
+        return
     sampling = {key: asked.pop(key) for key in SAMPLED if key in asked}
     if "structured" in sampling:
         sampling["structured"] = Structured(**sampling["structured"])
@@ -274,7 +295,7 @@ def test_what_the_protocol_can_say_wrong_is_refused(served: House, name: str) ->
     """Guards fields that are JSON in a text, unions with nothing set, and clients that know more than the server."""
     asked, words = RAW[name]
     with grpc.insecure_channel(served.grpc) as channel, pytest.raises(grpc.RpcError) as caught:
-        serving_pb2_grpc.CascadeStub(channel).CompleteChat(asked, timeout=30)
+        serving_pb2_grpc.CascadeStub(channel).CompleteChat(asked, timeout=LONG_S)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert words in caught.value.details()
 
@@ -288,18 +309,6 @@ def test_what_cannot_be_sent_is_said(client: Client, messages: Any) -> None:
     """Guards callers against protobuf's own errors."""
     with pytest.raises(InvalidRequest, match="The request cannot be sent"):
         client.chat(messages)
-
-
-def test_a_client_that_leaves_frees_everything(served: House, client: Client) -> None:
-    """Guards sessions: a conversation that is given up is over on every tier."""
-    stream = client.stream_chat([ASKED], params({"ignore_eos": True}), tools=TOOLS)
-    next(stream)
-    places = served.router.admission.places
-    assert places.num_admitted == 1
-    stream.close()  # type: ignore[attr-defined]
-    wait_until(lambda: places.num_admitted == 0)
-    served.settle()
-    assert client.chat([ASKED], params({})).content == ASKED["content"]
 
 
 def test_a_stream_that_breaks_off_is_no_answer() -> None:

@@ -17,10 +17,10 @@ from cascade import Cascade, SamplingParams
 from cascade.cli.chat import stopping
 from cascade.cli.main import main
 from cascade.engine.tokenizer import Tokenizer
-from tests.conftest import LONG_S
 from tests.doors import house
 from tests.small import paths
 from tests.talkers import talking
+from tests.waiting import LONG_S
 
 FIRST, SECOND = "def read(path):", "class Reader:"
 AT_TERMINAL = "import os; os.close(os.open(os.ttyname(0), os.O_RDWR)); from cascade.cli.main import main; main()"

@@ -4,7 +4,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from cascade.simulation import forecast
 from deployments.app import shortage
 from tests import small
 from tests.cases import rare
-from tests.conftest import LONG_S
+from tests.waiting import LONG_S, wait_until
 
 PROMPT = "def read(path):\n"
 
@@ -249,7 +248,8 @@ def test_ctrl_c_stops_everything(num_tiers: int) -> None:
         process.stdout.read()
         assert process.wait(timeout=LONG_S) == 0
     assert len(children) > 3
-    deadline = time.monotonic() + LONG_S
-    while left := [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.2)
+
+    def left() -> list[psutil.Process]:
+        return [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+
+    wait_until(lambda: not left(), left)

@@ -4,12 +4,11 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.doors import House, house
+from tests.doors import House, serving
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 KEY = "example-0123456789abcdef"
@@ -23,13 +22,7 @@ WORDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[House]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EXAMPLE_KEYS", f"examples={KEY}")
-        with house(access={"keys_env": "EXAMPLE_KEYS"}) as built:
-            yield built
-            built.settle()
+served = serving(env={"EXAMPLE_KEYS": f"examples={KEY}"}, access={"keys_env": "EXAMPLE_KEYS"})
 
 
 def test_all_examples_are_tested() -> None:

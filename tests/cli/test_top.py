@@ -5,8 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,15 +16,17 @@ from cascade.bench.scrape import Scrape, scrape
 from cascade.cli.main import main
 from cascade.cli.screen import acceptance, console
 from cascade.cli.top import Frame, look, view
-from cascade.client import Client
+from cascade.client import Client, ServerInfo
+from cascade.client.responses import TierInfo
 from cascade.errors import Unavailable
 from cascade.messages import Edge
 from cascade.params import SamplingParams, Speculation
+from cascade.planner.chains import Worth
 from cascade.v1 import serving_pb2 as pb
 from deployments.ops.metrics.page import Page
 from deployments.ops.metrics.series import SERIES
-from tests.conftest import LONG_S
 from tests.doors import House, house
+from tests.waiting import LONG_S, wait_until
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, seed=1, ignore_eos=True)
 COUNTERS = """# TYPE cascade_answers_total counter
@@ -88,6 +90,16 @@ def test_requests_of_now_are_shown() -> None:
     assert {"7", "8"} <= {*captured.get().replace("│", " ").split()}
 
 
+def test_gain_and_price_of_draft_tiers_are_shown() -> None:
+    """Guards the reason why a tier drafts or does not: what it was measured to gain, and what its passes cost."""
+    tiny = TierInfo("tiny", "toy", 1, 0, 64, 32, 0, "cpu", pass_cost=((1, 0.01),))
+    full = replace(tiny, name="full", pass_cost=((1, 0.04),), worth=(Worth("tiny", True, 4, 1.3),))
+    with console.capture() as captured:
+        console.print(view(Frame(0.0, ServerInfo((tiny, full), 64, 16, "1"))), width=120)
+    shown = captured.get().replace("│", " ").split()
+    assert {"sampled", "4", "1.30", "0.25"} <= {*shown}
+
+
 def test_branches_are_shown() -> None:
     """Guards shares of runner-ups and of corrections against own tokens among them."""
     edge = Edge("tiny", "full", 7, 39, 20, 27, accepted_by_rank=(18, 2), proposed_by_rank=(30, 8, 1), corrected=6, prefetched=4)
@@ -106,12 +118,14 @@ def test_no_counters_is_one_sentence(url: str) -> None:
 
 def drafted(client: Client) -> None:
     """Ask until every tier had its part: on a busy machine a short answer may be over before drafts come."""
-    deadline = time.monotonic() + LONG_S
     edges: set[tuple[str, str]] = set()
-    while not edges >= {("tiny", "medium"), ("medium", "full")}:
-        assert time.monotonic() < deadline, f"only {edges} have worked"
+
+    def all_worked() -> bool:
         completion = client.generate("def f(", GREEDY, Speculation(tiers=("tiny", "medium")))
-        edges |= {(edge.drafter, edge.verifier) for edge in completion.stats.edges}
+        edges.update((edge.drafter, edge.verifier) for edge in completion.stats.edges)
+        return edges >= {("tiny", "medium"), ("medium", "full")}
+
+    wait_until(all_worked, lambda: edges)
 
 
 def test_once_shows_tiers_edges_and_requests() -> None:
@@ -154,13 +168,10 @@ def test_ctrl_c_ends_it() -> None:
         command = [sys.executable, "-c", heed, "top", "--every", "0.1", "--address", served.grpc, "--url", served.url]
         environment = os.environ | {"COLUMNS": "160"}
         with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
-            deadline = time.monotonic() + 60
-            while len(described) < 2:  # it is at work
-                assert time.monotonic() < deadline
-                assert process.poll() is None
-                time.sleep(0.05)
+            wait_until(lambda: len(described) > 1 or process.poll() is not None)  # it is at work
+            assert process.poll() is None
             process.send_signal(signal.SIGINT)
-            output, errors = process.communicate(timeout=60)
+            output, errors = process.communicate(timeout=LONG_S)
     assert process.returncode == 0, errors
     assert b"Traceback" not in errors
     assert b"Tiers" in output

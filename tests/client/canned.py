@@ -9,8 +9,7 @@ import grpc
 
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
-
-PATIENCE_S = 20.0
+from tests.waiting import LONG_S
 
 FINISH = pb.Finish(
     reason="length",
@@ -38,11 +37,9 @@ TOKENS = [
     pb.Token(id=12, level=1, corrected=True, end=2, logprob=0.0),
     pb.Token(id=13, level=1, end=3, logprob=-2.0, top=[pb.TopToken(id=8, logprob=-0.25)]),
 ]
-PIECES = [
-    pb.GenerateResponse(text="a", tokens=TOKENS[:1]),
-    pb.GenerateResponse(text="bc", tokens=TOKENS[1:], finish=FINISH),
-]
+PIECES = [pb.GenerateResponse(text="a", tokens=TOKENS[:1]), pb.GenerateResponse(text="bc", tokens=TOKENS[1:], finish=FINISH)]
 TIER = pb.Tier(name="full", model="toy", replicas=2, sessions=3, context_len=64, vocab_size=32, parameters=2**40, device="cpu")
+TIER.worth.add(drafter="tiny", sampled=True, num_sessions=4, factor=1.25)
 
 
 @dataclass
@@ -63,14 +60,14 @@ class Canned(serving_pb2_grpc.CascadeServicer):
         gone = self._watch(context)  # before the first piece: after it, a client that is gone ends this generator
         if self.silent:
             yield PIECES[0]
-            gone.wait(PATIENCE_S)
+            gone.wait(LONG_S)
             return
         yield from PIECES[:1] if self.hasty else PIECES
 
     def Complete(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> pb.CompleteResponse:
         self._note(request, context)
         if self.silent:
-            self._watch(context).wait(PATIENCE_S)
+            self._watch(context).wait(LONG_S)
         return pb.CompleteResponse(text=self.text, tokens=TOKENS, finish=FINISH)
 
     def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeResponse:

@@ -16,6 +16,7 @@ from cascade.params import Handling
 from cascade.v1 import serving_pb2 as pb
 from deployments.gateway.grpc.requests import parse_speculation
 from tests.client.canned import Canned
+from tests.waiting import LONG_S
 
 
 def check(completion: Completion | None) -> None:
@@ -60,6 +61,7 @@ async def test_describe(client: Client, async_client: AsyncClient) -> None:
     [tier] = info.tiers
     assert (tier.name, tier.model, tier.replicas, tier.sessions) == ("full", "toy", 2, 3)
     assert (tier.context_len, tier.vocab_size, tier.parameters, tier.device) == (64, 32, 2**40, "cpu")
+    assert tier.worth == (("tiny", True, 4, 1.25),)
     assert await async_client.describe() == info
 
 
@@ -195,5 +197,5 @@ def test_client_is_light() -> None:
     """Guards clients against half a minute of imports and a gigabyte of libraries."""
     heavy = {"torch", "ray", "transformers", "numpy", "pydantic"}
     code = f"import sys, cascade.client; print(*{heavy} & {{name.split('.')[0] for name in sys.modules}})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LONG_S, check=True)
     assert done.stdout.split() == []

@@ -1,6 +1,6 @@
 """Every parameter, over both protocols, with and without drafts, as `docs/reference/parameters.md` says."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ from cascade.client import Client
 from cascade.params import Handling, SamplingParams, Speculation, Structured
 from cascade.scorer import Row
 from cascade.v1 import serving_pb2, serving_pb2_grpc
-from tests.doors import House, house
-from tests.router.test_http import PROMPT, ask
+from tests.doors import House, serving
+from tests.http.test_http import PROMPT, ask
 from tests.tier.test_tier import CountingModel
 
 ROOT = Path(__file__).parents[2]
@@ -48,10 +48,7 @@ DRAFTED: dict[str, dict[str, Any]] = {
     "schedule": {"schedule": "lockstep"},
     "branches": {"branches": 0},
 }
-RULED: dict[str, dict[str, Any]] = {
-    "rule": {"rule": "ratio"},
-    "draft_top_k": {"rule": "block", "draft_top_k": 3},
-}
+RULED: dict[str, dict[str, Any]] = {"rule": {"rule": "ratio"}, "draft_top_k": {"rule": "block", "draft_top_k": 3}}
 SILENT = {"logprobs", "prompt_logprobs", *HANDLED, *DRAFTED}  # never change a text
 
 
@@ -67,11 +64,7 @@ class Adapted(CountingModel):
             self.seed = plain
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[House]:
-    with house(model=Adapted, full={"engine_kwargs": {"lora_modules": {ADAPTER: "red/adapter"}}}) as built:
-        yield built
-        built.settle()
+served = serving(model=Adapted, full={"engine_kwargs": {"lora_modules": {ADAPTER: "red/adapter"}}})
 
 
 def body(params: dict[str, Any], mode: str) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from cascade import CascadeError, ConfigError, InvalidRequest, ModelError, Overl
 from cascade.client import AsyncClient, Client
 from cascade.client.connection import CHANNEL_OPTIONS, is_near
 from cascade.errors import Aborted, DeadlineExceeded, NotFound, Unauthenticated
-from tests.client.canned import PATIENCE_S, Canned
+from tests.client.canned import Canned
 from tests.links.net import Relay
+from tests.waiting import LONG_S
 
 STATUSES = [
     (grpc.StatusCode.INVALID_ARGUMENT, InvalidRequest),
@@ -153,7 +154,7 @@ async def test_host_that_vanishes_ends_the_call(server: Canned, monkeypatch: pyt
         assert (await anext(chunks)).text == "a"
         relay.die()
         with pytest.raises(Unavailable):
-            await asyncio.wait_for(anext(chunks), PATIENCE_S)
+            await asyncio.wait_for(anext(chunks), LONG_S)
 
 
 def test_pings_are_rarer_than_servers_bear() -> None:
@@ -171,7 +172,7 @@ def test_closed_stream_ends_the_request(client: Client, server: Canned) -> None:
     assert next(chunks).text == "a"
     assert not server.left.is_set()
     chunks.close()  # type: ignore[attr-defined]
-    assert server.left.wait(PATIENCE_S)
+    assert server.left.wait(LONG_S)
 
 
 async def test_closed_async_stream_ends_the_request(async_client: AsyncClient, server: Canned) -> None:
@@ -180,7 +181,7 @@ async def test_closed_async_stream_ends_the_request(async_client: AsyncClient, s
     chunks = async_client.stream("p")
     assert (await anext(chunks)).text == "a"
     await chunks.aclose()  # type: ignore[attr-defined]
-    assert await asyncio.to_thread(server.left.wait, PATIENCE_S)
+    assert await asyncio.to_thread(server.left.wait, LONG_S)
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -202,7 +203,7 @@ async def test_cancelled_task_ends_the_request(async_client: AsyncClient, server
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert await asyncio.to_thread(server.left.wait, PATIENCE_S)
+    assert await asyncio.to_thread(server.left.wait, LONG_S)
 
 
 async def test_proxies_for_the_web_are_not_for_near_servers(server: Canned, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,9 +212,9 @@ async def test_proxies_for_the_web_are_not_for_near_servers(server: Canned, monk
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("no_proxy", "no_grpc_proxy", "grpc_proxy"):
         monkeypatch.delenv(name, raising=False)
-    with Client(server.address, timeout=PATIENCE_S) as client:
+    with Client(server.address, timeout=LONG_S) as client:
         assert client.generate("p").text == "abc"
-    async with AsyncClient(server.address, timeout=PATIENCE_S) as asking:
+    async with AsyncClient(server.address, timeout=LONG_S) as asking:
         assert (await asking.generate("p")).text == "abc"
     monkeypatch.setenv("grpc_proxy", "http://127.0.0.1:9")  # which is meant for us
     with Client(server.address, timeout=5) as client, pytest.raises(CascadeError):

@@ -23,7 +23,7 @@ from cascade.v1 import serving_pb2 as pb
 from deployments.ops.launch import free_port
 from tests.chat.test_turns import CALLS
 from tests.client.canned import PIECES, Canned
-from tests.doors import House, house
+from tests.doors import House, house, serving
 from tests.talkers import talking
 
 PROMPT = "def read(path):\n    with open(path) as file:\n"
@@ -72,10 +72,7 @@ class Torn:
             end.close()
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[House]:
-    with house(pass_s=0.001) as built:
-        yield built
+served = serving(pass_s=0.001)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+BASE = {"": "apiVersion kind metadata spec", ".metadata": "annotations labels name namespace"}
 POD = {
     "": "metadata spec",
     ".metadata": "annotations labels",
@@ -48,8 +49,7 @@ CLUSTER = {
     **{f".{group}.template{path}": names for group in ("headGroupSpec", "workerGroupSpecs") for path, names in POD.items()},
 }
 SERVICE = {
-    "": "apiVersion kind metadata spec",
-    ".metadata": "annotations labels name namespace",
+    **BASE,
     ".spec": "excludeHeadPodFromServeSvc managedBy rayClusterConfig rayClusterDeletionDelaySeconds serveConfigV2 serveService"
     " suspend upgradeStrategy",
     ".spec.serveService": "metadata spec",
@@ -61,8 +61,7 @@ SERVICE = {
 }
 LABELS = "matchExpressions matchLabels"
 ROUTE = {
-    "": "apiVersion kind metadata spec",
-    ".metadata": "annotations labels name namespace",
+    **BASE,
     ".spec": "hostnames parentRefs rules",
     ".spec.parentRefs": "group kind name namespace port sectionName",
     ".spec.rules": "backendRefs filters matches name timeouts",
@@ -74,21 +73,18 @@ ROUTE = {
 KINDS = {
     "RayService": SERVICE,
     "PodMonitor": {
-        "": "apiVersion kind metadata spec",
-        ".metadata": "annotations labels name namespace",
+        **BASE,
         ".spec": "jobLabel namespaceSelector podMetricsEndpoints podTargetLabels selector",
         ".spec.selector": LABELS,
         ".spec.podMetricsEndpoints": "interval path port scheme",
     },
     "PodDisruptionBudget": {
-        "": "apiVersion kind metadata spec",
-        ".metadata": "annotations labels name namespace",
+        **BASE,
         ".spec": "maxUnavailable minAvailable selector unhealthyPodEvictionPolicy",
         ".spec.selector": LABELS,
     },
     "NetworkPolicy": {
-        "": "apiVersion kind metadata spec",
-        ".metadata": "annotations labels name namespace",
+        **BASE,
         ".spec": "egress ingress podSelector policyTypes",
         ".spec.podSelector": LABELS,
         ".spec.ingress": "from ports",
@@ -98,8 +94,7 @@ KINDS = {
         ".spec.ingress.from.podSelector": LABELS,
     },
     "Gateway": {
-        "": "apiVersion kind metadata spec",
-        ".metadata": "annotations labels name namespace",
+        **BASE,
         ".spec": "addresses gatewayClassName infrastructure listeners",
         ".spec.listeners": "allowedRoutes hostname name port protocol tls",
         ".spec.listeners.tls": "certificateRefs mode options",

@@ -6,7 +6,7 @@ from benchmarks.cluster.devices import Setup
 from cascade.settings.config import CascadeConfig
 from deployments import tier
 from deployments.tier import TierReplica
-from tests.links.net import until
+from tests.waiting import until
 
 PERIOD_S = 0.02
 

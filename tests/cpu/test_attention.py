@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -85,7 +85,6 @@ def test_a_copied_prefix_is_the_prefix() -> None:
     assert source.nbytes == 0
 
 
-@settings(max_examples=25, deadline=None)
 @given(rng=st.randoms(use_true_random=False), heads=st.sampled_from(sorted(HEADS)), kind=st.sampled_from(sorted(KINDS)))
 def test_forks_are_texts_of_their_own(rng: random.Random, heads: str, kind: str) -> None:
     """Guards trees of guesses: a fork that sees what its base wrote after it, or whose bits depend on where it begins."""

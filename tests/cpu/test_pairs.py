@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cascade.cpu.linear import Linear
@@ -24,7 +24,6 @@ def test_products_are_those_of_rounded_numbers(size: tuple[int, int]) -> None:
     assert layer(x[:0]).shape == (0, size[0])
 
 
-@settings(max_examples=40)
 @given(rows=st.integers(1, 70), at=st.integers(0, 69), size=st.sampled_from(SIZES))
 def test_a_row_has_its_bits_whatever_the_others_are(rows: int, at: int, size: tuple[int, int]) -> None:
     """Guards the law of bits: passes of each size are cut into tiles in another way."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cascade.cpu.linear import Linear
@@ -24,7 +24,6 @@ def test_products_are_those_of_the_matrix(size: tuple[int, int], saved: torch.dt
     assert layer(x[:0]).shape == (0, 7, size[0])
 
 
-@settings(max_examples=30)
 @given(rows=st.integers(1, 40), at=st.integers(0, 39), size=st.sampled_from(SIZES))
 def test_a_row_has_its_bits_whatever_the_others_are(rows: int, at: int, size: tuple[int, int]) -> None:
     """Guards the law of bits: rows are grouped, and groups of each size have a loop of their own."""

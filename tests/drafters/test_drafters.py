@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.toy import ToyModel, full_text
+from benchmarks.toy import ToyModel
 from cascade.draft import NO_DRAFT, Draft
 from cascade.drafters import TEXT, DrafterSpec, make
 from cascade.drafters.in_pass import TRY, InPass
@@ -19,7 +19,7 @@ from cascade.planner.cost import Profile
 from cascade.scorer import UNREAD, Drafter, Guesser, Row, RunnerUp, Scored
 from cascade.tier.local_links import join
 from cascade.tier.tier import Tier
-from tests.tier.test_tier import opening, settle, text_of
+from tests.tier.test_tier import alone, answered, opening, settle, written
 
 INSIDE = ("suffix", "lookup")
 PERIOD = (3, 1, 4, 1, 5, 9, 2, 6)
@@ -100,8 +100,7 @@ def test_a_text_is_the_full_models(tiers: list[Tier], temperature: float, branch
     """Guards losslessness against guesses of several drafters in one tree, nonsense among them, in every tier."""
     for seed in range(4):
         asked = request(tiers, seed, temperature, draft_branches=branches)
-        text, answer = text_of(tiers[-1], asked)
-        assert text == full_text(ToyModel(), asked)
+        [answer], _ = written(tiers[-1], asked)
         own = [edge for edge in answer.edges if edge.verifier == tiers[-1].name]
         assert sum(edge.emitted for edge in own) == 60, "each pass is one edge's"
         assert sum(edge.passes for edge in own) <= 60
@@ -112,8 +111,7 @@ def test_a_text_is_the_full_models(tiers: list[Tier], temperature: float, branch
 def test_rounds_are_whole_windows_of_the_tier_below(tiers: list[Tier]) -> None:
     """Guards lockstep, a measurement of chains: with a chain no drafter inside takes part, and without one nothing waits."""
     asked = request(tiers, 1, 0.0, lockstep=True)
-    text, answer = text_of(tiers[-1], asked)
-    assert text == full_text(ToyModel(), asked)
+    [answer], _ = written(tiers[-1], asked)
     edges = {edge.drafter for edge in answer.edges if edge.verifier == tiers[-1].name}
     assert edges <= ({"1"} if asked.chain else {"", *asked.drafters})
 
@@ -121,18 +119,16 @@ def test_rounds_are_whole_windows_of_the_tier_below(tiers: list[Tier]) -> None:
 @pytest.fixture
 def full(kinds: Sequence[str]) -> Iterator[Tier]:
     """A tier alone that repeats itself, with drafters inside."""
-    tier = Tier("full", 0, Parrot(), drafters=drafters(*kinds))
-    tier.start()
-    yield tier
-    tier.close()
+    with alone(Parrot(), drafters=drafters(*kinds)) as tier:
+        yield tier
 
 
 @pytest.mark.parametrize(("kinds", "least"), [(["lookup"], 2.5), (["suffix"], 2.5)])
 def test_a_text_that_repeats_itself_takes_few_passes(full: Tier, kinds: Sequence[str], least: float) -> None:
     """Guards the speed that it is for, through the bends in a text that repeats itself but for a token now and then."""
     asked = replace(opening(0, 0.0, 200), chain=(), drafters=tuple(kinds))
-    text, answer = text_of(full, asked)
-    assert text[asked.prompt_len :] == [parrot(p) for p in range(asked.prompt_len, asked.prompt_len + 200)]
+    [answer], _ = answered(full, asked)
+    assert answer.tokens == [parrot(p) for p in range(asked.prompt_len, asked.prompt_len + 200)]
     assert full.stats.passes < 200 / least
     assert {edge.drafter for edge in answer.edges} == {"", *kinds}
 
@@ -141,17 +137,15 @@ def test_a_text_that_repeats_itself_takes_few_passes(full: Tier, kinds: Sequence
 @pytest.mark.parametrize("asked", [("lookup",), ("suffix",), ()])
 def test_who_was_not_asked_guesses_nothing(full: Tier, asked: tuple[str, ...]) -> None:
     """Guards `Speculation`: drafters that a request does not name take no part."""
-    _, answer = text_of(full, replace(opening(0, 0.0, 60), chain=(), drafters=asked))
+    [answer], _ = answered(full, replace(opening(0, 0.0, 60), chain=(), drafters=asked))
     assert {edge.drafter for edge in answer.edges} == {"", *asked}
 
 
 def test_guesses_that_are_seldom_right_are_compared_and_not_scored() -> None:
     """Guards "never slower": where tokens of a pass cost, what was wrong time and again was scored again."""
-    tier = Tier("full", 0, Fickle(), profile=Profile([(1, 1e-4), (2, 1.5e-4), (16, 8e-4)]), drafters=drafters("suffix"))
-    tier.start()
-    asked = replace(opening(0, 0.0, 600), chain=(), drafters=("suffix",))
-    _, answer = text_of(tier, asked)
-    tier.close()
+    profile = Profile([(1, 1e-4), (2, 1.5e-4), (16, 8e-4)])
+    with alone(Fickle(), profile=profile, drafters=drafters("suffix")) as tier:
+        [answer], _ = answered(tier, opening(0, 0.0, 600, chain=(), drafters=("suffix",)))
     [edge] = [edge for edge in answer.edges if edge.drafter == "suffix"]
     assert edge.accepted > 200
     assert edge.accepted > 0.6 * edge.proposed
@@ -236,15 +230,11 @@ class Reader(ToyModel):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_what_a_pass_guesses_is_scored_by_the_next(temperature: float) -> None:
     """Guards drafters that read the model: rows ask for guesses, which come with the pass and are counted as theirs."""
-    tier = Tier("full", 1, Reader(), drafters=[InPass("eagle3", 0)])
-    tier.start()
-    asked = replace(opening(3, temperature, 80), chain=(), drafters=("eagle3",))
-    text, answer = text_of(tier, asked)
-    assert text == full_text(ToyModel(), asked)
+    with alone(Reader(), drafters=[InPass("eagle3", 0)]) as tier:
+        [answer], _ = written(tier, opening(3, temperature, 80, chain=(), drafters=("eagle3",)))
     assert tier.stats.passes < 80 / 3
     [edge] = [edge for edge in answer.edges if edge.drafter == "eagle3"]
     assert edge.accepted > 50
-    tier.close()
 
 
 def test_a_pass_is_asked_for_as_many_guesses_as_were_right() -> None:

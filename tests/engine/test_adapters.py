@@ -1,7 +1,10 @@
 """LoRA adapters on the full tier, chosen by each request, and quantised tiers."""
 
 import random
+import shutil
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from cascade import Cascade, Completion, InvalidRequest, ModelError, SamplingParams
+from cascade.engine.adapter_folder import AdapterFolder
 from cascade.engine.adapters import AdaptedModel
 from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer
@@ -109,6 +113,61 @@ def test_unknown_adapters_are_refused(folder: Path) -> None:
     model = adapted(folder)
     with pytest.raises(ModelError, match="green"):
         model.run([Row(model.new_cache(), 0, PROMPT, 1, SamplingParams(seed=1, adapter="green"))])
+
+
+def test_adapters_of_a_folder_are_loaded_when_they_are_asked_for(folder: Path, tmp_path: Path) -> None:
+    """Guards adapters that come and go: never more than may be loaded, each request the text of its own.
+
+    One that does not fit, or is not there, harms nobody but its request.
+    """
+    shelf = tmp_path / "shelf"
+    shelf.mkdir()
+    model = AdaptedModel(build("llama"), {}, folder=AdapterFolder(str(shelf)), most=1)
+    assert model.adapters == ()
+    params = [SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, adapter=name) for name in (*NAMES, *NAMES)]
+    with Cascade([Model(build("llama", seed=5)), model], tokenizer()) as cascade:
+        capable = replace(cascade._capabilities, adapters=("red", "blue", "green", "none"))
+        cascade._capabilities = capable
+        before = cascade.generate(PROMPT, params[0])
+        for name in ("red", "blue", "green"):
+            shutil.copytree(folder / name, shelf / name)
+        streams = [cascade.stream(PROMPT, one) for one in params]
+        for name in ("green", "none"):
+            with pytest.raises(InvalidRequest, match=name):
+                cascade.generate(PROMPT, replace(params[0], adapter=name))
+        texts = [[token for chunk in stream for token in chunk.token_ids] for stream in streams]
+        assert texts == [expected(folder, one.adapter) for one in params]
+        assert len(model.adapters) <= 1
+        assert cascade.generate(PROMPT, params[0]).text == before.text  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_folders_say_what_they_have(folder: Path, scheme: str) -> None:
+    """Guards names against ways out of the folder; a bucket is read as a folder is, through its own file system."""
+    if scheme:
+        pytest.importorskip("pyarrow", reason="pyarrow is not installed: it reads buckets")
+    there = AdapterFolder(f"{scheme}{folder}")
+    assert there.names() == ["blue", "green", "red"]
+    assert [there.has(name) for name in ("red", "none", "../red", "red/..", "", ".")] == [True, *[False] * 5]
+    there.fetch("red")
+    there.fetch("none")
+    assert (Path(there.place("red")) / "adapter_model.safetensors").read_bytes() == (
+        folder / "red" / "adapter_model.safetensors"
+    ).read_bytes()
+    for name in ("none", f"../{folder.name}/red"):
+        with pytest.raises(InvalidRequest, match="has none of this name"):
+            there.place(name)
+
+
+def test_folders_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the start: a folder that is elsewhere, a bucket of an unknown kind, and a machine that cannot read buckets."""
+    with pytest.raises(ConfigError, match="lora_path is '/nowhere', which is no folder here"):
+        AdapterFolder("/nowhere")
+    with pytest.raises(ConfigError, match="lora_path is 'what://b/c'"):
+        AdapterFolder("what://b/c")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match=r"cascade-serve\[buckets\]"):
+        AdapterFolder("s3://b/c")
 
 
 def test_adapters_that_do_not_fit_are_refused(folder: Path) -> None:

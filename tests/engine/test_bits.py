@@ -4,13 +4,13 @@ What a model promises on the machine of the tests (`Model.same_bits`) is held; w
 """
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from cascade.engine.network.products import keeps_bits
 from cascade.scorer import TILE, Row
 from tests import small
 from tests.architectures import DEFAULT, SERVED, VOCAB, build, each
+from tests.cases import examples, rare
 from tests.forks import Piece, check_forks, tokens
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
@@ -51,11 +52,12 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def with_threads(names: Iterable[str], default: Iterable[str] = DEFAULT) -> list[Any]:
-    """Names and threads: all with one thread, and for `make test-all` the default ones with two as well."""
-    chosen, two = list(names), {"marks": pytest.mark.slow}
-    alone = [pytest.param(one.values[0], 1, id=one.id, marks=one.marks) for one in each(chosen, default)]
-    return alone + [pytest.param(name, 2, id=f"{name}, 2 threads", **two) for name in chosen if name in default]
+def with_threads(dtype: torch.dtype, names: Sequence[str], default: Sequence[str] = DEFAULT) -> list[Any]:
+    """All names with one thread, and for `make test-all` the default ones with two as well."""
+    kind = str(dtype).removeprefix("torch.")
+    alone = [pytest.param(*one.values, dtype, 1, id=f"{one.id}, {kind}", marks=one.marks) for one in each(names, default)]
+    two = [name for name in names if name in default]
+    return alone + [rare(name, dtype, 2, id=f"{name}, {kind}, 2 threads") for name in two]
 
 
 def promising(model: Model) -> Model:
@@ -94,58 +96,39 @@ def in_pieces(model: Model, tokens: list[int], rng: random.Random) -> Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize(
-    ("name", "threads"),
-    with_threads(name for name in SERVED if name not in ("phi3-longrope", "granitemoe_swa")),
-    indirect=["threads"],
-)
-def test_bfloat16_logits_are_those_of_the_text_alone(name: str) -> None:
-    """Guards texts in the dtype of real models: rounding that depends on companions makes them part at near-ties."""
-    model = promising(Model(build(name).to(torch.bfloat16), cache_tokens=4096))
-    tokens = text(0, VOCAB)
-    assert torch.equal(in_pieces(model, tokens, random.Random(name)), whole(model, tokens))
-
-
-def large(name: str) -> Model:
-    """In float32, of sizes that are multiples of what the processor takes at once, as real ones are."""
+def made(name: str, dtype: torch.dtype) -> Model:
+    """In float32 of sizes that are multiples of what the processor takes at once, as real ones are."""
     sizes = {"n_embd": 128} if "n_embd" in SERVED[name] else {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
-    return Model(build(name, **sizes), cache_tokens=4096)
+    network = build(name, **sizes) if dtype is torch.float32 else build(name).to(dtype)
+    return promising(Model(network, cache_tokens=4096))
 
 
-@pytest.mark.parametrize(("name", "threads"), with_threads(DENSE, ("llama", "gemma2", "gpt2")), indirect=["threads"])
-def test_float32_logits_are_those_of_the_text_alone(name: str) -> None:
-    """Guards the same in float32."""
-    model = promising(large(name))
+BITS = [  # architectures in a dtype, with so many threads
+    *with_threads(torch.bfloat16, [name for name in SERVED if name not in ("phi3-longrope", "granitemoe_swa")]),
+    *with_threads(torch.float32, DENSE, ("llama", "gemma2", "gpt2")),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "threads"), BITS, indirect=["threads"])
+def test_logits_are_those_of_the_text_alone(name: str, dtype: torch.dtype) -> None:
+    """Guards texts in the dtype of real models: rounding that depends on companions makes them part at near-ties."""
+    model = made(name, dtype)
     tokens = text(0, VOCAB)
     assert torch.equal(in_pieces(model, tokens, random.Random(name)), whole(model, tokens))
 
 
-def check_forks_of(model: Model, rng: random.Random) -> None:
+@pytest.mark.parametrize(("name", "dtype", "threads"), BITS, indirect=["threads"])
+def test_forks_are_texts_of_their_own(name: str, dtype: torch.dtype) -> None:
+    """Guards trees of guesses: a branch must be scored as the text it would be, and the trunk as if there were none."""
+    model = made(name, dtype)
+
     def score(pieces: Sequence[Piece]) -> Sequence[Tensor]:
         sizes = [len(piece.picks) for piece in pieces]
-        rows = [
-            Row(piece.store, piece.start, tokens(piece, model.vocab_size), size, GREEDY)
-            for piece, size in zip(pieces, sizes, strict=True)
-        ]
+        ids = [tokens(piece, model.vocab_size) for piece in pieces]
+        rows = [Row(piece.store, piece.start, ids[i], sizes[i], GREEDY) for i, piece in enumerate(pieces)]
         return model.logits(rows).split(sizes)
 
-    check_forks(rng, model.new_cache, score, LENGTH)
-
-
-@pytest.mark.parametrize(
-    ("name", "threads"),
-    with_threads(name for name in SERVED if name not in ("phi3-longrope", "granitemoe_swa")),
-    indirect=["threads"],
-)
-def test_forks_are_texts_of_their_own_in_bfloat16(name: str) -> None:
-    """Guards trees of guesses: a branch must be scored as the text it would be, and the trunk as if there were none."""
-    check_forks_of(promising(Model(build(name).to(torch.bfloat16), cache_tokens=4096)), random.Random(name))
-
-
-@pytest.mark.parametrize(("name", "threads"), with_threads(DENSE, ("llama", "gemma2", "gpt2")), indirect=["threads"])
-def test_forks_are_texts_of_their_own_in_float32(name: str) -> None:
-    """Guards the same in float32."""
-    check_forks_of(promising(large(name)), random.Random(name))
+    check_forks(random.Random(name), model.new_cache, score, LENGTH)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -173,30 +156,17 @@ def embedded(dtype: str) -> Model:
     return Model.from_pretrained(small.paths()[-1], dtype=dtype, device="cpu", cache_tokens=4096)
 
 
-def check_any_pieces(rng: random.Random, dtype: str) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@settings(max_examples=examples(0.05), phases=[Phase.generate])
+@given(rng=st.randoms(use_true_random=False))
+def test_any_pieces_give_the_same_bits(dtype: str, rng: random.Random) -> None:
+    """Guards the embedded full model, over the ends of tiles, against cuts, drafts and companions."""
     model = promising(embedded(dtype))
     tokens = [rng.randrange(50, 4000) for _ in range(rng.randint(1, 3 * TILE))]
     assert torch.equal(in_pieces(model, tokens, rng), whole(model, tokens))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_some_pieces_give_the_same_bits(dtype: str) -> None:
-    """Guards the embedded full model, over the ends of tiles."""
-    check_any_pieces(random.Random(5), dtype)
-
-
-@pytest.mark.slow
-@settings(max_examples=15, deadline=None)
-@given(rng=st.randoms(use_true_random=False), dtype=st.sampled_from(["float32", "bfloat16"]))
-def test_any_pieces_give_the_same_bits(rng: random.Random, dtype: str) -> None:
-    """Guards the embedded full model against cuts, drafts and companions that examples miss."""
-    if embedded(dtype).same_bits:
-        check_any_pieces(rng, dtype)
-
-
-@pytest.mark.parametrize(
-    "temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.8, pytest.param(1.5, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("temperature", [rare(0.0), 0.8, rare(1.5)])
 def test_texts_do_not_depend_on_tiers_or_companions(temperature: float) -> None:
     """Guards the first promise in the dtype that this machine is fast with: the full model's text, whoever drafts."""
     asked = [SamplingParams(max_tokens=24, temperature=temperature, seed=seed) for seed in range(2)]

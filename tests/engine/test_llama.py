@@ -1,6 +1,5 @@
 """The Llama family written out: what Transformers says, to float tolerance, and the same bits in every pass."""
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -12,7 +11,7 @@ from transformers import PreTrainedModel
 
 from cascade.engine.model import Model
 from cascade.engine.network.llama import is_written_out
-from cascade.engine.scoring import Packed
+from cascade.engine.threads import Threads
 from cascade.params import SamplingParams
 from cascade.scorer import Row
 from tests.architectures import VOCAB, build
@@ -49,12 +48,7 @@ def served(name: str) -> Model:
     return Model(network(name), cache_tokens=4096, num_threads=1)
 
 
-@pytest.fixture(autouse=True, params=[1, 2], ids=["1 thread", "2 threads"])
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def scored(model: Model, *pieces: tuple[int, int], store: Any = None) -> Tensor:
@@ -86,45 +80,8 @@ def test_bits_depend_on_the_text_alone(name: str) -> None:
         rows = [Row(store, start, [*TEXT[start:end], 5, 6], end - start + 2, GREEDY), Row(other, 0, TEXT[9:20], 0, GREEDY)]
         found.append(model.logits(rows)[: end - start])
     assert torch.equal(torch.cat(found), whole)
-    torch.set_num_threads(3 - torch.get_num_threads())
-    assert torch.equal(scored(model, (0, 50), (50, 100)), whole)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@torch.inference_mode()
-def test_hidden_states_are_those_of_transformers(dtype: torch.dtype) -> None:
-    """Guards drafters that read a model: states of named layers, as Transformers counts them, whoever else wants others."""
-    model, reference = Model(network("qwen3").to(dtype), cache_tokens=1024), network("qwen3").to(dtype)
-    told = reference(input_ids=torch.tensor([TEXT[:20]]), use_cache=False, output_hidden_states=True).hidden_states
-    plain = None
-    for reads in ((), (0, 1, 2), (1,), (2, 0), ()):
-        logits, hidden = beginning(model, reads=reads)
-        assert set(hidden) == set(reads)
-        assert plain is None or torch.equal(logits, plain)
-        plain = logits
-        for layer, states in hidden.items():
-            near = 1e-4 if dtype is torch.float32 else 0.1
-            torch.testing.assert_close(states, told[layer][0].float(), rtol=near, atol=near)
-
-
-def beginning(model: Model, **options: Any) -> tuple[Tensor, dict[int, Tensor]]:
-    """Logits and hidden states of the first tokens of the text."""
-    assert model._llama is not None
-    store = model.new_cache()
-    planned = model._attention.plan(Packed.of([Row(store, 0, TEXT[:20], 1, GREEDY)]).spans, model._windows)
-    return model._llama(torch.tensor(TEXT[:20]), torch.arange(20), torch.arange(20), planned, **options)
-
-
-@torch.inference_mode()
-def test_layers_that_are_skipped_are_not_there() -> None:
-    """Guards a model that drafts with its own first layers: their guesses are those of a model without the others."""
-    model, less = served("llama"), network("llama")
-    less.model.layers = less.model.layers[:1]
-    expected = less(input_ids=torch.tensor([TEXT[:20]]), use_cache=False).logits[0]
-    whole = scored(model, (0, 20))
-    found, _ = beginning(model, skip={1})
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert torch.equal(scored(model, (0, 20)), whole)
+    with Threads(2).use(1):
+        assert torch.equal(scored(model, (0, 50), (50, 100)), whole)
 
 
 def test_logits_stay_when_other_passes_follow() -> None:

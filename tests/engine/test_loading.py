@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -85,11 +84,7 @@ def test_broken_checkpoints_are_refused_in_one_sentence(checkpoint: Path, proble
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [
-        ({"source": "/nowhere/at/all"}, "/nowhere/at/all"),
-        ({"dtype": "int3"}, "int3"),
-        ({"device": "warp"}, "warp"),
-    ],
+    [({"source": "/nowhere/at/all"}, "/nowhere/at/all"), ({"dtype": "int3"}, "int3"), ({"device": "warp"}, "warp")],
 )
 def test_wrong_settings_are_named(checkpoint: Path, options: dict[str, Any], words: str) -> None:
     """Guards the message: what the user wrote, and no traceback of another library."""
@@ -379,9 +374,8 @@ def test_a_hub_out_of_reach_is_told_at_once(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
     monkeypatch.setattr("cascade.engine.tokenizer.getproxies", dict)
-    begin = time.monotonic()
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it waits to try again"))
     with pytest.raises(ModelError, match=r"'Qwen/Qwne3-0.6B' is no folder here, nothing of it is in the cache, and the hub"):
         read_config("Qwen/Qwne3-0.6B")
-    assert time.monotonic() - begin < 3
     (tmp_path / "models--Qwen--Qwne3-0.6B").mkdir()
     check_source("Qwen/Qwne3-0.6B")  # the cache may have all that is needed

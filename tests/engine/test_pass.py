@@ -10,11 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import (
-    causal_mask_function,
-    chunked_causal_mask_function,
-    sliding_window_causal_mask_function,
-)
+from transformers.masking_utils import causal_mask_function, chunked_causal_mask_function, sliding_window_causal_mask_function
 
 from cascade import ModelError, SamplingParams
 from cascade.draft import Draft
@@ -23,7 +19,7 @@ from cascade.engine.network.attention import Attention, Span, attend
 from cascade.engine.network.contiguous import Cache, Contiguous, Pass
 from cascade.engine.network.survey import window_of_mask
 from cascade.scorer import TILE, Row, Scored
-from tests.architectures import CONTEXT, DEFAULT, REFUSED, SERVED, VOCAB, WINDOW, build, each
+from tests.architectures import CONTEXT, DEFAULT, REFUSED, SERVED, VOCAB, build, each
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 PROMPTS = ((5, 9, 2), (1, *range(20, 41)), (7, 7, 8, 3, 60, 61, 62, 63, 64, 11, 12))
@@ -131,7 +127,10 @@ def test_text_equals_generate_under_any_schedule(name: str, attention: str) -> N
 
 @pytest.mark.parametrize(("name", "attention"), WAYS)
 def test_logits_are_those_of_the_text_alone(name: str, attention: str) -> None:
-    """Guards rollback and packing: no row sees what its cache held after its start, nor its neighbours in the pass."""
+    """Guards rollback and packing: no row sees what its cache held after its start, nor its neighbours in the pass.
+
+    Guards logits behind the greedy tokens, too: they are Transformers' at every position, or only sampled texts would differ.
+    """
     model, _ = served(name, attention)
     used, fresh, begun = model.new_cache(), model.new_cache(), model.new_cache()
     _logits(model, (used, 0, PREFIX), (begun, 0, PREFIX[::-1]))
@@ -147,6 +146,12 @@ def test_logits_are_those_of_the_text_alone(name: str, attention: str) -> None:
     expected = torch.cat([rolled, _logits(model, (model.new_cache(), 0, PREFIX))])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(found[:4].argmax(-1), rolled.argmax(-1))
+    if "longrope" not in name:  # whose frequencies depend on the longest text of a pass
+        network = build(name)
+        network.set_attn_implementation("eager")
+        with torch.inference_mode():
+            reference = network(input_ids=torch.tensor([PREFIX]), use_cache=False).logits[0]
+        torch.testing.assert_close(expected[4:], reference, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("scores", [1, 2000])
@@ -161,26 +166,6 @@ def test_long_rows_take_turns(name: str, scores: int, monkeypatch: pytest.Monkey
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", each(name for name in SERVED if "longrope" not in name))
-def test_network_is_the_reference_at_every_position(name: str) -> None:
-    """Guards the logits after the greedy tokens: a small error would show only in sampled texts."""
-    model, _ = served(name)
-    network = build(name)
-    network.set_attn_implementation("eager")
-    with torch.inference_mode():
-        expected = network(input_ids=torch.tensor([PREFIX]), use_cache=False).logits[0]
-    torch.testing.assert_close(_logits(model, (model.new_cache(), 0, PREFIX)), expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", each(name for name in SERVED if "sliding_window" in SERVED[name]))
-def test_window_hides_what_is_behind_it(name: str) -> None:
-    """Guards sliding windows that models apply by their mask alone (Qwen2-MoE): attention would see too much."""
-    model, _ = served(name)
-    layers = model._network.config.num_hidden_layers
-    kinds = getattr(model._network.config, "layer_types", None) or ["sliding_attention"] * layers
-    assert model._windows == {i: WINDOW if kind == "sliding_attention" else None for i, kind in enumerate(kinds)}
-
-
 @pytest.mark.parametrize("name", ["mistral", "gpt_oss", "gemma2", "qwen2-sliding"])
 def test_a_narrow_window_forgets(name: str) -> None:
     """Guards the mask itself: with all layers sliding, a token farther back than all windows together changes nothing."""
@@ -193,12 +178,6 @@ def test_a_narrow_window_forgets(name: str) -> None:
     store = model.new_cache()
     one_by_one = [_logits(model, (store, place, (token,)))[0] for place, token in enumerate(PREFIX)]
     torch.testing.assert_close(one_by_one[-1], last[0], rtol=1e-4, atol=1e-4)
-
-
-def test_identical_models_say_the_same() -> None:
-    """Guards determinism: a session moved to another replica of a model must go on as it would have here."""
-    one, other = (Model(build("llama", seed=3)) for _ in range(2))
-    assert torch.equal(_logits(one, (one.new_cache(), 0, PREFIX)), _logits(other, (other.new_cache(), 0, PREFIX)))
 
 
 @pytest.mark.parametrize("keeps", [True, False])

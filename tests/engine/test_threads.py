@@ -68,13 +68,6 @@ def test_a_large_model_is_not_timed() -> None:
     assert machine.sizes == [1, 1], "once to begin, and once by the clock"
 
 
-def test_one_thread_needs_no_timing() -> None:
-    """Guards the start where there is nothing to find out."""
-    machine = Machine(work_s=1e-6, meet_s=1e-6)
-    assert machine.find(1).count(1) == 1
-    assert not machine.sizes
-
-
 def test_a_number_that_is_given_holds_for_all_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards ``num_threads`` against being taken for a hint."""
     model, seen = Model(build("llama"), num_threads=3), set()

@@ -25,7 +25,7 @@ from cascade.messages import Logprobs, Open
 from cascade.scorer import BLOCK, MAX_FORKED, Row, RunnerUp, Scored
 from tests import small
 from tests.architectures import VOCAB, build
-from tests.cases import rare
+from tests.cases import examples, rare
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 ROUNDS = 3
@@ -38,10 +38,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @cache
 def model_of(name: str, attention: str, seed: int = 0) -> Model:
     """A small model: "native", which is chosen on a CPU, or "contiguous"."""
-    ways: dict[str, Attention | None] = {
-        "native": None,
-        "contiguous": Contiguous(),
-    }
+    ways: dict[str, Attention | None] = {"native": None, "contiguous": Contiguous()}
     # sizes of which PyTorch's functions leave no rests, which they round otherwise
     sizes = {"head_dim": 32, "intermediate_size": 64} if name == "llama" else {}
     return Model(build(name, seed, **sizes), attention=ways[attention], cache_tokens=4096)
@@ -190,7 +187,7 @@ def texts(seed: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("name", "attention"), NAMES)
-@settings(deadline=None, derandomize=True, max_examples=8)
+@settings(max_examples=examples(0.2))
 @given(trees=st.lists(st.tuples(shapes(), shapes(), shapes()), min_size=ROUNDS, max_size=ROUNDS), params=PLAIN, seed=SEEDS)
 def test_nodes_say_what_their_paths_say(name: str, attention: str, trees: Any, params: SamplingParams, seed: int) -> None:
     """Guards branches that see each other, the trunk, or companions; and stores that do not hold the path afterwards."""
@@ -199,7 +196,7 @@ def test_nodes_say_what_their_paths_say(name: str, attention: str, trees: Any, p
 
 
 @pytest.mark.parametrize("attention", ["native", "contiguous"])
-@settings(deadline=None, derandomize=True, max_examples=12)
+@settings(max_examples=examples(0.3))
 @given(trees=st.lists(st.tuples(shapes(), shapes(), shapes()), min_size=ROUNDS, max_size=ROUNDS), params=SHAPED, seed=SEEDS)
 def test_branches_have_histories_of_their_own(attention: str, trees: Any, params: SamplingParams, seed: int) -> None:
     """Guards penalties, bias, `min_tokens` and log-probabilities: a branch counts its own path, and reports it if taken."""
@@ -331,7 +328,7 @@ def test_of_a_tree_with_other_own_tokens_the_trunk_is_scored() -> None:
         assert len(one[0].own) == num_own + 2
 
 
-@settings(deadline=None, derandomize=True, max_examples=15)
+@settings(max_examples=examples(0.4))
 @given(parents=shapes(), seed=SEEDS)
 def test_nodes_have_the_bits_of_their_paths(parents: tuple[int, ...], seed: int) -> None:
     """Guards near-ties: logits of a branch are to the bit those of its path alone."""

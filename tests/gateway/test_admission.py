@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cascade.errors import Aborted, ConfigError, DeadlineExceeded, InvalidRequest, Overloaded, Unauthenticated, Unavailable
@@ -91,7 +91,6 @@ async def test_waiting_ends_with_its_lifetime() -> None:
     assert (places.num_admitted, places.num_running) == (0, 0)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["come", "leave", "cancel", "abort"]), st.integers(0, 9)), max_size=40))
 def test_places_are_never_lost(steps: list[tuple[str, int]]) -> None:
     """Guards the count of turns against every order of coming, leaving, cancelling and aborting."""

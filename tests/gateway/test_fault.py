@@ -16,8 +16,8 @@ from cascade.tier.drafting import Drafting
 from cascade.tier.slot import Slot
 from deployments.links.codec import decode, encode
 from tests.doors import House
+from tests.http.test_http import ask
 from tests.planner.test_chains import ALLOWED
-from tests.router.test_http import ask
 from tests.tier.test_tier import opening
 
 HARD = "(a{1,9999}){1,9999}" * 40  # its first step is easy, those after it are not

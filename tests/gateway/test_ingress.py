@@ -13,6 +13,7 @@ from ray.serve._private.http_util import get_http_response_status
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from deployments.gateway.grpc import ingress
+from tests.waiting import LONG_S
 
 GONE = "The router that wrote the answer is gone: ask again"
 METHOD = "/cascade.v1.Cascade/Generate"
@@ -67,7 +68,7 @@ async def test_client_that_leaves_while_it_is_written_to_ends_its_request(genera
         await asyncio.sleep(0.2)  # nobody reads: flow control holds the server in a write
         assert not response.cancelled()
         call.cancel()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LONG_S):
             while not response.cancelled():
                 await asyncio.sleep(0.01)
     await server.stop(0)

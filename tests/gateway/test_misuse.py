@@ -5,7 +5,7 @@ import contextlib
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
@@ -21,24 +21,20 @@ from cascade.v1 import serving_pb2_grpc
 from deployments.gateway.http.events import ClientLeft, Events
 from deployments.gateway.http.openai import ChatBody, CompletionBody, SamplingBody
 from deployments.links import replica_status
-from tests.doors import House, house
-from tests.gateway.test_servers import wait_until
-from tests.router.test_http import ask
+from tests.doors import House, serving
+from tests.http.test_http import ask
+from tests.waiting import LONG_S, wait_until
 
 LONG = "x" * 20_000
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[House]:
-    with house(pass_s=0.005, max_running=1, max_waiting=0, limits={"body_timeout_s": 0.5}) as built:
-        yield built
-        built.settle()
+served = serving(pass_s=0.005, max_running=1, max_waiting=0, limits={"body_timeout_s": 0.5})
 
 
 def ends(connection: socket.socket) -> bool:
     """Whether the server closes the connection without a word."""
-    connection.settimeout(20)
+    connection.settimeout(LONG_S)
     try:
         return connection.recv(1) == b""
     except ConnectionResetError:

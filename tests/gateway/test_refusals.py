@@ -10,7 +10,8 @@ from cascade.client import Client
 from cascade.errors import InvalidRequest
 from cascade.params import Handling, SamplingParams
 from tests.doors import House
-from tests.router.test_http import ask
+from tests.http.test_http import ask
+from tests.waiting import LONG_S
 
 HALF = "\\ud800"  # as JSON spells it: no text has it
 TEXT = {"prompt": "ab", "max_tokens": 4}
@@ -113,5 +114,5 @@ def test_headers_are_named(served: House) -> None:
 def test_load_balancers_may_ask_for_heads(served: House) -> None:
     """Guards probes by HEAD, which were refused as if the server were ill."""
     for path in ("/", "/health"):
-        with urlopen(Request(served.url + path, method="HEAD"), timeout=30) as answer:
+        with urlopen(Request(served.url + path, method="HEAD"), timeout=LONG_S) as answer:
             assert (answer.status, answer.read()) == (200, b"")

@@ -15,8 +15,8 @@ from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
 from tests.chat.test_turns import CONVERSATIONS, params
 from tests.client.test_conformance import ADAPTER, CHOSEN, LIKELY, PLAIN, Adapted
-from tests.doors import House, house
-from tests.router.test_http import PROMPT, ask
+from tests.doors import House, serving
+from tests.http.test_http import PROMPT, ask
 from tests.talkers import talking
 
 TOGETHER: dict[str, dict[str, Any]] = {  # what looks at the text before a place, beside each other
@@ -29,11 +29,7 @@ TOGETHER: dict[str, dict[str, Any]] = {  # what looks at the text before a place
 CASES = CHOSEN | TOGETHER
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[House]:
-    with house(model=Adapted, full={"engine_kwargs": {"lora_modules": {ADAPTER: "red/adapter"}}}) as built:
-        yield built
-        built.settle()
+served = serving(model=Adapted, full={"engine_kwargs": {"lora_modules": {ADAPTER: "red/adapter"}}})
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,9 @@ from cascade.v1 import serving_pb2_grpc
 from deployments.gateway.admission import access
 from deployments.gateway.admission.access import Account
 from deployments.links.siblings import Siblings
-from tests.doors import House, house
-from tests.gateway.test_servers import wait_until
-from tests.router.test_http import ask
+from tests.doors import House, house, serving
+from tests.http.test_http import ask
+from tests.waiting import wait_until
 
 ALICE, BOB, CAROL = "alice-0123456789abcdef", "bob-0123456789abcdefgh", "carol-0123456789abcdef"
 SHORT = SamplingParams(max_tokens=4, temperature=1.0, seed=1, ignore_eos=True)
@@ -29,14 +29,9 @@ OF_BOB = {"min_priority": -5, "weight": 3.0, "max_running": 7, "tokens_per_minut
 LIMITS = {"bob": OF_BOB, "carol": {"min_priority": 2}}
 
 
-@pytest.fixture(scope="module")
-def keyed() -> Iterator[House]:
-    """A server with three keys."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TENANT_KEYS", f"alice={ALICE},bob={BOB},carol={CAROL}")
-        with house(access={"keys_env": "TENANT_KEYS", "limits": LIMITS}) as built:
-            yield built
-            built.settle()
+keyed = serving(
+    env={"TENANT_KEYS": f"alice={ALICE},bob={BOB},carol={CAROL}"}, access={"keys_env": "TENANT_KEYS", "limits": LIMITS}
+)
 
 
 @pytest.mark.parametrize(("key", "name", "soonest"), [(ALICE, "alice", 0), (BOB, "bob", -5), (CAROL, "carol", 2)])

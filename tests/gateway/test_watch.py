@@ -1,7 +1,6 @@
 """Watched requests: streams tell of guesses that nobody has judged yet; others pay nothing for it."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,20 +18,17 @@ from cascade.scorer import Scored
 from cascade.session.session import Session
 from cascade.tier.local_links import join
 from cascade.tier.tier import Tier
-from tests.doors import House, house
-from tests.router.test_http import PROMPT, ask
-from tests.tier.test_tier import Inbox, opening, settle
+from tests.doors import House, serving
+from tests.http.test_http import PROMPT, ask
+from tests.tier.test_tier import Inbox, Silent, opening, settle
+from tests.waiting import LONG_S
 
 PARAMS = SamplingParams(max_tokens=80, temperature=0.7, seed=3, ignore_eos=True)
 WATCHED = Handling(watch=True)
 ALL = Speculation(tiers=("tiny", "medium"))  # whether they pay or not
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[House]:
-    with house(pass_s=0.002, pace=(1, 5, 25)) as built:
-        yield built
-        built.settle()
+served = serving(pass_s=0.002, pace=(1, 5, 25))
 
 
 def test_lanes_are_guesses(served: House) -> None:
@@ -90,10 +86,10 @@ def test_only_watched_sessions_send_more(watch: bool) -> None:
     for tier in tiers:
         tier.start()
     request: Open = replace(opening(3, 0.5, 60, chain=("0",)), watch=watch)
-    inbox, answer, heard = Inbox(), Answer(request, Decoder()), []
+    inbox, answer, heard = Inbox(), Answer(request, Silent()), []
     tiers[-1].post([request], inbox)
     while not answer.finished:
-        said = inbox.messages.get(timeout=20)
+        said = inbox.messages.get(timeout=LONG_S)
         assert isinstance(said, Proposal)
         heard.append(said)
         _, commit = answer.receive(said)
@@ -137,13 +133,3 @@ def test_lanes_are_trees_behind_the_text() -> None:
     session.advance(session.work(100, [0, 1]), Scored((1, 2, 5)))
     assert session.lanes == (Lane("medium", end + 3, ()), Lane("tiny", end + 3, (6, 7), (-1, -1)))
     assert tiny.after([*session.text[: end + 2], 9]).tokens == ()
-
-
-class Decoder:
-    """Every token is a character."""
-
-    def step(self, token: int) -> str:
-        return "x"
-
-    def flush(self) -> str:
-        return ""

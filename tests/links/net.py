@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -25,9 +24,9 @@ from deployments.links.uplink import LinkServer, authorization
 from deployments.ops.tracing import UNTRACED, Tracing
 from tests.tier.test_tier import NAMES, CountingModel, Silent
 from tests.tier.test_tier import opening as any_opening
+from tests.waiting import LONG_S, until
 
 SHORT_S = 0.2
-PATIENCE_S = 20.0  # after which a test has failed
 
 
 class Held:
@@ -116,7 +115,7 @@ class Net:
     def lessor(self, name: str) -> Lessor:
         """Whatever replica the tier has when it is asked."""
 
-        def take(session: str, preferred: Sequence[str] = ()) -> Lease:
+        def take(session: str, preferred: Sequence[str] = (), affinity: str = "") -> Lease:
             if name in self.refused:
                 raise RuntimeError("all replicas are busy")
             lease = Held(self.nodes[name].server.lease(session))
@@ -132,7 +131,7 @@ class Net:
             inbox = self._inboxes[current.session] = asyncio.Queue()
             self.router.put([current])
             while not answer.finished:
-                message = await asyncio.wait_for(inbox.get(), PATIENCE_S)
+                message = await asyncio.wait_for(inbox.get(), LONG_S)
                 if isinstance(message, Failed):
                     self.failures.append(message)
                     assert len(self.failures) < 100, message
@@ -168,13 +167,6 @@ class Net:
         for message in messages:
             if message.session in self._inboxes:
                 self._inboxes[message.session].put_nowait(message)
-
-
-async def until(condition: Callable[[], bool], state: Callable[[], object] = lambda: "not yet") -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, state()
-        await asyncio.sleep(0.005)
 
 
 def threads() -> set[threading.Thread]:
@@ -224,6 +216,7 @@ class Relay:
     def __init__(self, address: str) -> None:
         self._host, self._port = address.split(":")
         self._dead = False
+        self._connecting: set[Any] = set()
         self._pumps: list[asyncio.Task[None]] = []
         self._ends: list[asyncio.StreamWriter] = []
 
@@ -234,6 +227,9 @@ class Relay:
 
     async def __aexit__(self, *error: object) -> None:
         self.die()
+        for _ in range(3):  # what the kernel has taken reaches `_connect`
+            await asyncio.sleep(0)
+        await asyncio.gather(*self._connecting, return_exceptions=True)
         for end in self._ends:
             end.transport.abort()
         await asyncio.gather(*self._pumps, *(end.wait_closed() for end in self._ends), return_exceptions=True)
@@ -246,7 +242,15 @@ class Relay:
             pump.cancel()
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection(self._host, int(self._port))
+        task = asyncio.current_task()
+        self._connecting.add(task)
+        try:
+            there, back = await asyncio.open_connection(self._host, int(self._port))
+        except OSError:
+            writer.transport.abort()
+            return
+        finally:
+            self._connecting.discard(task)
         if self._dead:  # a caller that connected again just then: nobody else would close this
             writer.transport.abort()
             back.transport.abort()
@@ -314,12 +318,12 @@ class Peer:
     async def answer(self) -> Message:
         """The next message."""
         if not self._arrived:
-            self._arrived += decode(await asyncio.wait_for(self.call.read(), PATIENCE_S))
+            self._arrived += decode(await asyncio.wait_for(self.call.read(), LONG_S))
         return self._arrived.pop(0)
 
     async def end(self) -> None:
         """Read until the link is over."""
         with contextlib.suppress(grpc.aio.AioRpcError):
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(LONG_S):
                 while await self.call.read() is not grpc.aio.EOF:
                     pass

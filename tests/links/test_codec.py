@@ -1,8 +1,10 @@
 """What crosses the wire: every message as it was, or refused."""
 
+from typing import Any, get_type_hints
+
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cascade.draft import Dist, Draft
@@ -12,116 +14,90 @@ from cascade.v1 import link_pb2 as pb
 from deployments.links.codec import decode, encode
 
 ids = st.integers(0, 2**32 - 1)
-tokens = st.lists(ids, max_size=8).map(tuple)
-counts = st.integers(0, 2**32 - 1)
-params = st.builds(
+OF_TYPE = {  # values of fields, by what these are annotated with
+    str: st.text(),
+    int: ids,
+    float: st.floats(0, 1e9),
+    bool: st.booleans(),
+    tuple[int, ...]: st.lists(ids, max_size=8).map(tuple),
+    tuple[str, ...]: st.lists(st.text(), max_size=4).map(tuple),
+    frozenset[int]: st.frozensets(ids, max_size=4),
+}
+
+
+def some(kind: type[Any], **special: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Any value of a dataclass: all its fields, those that are added later, too."""
+    return st.builds(
+        kind, **{name: special[name] if name in special else OF_TYPE[hint] for name, hint in get_type_hints(kind).items()}
+    )
+
+
+def several(values: st.SearchStrategy[Any], size: int | None = None) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.lists(values, min_size=size or 0, max_size=3 if size is None else size).map(tuple)
+
+
+positive = st.integers(0, 2**31 - 1)
+params = some(
     SamplingParams,
     max_tokens=st.integers(1, 2**31),
     temperature=st.floats(0, 100),
-    top_k=st.integers(0, 2**31 - 1),
+    top_k=positive,
     top_p=st.floats(0, 1, exclude_min=True),
     min_p=st.floats(0, 1),
     seed=st.integers(0, MAX_SEED),
-    stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=3).map(tuple),
+    stop=st.just(()),
+    stop_token_ids=several(positive),
     ignore_eos=st.just(False),
     presence_penalty=st.floats(-2, 2),
     frequency_penalty=st.floats(-2, 2),
     repetition_penalty=st.floats(0.01, 100),
-    logit_bias=st.dictionaries(st.integers(0, 2**31 - 1), st.floats(-100, 100), max_size=3),
+    logit_bias=st.dictionaries(positive, st.floats(-100, 100), max_size=3),
     min_tokens=st.integers(0, 1),
     logprobs=st.none() | st.integers(0, 20),
     prompt_logprobs=st.none() | st.integers(0, 20),
     structured=st.none()
-    | st.builds(Structured, json_schema=st.text(min_size=1))
     | st.just(Structured(json_object=True))
-    | st.builds(Structured, regex=st.text(min_size=1))
     | st.builds(Structured, choice=st.lists(st.text(min_size=1), min_size=1, max_size=3))
-    | st.builds(Structured, grammar=st.text(min_size=1)),
-)
-positions, ranks = st.lists(counts, max_size=16).map(tuple), st.lists(counts, max_size=3).map(tuple)
-edges = st.builds(
-    Edge,
-    st.text(),
-    st.text(),
-    counts,
-    counts,
-    counts,
-    counts,
-    st.floats(0, 1e9),
-    positions,
-    positions,
-    ranks,
-    ranks,
-    counts,
-    counts,
-    counts,
+    | st.sampled_from(["json_schema", "regex", "grammar"]).flatmap(
+        lambda kind: st.builds(Structured, **{kind: st.text(min_size=1)})
+    ),
 )
 parents = st.lists(st.integers(0, 99), max_size=8).map(lambda drawn: tuple(n % (node + 1) - 1 for node, n in enumerate(drawn)))
-lanes = parents.flatmap(
-    lambda shape: st.builds(
-        Lane, st.text(), ids, st.lists(ids, min_size=len(shape), max_size=len(shape)).map(tuple), st.sampled_from(((), shape))
-    )
-)
-opens = st.builds(
+lanes = parents.flatmap(lambda shape: some(Lane, tokens=several(ids, len(shape)), parents=st.sampled_from(((), shape))))
+rule = st.sampled_from(RULES)
+opens = some(
     Open,
-    session=st.text(),
     tokens=st.lists(ids, min_size=3, max_size=8).map(tuple),
     prompt_len=st.integers(1, 3),
     params=params,
-    ends=st.frozensets(ids, max_size=4),
-    tier=st.text(),
-    chain=st.lists(st.text(), max_size=4).map(tuple),
-    window=counts,
-    draft_window=counts,
-    lockstep=st.booleans(),
     priority=st.integers(-1000, 1000),
-    cache_salt=st.text(),
-    adaptive=st.booleans(),
-    watch=st.booleans(),
-    branches=counts,
-    draft_branches=counts,
-    rules=st.builds(Rules, st.sampled_from(RULES), st.sampled_from(RULES), counts, counts),
-    traceparent=st.text(),
-    tracestate=st.text(),
+    rules=st.builds(Rules, rule, rule, ids, ids),
 )
-probabilities = st.lists(st.tuples(ids, st.floats(0, 1, width=32, exclude_min=True)), max_size=3)
+probabilities = several(st.tuples(ids, st.floats(0, 1, width=32, exclude_min=True)))
 dists = probabilities.map(lambda pairs: Dist(tuple(id for id, _ in pairs), tuple(prob for _, prob in pairs)))
 values = st.floats(-1e6, 0, width=32)
-logprobs = st.builds(Logprobs, values, st.lists(st.tuples(ids, values), max_size=3).map(tuple))
+logprobs = st.builds(Logprobs, values, several(st.tuples(ids, values)))
 proposals = st.integers(0, 8).flatmap(
-    lambda length: st.builds(
+    lambda length: some(
         Proposal,
-        st.text(),
-        ids,
-        st.builds(
-            Draft,
-            st.lists(ids, min_size=length, max_size=length).map(tuple),
-            st.binary(min_size=length, max_size=length),
-            dists=st.just(()) | st.lists(dists, min_size=length, max_size=length).map(tuple),
+        draft=st.builds(
+            Draft, several(ids, length), st.binary(min_size=length, max_size=length), dists=st.just(()) | several(dists, length)
         ),
-        st.lists(edges, max_size=3).map(tuple),
-        st.just(()) | st.lists(logprobs, min_size=length, max_size=length).map(tuple),
-        st.text(),
-        st.lists(logprobs, max_size=3).map(tuple),
-        st.lists(lanes, max_size=3).map(tuple),
+        edges=several(some(Edge)),
+        logprobs=st.just(()) | several(logprobs, length),
+        prompt_logprobs=several(logprobs),
+        lanes=several(lanes),
     )
 )
-messages = st.one_of(
-    opens,
-    st.builds(Commit, st.text(), ids, tokens),
-    st.builds(Close, st.text()),
-    proposals,
-    st.builds(Failed, st.text(), st.text(), st.text()),
-)
+messages = st.one_of(opens, some(Commit), some(Close), proposals, some(Failed))
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(messages, max_size=5))
 def test_codec_keeps_every_message(batch: list[Message]) -> None:
     """Guards against fields that the wire forgets, swaps or rounds."""
     arrived = decode(pb.Batch.FromString(encode(batch).SerializeToString()))
     assert arrived == batch
-    for name in ("edges", "logprobs", "prompt_logprobs", "lanes"):  # which equality leaves out
+    for name in ("edges", "logprobs", "prompt_logprobs", "lanes", "skip_reason", "cached"):  # which equality leaves out
         said = [[getattr(m, name) for m in some if isinstance(m, Proposal)] for some in (arrived, batch)]
         assert said[0] == said[1]
     drawn = [[dist.listed for m in some if isinstance(m, Proposal) for dist in m.draft.dists] for some in (arrived, batch)]

@@ -9,7 +9,8 @@ from benchmarks.toy import ToyModel, full_text
 from cascade.tier.drafting import FIRST_BACKOFF_S, Health
 from deployments.links import uplink
 from deployments.links.uplink import Handover
-from tests.links.net import PATIENCE_S, Net, opening, until
+from tests.links.net import Net, opening
+from tests.waiting import LONG_S, until
 
 PERIOD_S = 0.02
 
@@ -89,7 +90,7 @@ async def test_a_replica_leaves_when_others_are_used() -> None:
     await until(lambda: replicas.asked > asked + 5)
     assert not left.is_set()
     replicas.running = ["other"]
-    await asyncio.wait_for(task, PATIENCE_S)
+    await asyncio.wait_for(task, LONG_S)
     assert left.is_set()
 
 
@@ -97,7 +98,7 @@ async def test_a_replica_that_is_checked_asks_nobody() -> None:
     """Guards quiet tiers: as long as Serve checks its health, a replica bothers no other."""
     replicas = Replicas("other")
     handover, left, task = await watched(replicas)
-    handover._gap_s = PATIENCE_S
+    handover._gap_s = LONG_S
     handover.check()
     await asyncio.sleep(5 * PERIOD_S)
     assert not left.is_set()

@@ -12,15 +12,8 @@ from benchmarks.toy import ToyModel, full_text
 from cascade.messages import Close, Failed, Message
 from deployments.links.downlink import Downlink
 from deployments.links.leases import Lease, LeasePool
-from tests.links.net import (
-    PATIENCE_S,
-    SHORT_S,
-    Held,
-    Net,
-    drafted,
-    opening,
-    until,
-)
+from tests.links.net import SHORT_S, Held, Net, drafted, opening
+from tests.waiting import LONG_S, until
 
 
 async def test_refused_lease_leaves_the_tiers_that_are_left(net: Net) -> None:
@@ -62,7 +55,7 @@ async def test_silent_lease_is_given_up(net: Net) -> None:
     [(seconds, failed)] = heard
     assert isinstance(failed, Failed)
     assert failed.session == asked.session
-    assert SHORT_S / 2 < seconds < PATIENCE_S / 2
+    assert SHORT_S / 2 < seconds < LONG_S / 2
     assert downlink.num_sessions == 0
     await until(lambda: len(cancelled) == 1)
     await downlink.close()
@@ -132,7 +125,7 @@ async def test_lease_that_nobody_opens_ends(net: Net, monkeypatch: pytest.Monkey
     lease = Held(node.server.lease("nobody"))
     assert await anext(lease) == f"{node.server.address} {node.server.secret}"
     assert len(node.server.leases) == 1
-    await asyncio.wait_for(lease.task, PATIENCE_S)
+    await asyncio.wait_for(lease.task, LONG_S)
     assert len(node.server.leases) == 0
     # one that is open lives on
     request = opening(11, 1.0, 2000, window=8)

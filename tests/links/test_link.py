@@ -16,16 +16,9 @@ from deployments.links.downlink import Downlink
 from deployments.links.leases import LeasePool
 from deployments.links.uplink import CHANNEL_OPTIONS, LinkServer
 from deployments.ops.launch import free_port
-from tests.links.net import (
-    PATIENCE_S,
-    Net,
-    Node,
-    Relay,
-    drafted,
-    opening,
-    until,
-)
+from tests.links.net import Net, Node, Relay, drafted, opening
 from tests.tier.test_tier import CountingModel
+from tests.waiting import LONG_S, until
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -136,7 +129,7 @@ async def test_nobody_at_the_address_fails_the_session(empty: Net) -> None:
     downlink = Downlink(LeasePool({"full": empty.lessor("full")}), lambda messages: [failed.put_nowait(m) for m in messages])
     request = opening(chain=())
     downlink.send([request])
-    message = await asyncio.wait_for(failed.get(), PATIENCE_S)
+    message = await asyncio.wait_for(failed.get(), LONG_S)
     assert isinstance(message, Failed)
     assert (message.session, message.tier) == (request.session, "full")
     assert downlink.num_sessions == 0

@@ -15,19 +15,9 @@ from cascade.v1 import link_pb2 as pb
 from cascade.v1 import link_pb2_grpc
 from deployments.links.codec import encode
 from deployments.links.leases import Lease
-from tests.links.net import (
-    PATIENCE_S,
-    Held,
-    Net,
-    Peer,
-    Rogue,
-    drafted,
-    entry,
-    opening,
-    serve_raw,
-    until,
-)
+from tests.links.net import Held, Net, Peer, Rogue, drafted, entry, opening, serve_raw
 from tests.tier.test_tier import PROMPT, Silent
+from tests.waiting import LONG_S, until
 
 
 async def test_session_without_a_lease_is_refused(net: Net) -> None:
@@ -106,7 +96,7 @@ async def test_malformed_batch_breaks_its_own_link_only(net: Net, kind: str) -> 
         await call.read()
         await call.write(MALFORMED[kind]("spoilt"))
         with contextlib.suppress(grpc.aio.AioRpcError):
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(LONG_S):
                 while await call.read() is not grpc.aio.EOF:
                     pass
     text, _ = await good
@@ -169,7 +159,7 @@ async def test_malformed_answers_cost_only_the_drafter(net: Net, kind: str) -> N
         yield address
         await asyncio.Event().wait()
 
-    def take(session: str, preferred: Sequence[str] = ()) -> Lease:
+    def take(session: str, preferred: Sequence[str] = (), affinity: str = "") -> Lease:
         held = Held(lease(session))
         net.leases.append(held)
         return held

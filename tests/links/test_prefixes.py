@@ -15,10 +15,12 @@ from benchmarks.toy import ToyModel, full_text
 from cascade.messages import Open
 from cascade.params import SamplingParams
 from cascade.scorer import BLOCK
+from deployments.links.affinity import LEAST_SHARE, RATIO, SLACK, PreferringRouter, Prefixes, overloaded
 from deployments.links.downlink import Downlink
-from deployments.links.leases import LEAST_SHARE, RATIO, SLACK, Lease, LeasePool, PreferringRouter, Prefixes, overloaded
-from tests.links.net import Held, Net, Node, opening, tidy, until
+from deployments.links.leases import Lease, LeasePool
+from tests.links.net import Held, Net, Node, opening, tidy
 from tests.tier.test_tier import CountingModel
+from tests.waiting import until
 
 __all__ = ["tidy"]  # a fixture
 
@@ -118,6 +120,34 @@ async def test_preferred_replicas_come_first_unless_they_are_busier() -> None:
     assert await Router({"a": 1}).ranks("s", ("a",)) == [["a"], ["a"]]
 
 
+def test_a_clients_session_stays() -> None:
+    """Guards sessions that a client names: where the last request went counts, whatever the texts have in common."""
+    prefixes, mine = Prefixes(), text(range(4 * BLOCK))
+    prefixes.sent(mine, ONE)
+    session = replace(text([5]), affinity="a")
+    assert prefixes.find(replace(mine, affinity="a")) == ()
+    assert prefixes.sent(session, OTHER) == "new"
+    assert prefixes.find(replace(mine, affinity="a")) == (OTHER,)
+    assert prefixes.find(replace(session, cache_salt="s")) == prefixes.find(replace(session, affinity="b")) == ()
+    assert prefixes.sent(session, ONE) == "elsewhere"
+    assert prefixes.find(session) == (ONE,)
+    prefixes.forget(ONE)
+    assert prefixes.find(session) == ()
+
+
+async def test_routers_agree_on_the_replica_of_a_session() -> None:
+    """Guards sessions whose requests meet different routers: each names the same replica, and few move when one goes."""
+    homes: dict[str, str] = {}
+    for session in map(str, range(200)):
+        [[homes[session]], _] = await Router({"a": 0, "b": 0, "c": 0}).ranks("s", (), session)
+        assert (await Router({"c": 2, "a": 1, "b": 3}).ranks("t", (), session))[0] == [homes[session]]
+        [[left], _] = await Router({"a": 0, "b": 0}).ranks("s", (), session)
+        assert left == homes[session] or homes[session] == "c"
+    assert min(list(homes.values()).count(one) for one in "abc") > 40
+    assert sorted((await Router(dict.fromkeys("ab", 0) | {homes["1"]: 30}).ranks("s", (), "1"))[0]) != [homes["1"]]
+    assert (await Router({"a": 0, "b": 0}).ranks("s", ("b",), "1"))[0] == ["b"]
+
+
 @given(st.integers(0, 300), st.integers(0, 300))
 def test_overload_is_relative(leases: int, others: int) -> None:
     """Guards replicas that are all busy against being strangers to all texts, and idle ones against small differences."""
@@ -141,7 +171,7 @@ class Twins(Net):
         known = Prefixes(routed=self.routed.append) if prefixes else None
         self.router = Downlink(LeasePool({"full": self._choose}, hold_s={"full": hold_s}, prefixes=known), self._hear)
 
-    def _choose(self, session: str, preferred: Sequence[str] = ()) -> Lease:
+    def _choose(self, session: str, preferred: Sequence[str] = (), affinity: str = "") -> Lease:
         near = [node for node in self.twins if node.server.address in preferred]
         lease = Held((near or [self._chance.choice(self.twins)])[0].server.lease(session))
         self.leases.append(lease)

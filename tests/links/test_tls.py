@@ -34,7 +34,8 @@ from deployments.ops.launch import Server, free_port
 from tests import small
 from tests.doors import house
 from tests.links.certificates import NAME, Authority
-from tests.links.net import PATIENCE_S, Held, Net, Rogue, entry, opening, serve_raw, tidy, until
+from tests.links.net import Held, Net, Rogue, entry, opening, serve_raw, tidy
+from tests.waiting import LONG_S, until
 
 __all__ = ["tidy"]  # a fixture
 
@@ -72,7 +73,7 @@ async def test_links_over_tls_give_the_same_text(net: Net) -> None:
 async def refused(joined: grpc.aio.Channel, net: Net) -> None:
     """Somebody who has even the secret gets no stream over this channel."""
     async with joined:
-        call = link_pb2_grpc.LinkStub(joined).Connect(metadata=entry(net.nodes["full"]), timeout=PATIENCE_S)
+        call = link_pb2_grpc.LinkStub(joined).Connect(metadata=entry(net.nodes["full"]), timeout=LONG_S)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -161,7 +162,7 @@ async def test_a_renewed_door_is_shown(ours: Authority, theirs: Authority, monke
 
     async def welcome(authority: str) -> str:
         context = ssl.create_default_context(cafile=authority)
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(LONG_S):
             while True:
                 with contextlib.suppress(ssl.SSLError, ConnectionError):
                     _, writer = await asyncio.open_connection("localhost", listen.http_port, ssl=context)
@@ -220,7 +221,7 @@ def test_doors_speak_tls(ours: Authority, theirs: Authority) -> None:
         address, url = f"localhost:{listen['grpc_port']}", f"https://localhost:{listen['http_port']}/v1/models"
         with Client(f"grpcs://{address}", authority=tls.authority) as client:
             assert len(client.generate([1, 2, 3], params).token_ids) == 16
-        with urllib.request.urlopen(url, timeout=30, context=ssl.create_default_context(cafile=tls.authority)) as answer:
+        with urllib.request.urlopen(url, timeout=LONG_S, context=ssl.create_default_context(cafile=tls.authority)) as answer:
             assert answer.status == 200
         for target, authority in ((address, None), (f"grpcs://{address}", theirs.sign("a").authority)):
             with Client(target, authority=authority) as client, pytest.raises(Unavailable):
@@ -232,13 +233,13 @@ def test_doors_speak_tls(ours: Authority, theirs: Authority) -> None:
             env={**os.environ, **trust},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=LONG_S,
             check=True,
         )
         assert "medium" in shown.stdout
         assert "There are no counters" not in shown.stdout
         with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
-            urllib.request.urlopen(url, timeout=30)
+            urllib.request.urlopen(url, timeout=LONG_S)
         built.settle()
 
 

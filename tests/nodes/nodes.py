@@ -7,8 +7,7 @@ import secrets
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +17,7 @@ from cascade.settings.config import CascadeConfig
 from tests import small
 from tests.nodes.deploy import OWN_GRPC, OWN_HTTP
 from tests.nodes.network import SUBNET, Host, Network
+from tests.waiting import LONG_S
 
 Place = tuple[str, int]
 ESTABLISHED = "01"
@@ -29,7 +29,6 @@ GCS_PORT = 6379
 # of Ray's agents, whose ports are given: a raylet waits 15 seconds for those that agents choose, and gives up
 AGENTS = ("dashboard-agent-listen", "dashboard-agent-grpc", "metrics-export", "runtime-env-agent")
 STORE_BYTES = 80 * 2**20
-LONG_S = 240.0
 PASS_MS = {"tiny": 2.0, "medium": 6.0, "full": 20.0}  # at least: answers last on any machine, and leave it time
 KEEPALIVE = {  # as in the files of cluster/: a connection that carries nothing is broken after some seconds, not five minutes
     "RAY_grpc_client_keepalive_time_ms": "10000",
@@ -195,13 +194,6 @@ def family() -> CascadeConfig:
     router["listen"] = {"host": "0.0.0.0", "grpc_port": OWN_GRPC, "http_port": OWN_HTTP}
     router["deployment_config"] |= {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0, "resources": {"router": 1}}}
     return CascadeConfig.parse(values)
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LONG_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
 
 
 def _connections(pid: int) -> list[tuple[Place, Place]]:

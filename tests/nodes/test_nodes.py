@@ -16,7 +16,8 @@ from cascade import Completion, SamplingParams, Speculation
 from tests import small
 from tests.nodes.deploy import GRPC, HTTP, OWN_GRPC, OWN_HTTP
 from tests.nodes.network import Network
-from tests.nodes.nodes import HEAD, Nodes, family, wait_until
+from tests.nodes.nodes import HEAD, Nodes, family
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.slow,

@@ -1,8 +1,6 @@
 """Audits of a whole server: no answer is doubted, a corrupted one is found, and what cannot be audited is counted."""
 
-import asyncio
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,32 +9,21 @@ from cascade.bench.scrape import Scrape, scrape
 from cascade.client import Client
 from cascade.messages import Message, Proposal
 from cascade.params import SamplingParams, Speculation
-from cascade.settings.config import CascadeConfig
-from deployments.gateway.admission.admission import Admission
-from deployments.ops.auditor import Auditor
-from tests import small
 from tests.client.test_conformance import ADAPTER, CHOSEN, DRAFTED, PLAIN, RULED, Adapted
-from tests.doors import House, house
-from tests.router.test_http import PROMPT
-from tests.tier.test_tier import opening
+from tests.doors import House, house, serving
+from tests.http.test_http import PROMPT
+from tests.waiting import wait_until
 
 GREEDY = SamplingParams(max_tokens=30, temperature=0, seed=1, ignore_eos=True)
 ALL = {"share": 1.0, "max_waiting": 1000}
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[House]:
-    with house(model=Adapted, full={"engine_kwargs": {"lora_modules": {ADAPTER: "red/adapter"}}}, audit=ALL) as built:
-        yield built
-        built.settle()
+served = serving(model=Adapted, full={"engine_kwargs": {"lora_modules": {ADAPTER: "red/adapter"}}}, audit=ALL)
 
 
 def audited(served: House) -> Scrape:
     """What the server counts when no audit is left to be made."""
-    deadline = time.monotonic() + 60
-    while served.router._auditor.busy:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not served.router._auditor.busy)
     return scrape(served.url)
 
 
@@ -118,24 +105,6 @@ def test_a_busy_server_skips_audits() -> None:
     assert reasons["load"] >= 1
     assert (sum(reasons.values()), counted.total("audited_answers_total")) == (4, 0)
     assert (quiet.total("audits_skipped_total"), quiet.total("audited_answers_total")) == (0, 1)
-
-
-async def test_few_answers_wait() -> None:
-    """Guards memory: of more answers than may wait none is kept, and none when the router goes."""
-    admission = Admission(small.config())
-    values = small.config().model_dump(mode="json") | {"router": {"audit": {"share": 1.0, "max_waiting": 2}}}
-    auditor = Auditor(CascadeConfig.parse(values), print, admission)
-    for _ in range(5):
-        auditor.offer(opening(), [1, 2])
-    assert len(auditor._waiting) == 2
-    assert b'cascade_audits_skipped_total{reason="queue"} 3.0' in admission.metrics.text()
-    task = auditor._task
-    assert task is not None
-    await auditor.close()
-    auditor.offer(opening(), [1, 2])
-    assert not auditor._waiting
-    await asyncio.wait([task])
-    assert task.cancelled()
 
 
 def test_no_audit_unless_asked() -> None:

@@ -13,12 +13,13 @@ from cascade.planner.cost import Profile
 from cascade.tier.tier import Tier
 from deployments import app
 from deployments.links import replica_status
-from deployments.links.leases import COUNT_S, LeasePool
+from deployments.links.leases import LeasePool
 from deployments.ops.scaling import board as boards
 from deployments.ops.scaling.board import LoadReport
 from deployments.ops.scaling.policy import TierPolicy
 from tests import small
 from tests.tier.test_tier import opening
+from tests.waiting import LONG_S
 
 TWO_GPUS = {"ray_actor_options": {"num_gpus": 2}}
 
@@ -189,7 +190,7 @@ async def test_tiers_at_zero_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> 
     async def given() -> AsyncIterator[str]:
         yield "address secret"
 
-    lessors: Any = dict.fromkeys(there, lambda name, preferred=(): given())
+    lessors: Any = dict.fromkeys(there, lambda name, preferred=(), affinity="": given())
     pool = LeasePool(lessors, timeout_s=1, scaled_to_zero=["tiny"])
 
     async def refused() -> bool:
@@ -200,7 +201,7 @@ async def test_tiers_at_zero_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> 
         return False
 
     try:
-        async with asyncio.timeout(10 * COUNT_S):
+        async with asyncio.timeout(LONG_S):
             while not await refused():
                 await asyncio.sleep(0.01)
             await pool.take(opening(tier="medium"))  # Serve may start one

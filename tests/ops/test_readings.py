@@ -4,7 +4,6 @@ import threading
 import time
 import urllib.request
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -20,15 +19,13 @@ from deployments.ops.metrics.drift import BATCH_S, WARM
 from deployments.ops.metrics.page import Page
 from deployments.ops.metrics.series import SERIES, Reading
 from deployments.tier import replica_readings
-from tests.doors import House, house
+from tests.doors import House, serving
+from tests.waiting import LONG_S, wait_until
 
 PARAMS = SamplingParams(max_tokens=24, temperature=1.0, seed=3, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[House]:
-    with house() as built:
-        yield built
+served = serving()
 
 
 def replica(served: House, name: str) -> dict[str, float]:
@@ -100,8 +97,7 @@ def test_lost_sessions_are_failovers(served: House) -> None:
     refused.add("full")
 
     def relent() -> None:
-        while failovers(served) == before:
-            time.sleep(0.05)
+        wait_until(lambda: failovers(served) > before)
         refused.discard("full")
 
     relenting = threading.Thread(target=relent)
@@ -146,7 +142,7 @@ def test_vllms_benchmark_finds_what_drafters_did(served: House) -> None:
     """Guards the series that `vllm bench serve` reads: they add up to the answers' edges, whatever else begins like them."""
 
     def counted() -> dict[str, float]:
-        with urllib.request.urlopen(f"{served.url}/metrics", timeout=30) as answer:
+        with urllib.request.urlopen(f"{served.url}/metrics", timeout=LONG_S) as answer:
             lines = answer.read().decode().splitlines()
         return {name: float(value) for name, value in (line.split() for line in lines if line.startswith("vllm:spec_decode"))}
 
@@ -200,7 +196,7 @@ def test_pages_make_only_what_is_on_the_list() -> None:
 
 def test_the_page_is_what_prometheus_reads(served: House) -> None:
     """Guards the page: every series of routers is on it, with a help line."""
-    with urllib.request.urlopen(f"{served.url}/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(f"{served.url}/metrics", timeout=LONG_S) as answer:
         text = answer.read().decode()
     for series in SERIES.values():
         if "page" in series.places:

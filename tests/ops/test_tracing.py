@@ -22,8 +22,8 @@ from cascade.v1 import serving_pb2_grpc
 from deployments.ops import tracing as export
 from deployments.ops.tracing import Tracing, exporters, parent_of, parent_of_headers, tracing
 from tests.doors import House, house
+from tests.http.test_http import PROMPT, ask
 from tests.links.net import Node
-from tests.router.test_http import PROMPT, ask
 from tests.tier.test_tier import NAMES, CountingModel, opening
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

@@ -13,8 +13,8 @@ from cascade import Cascade, Completion, SamplingParams, Speculation
 from cascade.bench.scrape import scrape
 from cascade.client import AsyncClient, Client
 from deployments.ops.launch import APPLICATION, Server
-from tests.conftest import LONG_S
-from tests.served.test_serve import PROMPT, alone, settle, wait_until
+from tests.served.test_serve import PROMPT, alone, settle
+from tests.waiting import LONG_S, wait_until
 
 CHAINS = (None, ("tiny",), ("tiny", "medium"))
 NUM_CLIENTS = 6

@@ -21,7 +21,8 @@ from cascade.bench.load import Mode
 from cascade.client import AsyncClient, Client
 from deployments.ops.launch import Server
 from deployments.ops.metrics.series import AUDITS, COMMON, ROUTER, SERIES
-from tests.conftest import FAKE_GPUS, LONG_S, Cluster
+from tests.conftest import FAKE_GPUS, Cluster
+from tests.waiting import LONG_S, wait_until
 
 APPLICATION = "emulated"  # of its own: what nodes counted of others stays
 SETUP = Setup(stretch=1.0, replicas=(1, 1, 2))
@@ -63,7 +64,7 @@ class Shown(defaultdict[str, list[tuple[Labels, float]]]):
     def now(cls) -> "Shown":
         [node] = ray.nodes()
         url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=30) as answer:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=LONG_S) as answer:
             text = answer.read().decode()
         shown = cls(list)
         for family in text_string_to_metric_families(text):
@@ -79,12 +80,15 @@ class Shown(defaultdict[str, list[tuple[Labels, float]]]):
 
 def when(condition: Callable[[Shown], bool]) -> Shown:
     """What is shown once that holds. The agent of a busy node gives up now and then: it is asked again, as Prometheus does."""
-    deadline, shown = time.monotonic() + LONG_S, Shown(list)
-    while not condition(shown):
-        assert time.monotonic() < deadline, sorted(shown)
-        time.sleep(1.0)
+    shown = Shown(list)
+
+    def holds() -> bool:
+        nonlocal shown
         with contextlib.suppress(urllib.error.HTTPError):
             shown = Shown.now()
+        return condition(shown)
+
+    wait_until(holds, lambda: sorted(shown), every_s=0.5)
     return shown
 
 

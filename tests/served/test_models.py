@@ -1,6 +1,5 @@
 """Ray Serve LLM's configurations: what becomes of each key of theirs, and several models behind one API."""
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,10 @@ from cascade.errors import ConfigError
 from cascade.settings.config import CascadeConfig
 from deployments.llm import build_openai_app, cascades
 from tests import small
-from tests.conftest import LONG_S, Cluster
-from tests.router.test_http import ask
+from tests.conftest import Cluster
+from tests.http.test_http import ask
 from tests.served.test_serve import PROMPT
+from tests.waiting import LONG_S, wait_until
 
 Values = dict[str, Any]
 PARAMS = SamplingParams(max_tokens=32, temperature=0.8, seed=11)
@@ -85,6 +85,11 @@ HONOURED: dict[str, tuple[Values, Callable[[CascadeConfig], Any], Any]] = {  # w
         lambda c: c.router.deployment_config.num_replicas,
         3,
     ),
+    "adapters": (
+        {"lora_config": {"dynamic_lora_loading_path": "s3://b/c", "max_num_adapters_per_replica": 4}},
+        lambda c: (c.tiers[0].engine_kwargs.lora_path, c.tiers[0].engine_kwargs.max_loras),
+        ("s3://b/c", 4),
+    ),
     "tiers": (
         {"tiers": [{"model_loading_config": {"model_id": "a/b"}}, {"name": "mid", "model_loading_config": {"model_id": "c"}}]},
         lambda c: c.names,
@@ -108,7 +113,6 @@ REFUSED: dict[str, tuple[Values, str]] = {
         {"model_loading_config": {"model_id": "a", "tokenizer_source": "b"}},
         "tokenizer_source of 'a' is 'b': remove it",
     ),
-    "adapters in a bucket": ({"lora_config": {"dynamic_lora_loading_path": "s3://b/c"}}, "'s3://b/c', which is no folder here"),
     "downloads": ({"lora_config": {"download_timeout_s": 3}}, "lora_config.download_timeout_s is not a known key"),
     "no prefixes": ({"engine_kwargs": {"enable_prefix_caching": False}}, "enable_prefix_caching of 'qwen-0.5b' is False"),
     "TPUs": ({"accelerator_config": {"kind": "tpu"}}, "accelerator_config.kind is 'tpu'"),
@@ -151,18 +155,6 @@ def test_models_are_read_from_files(tmp_path: Path) -> None:
             cascades(args)
 
 
-def test_adapters_are_folders(tmp_path: Path) -> None:
-    """Guards adapters that lie in a folder: each is served by the folder's name, and no more of them than there may be."""
-    for name in ("red", "blue"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "adapter_config.json").write_text("{}")
-    (tmp_path / "notes").mkdir()
-    lora = {"dynamic_lora_loading_path": str(tmp_path)}
-    assert one(lora_config=lora).tiers[0].engine_kwargs.lora_modules == {n: str(tmp_path / n) for n in ("blue", "red")}
-    with pytest.raises(ConfigError, match="has 2 adapters, and max_num_adapters_per_replica is 1"):
-        one(lora_config=lora | {"max_num_adapters_per_replica": 1})
-
-
 @pytest.fixture(scope="module")
 def url(cluster: Cluster) -> Iterator[str]:
     """Two models: one with a tier below, one by itself; their keys are as Ray Serve LLM has them."""
@@ -185,10 +177,12 @@ def url(cluster: Cluster) -> Iterator[str]:
 def settle() -> None:
     """Wait until no tier of either model has a session or a lease."""
     handles = [serve.get_deployment_handle(f"small--{name}", "models") for name in ("full:tier0", "full:full", "medium:full")]
-    deadline = time.monotonic() + LONG_S
-    while any((state := handle.describe.remote().result(timeout_s=LONG_S))["sessions"] + state["leases"] for handle in handles):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+
+    def left() -> list[int]:
+        states = [handle.describe.remote().result(timeout_s=LONG_S) for handle in handles]
+        return [state["sessions"] + state["leases"] for state in states]
+
+    wait_until(lambda: not any(left()), left, every_s=0.1)
 
 
 @pytest.mark.parametrize("number", [2, 1])
@@ -215,6 +209,14 @@ def test_what_names_no_model_is_told(url: str, cluster: Cluster) -> None:
     for body in ({"prompt": "x"}, {"prompt": "x", "model": 3}, b"{"):
         status, _, answer = ask(cluster, "/models/v1/completions", body)
         assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):  # told in its own form, by whoever refuses
+        for body, status, kind in (
+            (b"{", 400, "invalid_request_error"),
+            ({"model": "other"}, 404, "not_found_error"),
+            ({"model": "small/full", "messages": 3}, 400, "invalid_request_error"),
+        ):
+            found, _, answer = ask(cluster, f"/models{path}", body)
+            assert (found, answer["type"], answer["error"]["type"], len(answer["error"])) == (status, "error", kind, 2)
     assert [ask(cluster, f"/models{path}")[0] for path in ("/health", "/", "/metrics")] == [200, 200, 404]
 
 

@@ -12,6 +12,7 @@ from cascade.v1 import serving_pb2_grpc
 from deployments.ops.launch import Server
 from tests.conftest import Cluster
 from tests.served.test_serve import PROMPT, settle
+from tests.waiting import LONG_S
 
 PARAMS = SamplingParams(max_tokens=48, temperature=0.8, seed=11)
 
@@ -71,7 +72,7 @@ def test_conversations_pass_through(served: Cluster, expected: str) -> None:
 def test_errors_have_their_status(served: Cluster) -> None:
     """Guards errors on their way through the proxies: status and sentence, no traceback."""
     with grpc.insecure_channel(served.grpc) as channel, pytest.raises(grpc.RpcError) as caught:
-        serving_pb2_grpc.CascadeStub(channel).Complete(pb.GenerateRequest(prompt=""), timeout=30)
+        serving_pb2_grpc.CascadeStub(channel).Complete(pb.GenerateRequest(prompt=""), timeout=LONG_S)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "Traceback" not in caught.value.details()
     with (

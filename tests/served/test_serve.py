@@ -3,9 +3,8 @@
 import contextlib
 import os
 import signal
-import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -25,8 +24,9 @@ from cascade.v1 import serving_pb2_grpc
 from deployments.ops.launch import APPLICATION, Server
 from tests import small
 from tests.cases import crossed, rare
-from tests.conftest import LONG_S, Cluster
+from tests.conftest import Cluster
 from tests.served.conftest import MOST_RUNNING
+from tests.waiting import LONG_S, wait_until
 
 PROMPT = "def read(path):\n    with open(path) as file:\n"
 SHORT = SamplingParams(max_tokens=4, temperature=1.0, seed=1, ignore_eos=True)
@@ -46,15 +46,16 @@ def replicas(tier: str) -> dict[int, dict[str, Any]]:
 
     Serve chooses who answers a call, and sixteen may all go to one replica: ask until as many answered as run.
     """
-    handle = serve.get_deployment_handle(tier, APPLICATION)
-    deadline = time.monotonic() + LONG_S
-    while True:
+    handle, found = serve.get_deployment_handle(tier, APPLICATION), dict[int, dict[str, Any]]()
+
+    def all_answered() -> bool:
+        found.clear()
         calls = [handle.describe.remote() for _ in range(16)]
-        states: list[dict[str, Any]] = [call.result(timeout_s=LONG_S) for call in calls]
-        found = {state["pid"]: state for state in states}
-        if len(found) >= serve.status().applications[APPLICATION].deployments[tier].replica_states.get("RUNNING", 0):
-            return found
-        assert time.monotonic() < deadline, f"not all replicas of {tier} answer"
+        found.update((state["pid"], state) for state in (call.result(timeout_s=LONG_S) for call in calls))
+        return len(found) >= serve.status().applications[APPLICATION].deployments[tier].replica_states.get("RUNNING", 0)
+
+    wait_until(all_answered, lambda: f"not all replicas of {tier} answer")
+    return found
 
 
 def busy(tiers: Sequence[str]) -> dict[str, int]:
@@ -64,23 +65,25 @@ def busy(tiers: Sequence[str]) -> dict[str, int]:
 
 
 def _busy(tier: str) -> int:
-    deadline = time.monotonic() + LONG_S
-    while (found := next((pid for pid, state in replicas(tier).items() if state["sessions"]), None)) is None:
-        assert time.monotonic() < deadline, f"no replica of {tier} has a session"
-    return found
+    found: list[int] = []
+
+    def any_works() -> bool:
+        found[:] = [pid for pid, state in replicas(tier).items() if state["sessions"]]
+        return bool(found)
+
+    wait_until(any_works, lambda: f"no replica of {tier} has a session")
+    return found[0]
 
 
 def settle() -> None:
     """Wait until no tier has a session, a lease or a session below it."""
-    deadline = time.monotonic() + LONG_S
-    while left := [
-        (tier, state["sessions"], state["leases"], state["drafting"])
-        for tier in ("tiny", "medium", "full")
-        for state in replicas(tier).values()
-        if state["sessions"] or state["leases"] or state["drafting"]
-    ]:
-        assert time.monotonic() < deadline, f"left behind (tier, sessions, leases, drafting): {left}"
-        time.sleep(0.2)
+
+    def left() -> list[tuple[Any, ...]]:
+        states = [(tier, state) for tier in small.NAMES for state in replicas(tier).values()]
+        held = [(tier, state["sessions"], state["leases"], state["drafting"]) for tier, state in states]
+        return [one for one in held if any(one[1:])]
+
+    wait_until(lambda: not left(), lambda: f"left behind (tier, sessions, leases, drafting): {left()}", every_s=0.1)
 
 
 def alone(reference: Cascade, params: SamplingParams) -> Completion:
@@ -155,13 +158,6 @@ def test_killed_replicas_are_a_pause(client: Client, reference: Cascade, tiers: 
         wait_until(lambda tier=tier, victim=victim: victim not in replicas(tier))
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LONG_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-
-
 def test_recovered_tiers_draft_again(client: Client) -> None:
     """Guards against speculation that stays off after a death: with all replicas back, the whole chain works."""
 
@@ -174,21 +170,13 @@ def test_recovered_tiers_draft_again(client: Client) -> None:
     wait_until(whole_chain)
 
 
-def test_cancelled_stream_frees_every_tier(client: Client) -> None:
-    """Guards against work for clients that are gone; the fixture looks at every tier."""
-    for _ in range(3):
-        stream = client.stream(PROMPT, SamplingParams(max_tokens=900, temperature=1.0, seed=1, ignore_eos=True))
-        next(stream)
-        stream.close()  # type: ignore[attr-defined]
-
-
 def test_describe_tells_what_is_served(server: Server, client: Client) -> None:
     """Guards Describe: names bottom to top, replicas, limits; and the metrics of tiers."""
     wait_until(lambda: [tier.replicas for tier in client.describe().tiers] == [1, 1, 2])
     info = client.describe()
     assert [tier.name for tier in info.tiers] == ["tiny", "medium", "full"]
     assert info.max_model_len == 1024
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=LONG_S) as answer:
         metrics = answer.read().decode()
     assert 'cascade_replicas{tier="full"} 2.0' in metrics
     for tier in info.tiers:
@@ -229,21 +217,28 @@ def test_routers_keep_a_limit_together(server: Server, client: Client) -> None:
         calls = [serving_pb2_grpc.CascadeStub(channel).Generate(request) for _ in range(MOST_RUNNING)]
         for call in calls:
             next(call)
-        time.sleep(1.0)  # until the other router has heard
-        words = f"may have {MOST_RUNNING} answers"
-        for _ in range(8):
-            with Client(server.address, patience_s=0) as other, pytest.raises(Overloaded, match=words):
-                other.generate(PROMPT, SHORT)
+        in_a_row = 0
+
+        def both_refuse() -> bool:  # the other router hears of these a quarter of a second later
+            nonlocal in_a_row
+            with Client(server.address, patience_s=0) as other:  # a connection of its own, to any of the two
+                in_a_row = 0 if answered(other) else in_a_row + 1
+            return in_a_row >= 8
+
+        wait_until(both_refuse)
         for call in calls:
             call.cancel()
-    deadline = time.monotonic() + LONG_S  # routers hear of places a quarter of a second later
-    while True:
-        try:
-            assert client.generate(PROMPT, SHORT).token_ids
-            return
-        except Overloaded:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+    wait_until(lambda: answered(client))
+
+
+def answered(client: Client) -> bool:
+    """Whether there is a place."""
+    try:
+        return bool(client.generate(PROMPT, SHORT).token_ids)
+    except Overloaded as error:
+        if f"may have {MOST_RUNNING} answers" not in str(error):
+            raise
+        return False
 
 
 def test_prompts_that_begin_alike_are_read_once(server: Server, client: Client) -> None:
@@ -261,6 +256,22 @@ def test_prompts_that_begin_alike_are_read_once(server: Server, client: Client) 
     asked, reused = (now - then for now, then in zip(counts(), before, strict=True))
     assert asked == 32 * 161
     assert reused >= 12 * 160
+
+
+def test_a_clients_session_meets_one_replica(server: Server, client: Client) -> None:
+    """Guards sessions that clients name, whose requests meet both routers and have nothing in common."""
+
+    def asked() -> dict[int, int]:
+        return {pid: state["asked"] for pid, state in replicas("full").items()}
+
+    own = [("grpc.use_local_subchannel_pool", 1)]  # connections of their own, which the kernel spreads over routers
+    for session in ("one", "two", "three"):
+        before = asked()
+        for number in range(8):
+            request = encode_request(f"{number} of {session}", SHORT, None)
+            with grpc.insecure_channel(server.address, options=own) as channel:
+                serving_pb2_grpc.CascadeStub(channel).Complete(request, metadata=(("x-session-id", session),))
+        assert sum(count > before[pid] for pid, count in asked().items()) == 1
 
 
 def test_keys_of_the_driver_alone_start_nothing(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

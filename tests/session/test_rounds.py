@@ -17,8 +17,7 @@ from cascade.planner.acceptance import Calibration
 from cascade.planner.choice import Policy
 from cascade.planner.cost import Profile
 from cascade.scorer import Scored
-from cascade.session.guesses import Hint, usable_nodes
-from cascade.session.rounds import Rounds
+from cascade.session.guesses import Hint
 from cascade.session.session import Session
 from cascade.tier.kv_admission import KVAdmission
 from cascade.tier.loop import Limits, Loop
@@ -188,14 +187,6 @@ def test_the_law_of_many_texts(setup: str) -> None:
     assert written(setup, MANY) < UNLIKELY_Z
 
 
-def test_ends_that_are_not_judged_would_break_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards ending tokens, which the coupled rule compares without a row of their own: the test above would tell."""
-    monkeypatch.setattr(
-        Rounds, "candidates", lambda self, pool, depth, whole: usable_nodes(pool, depth, self._ends) if whole else []
-    )
-    assert written("ratio", FEW) > 2 * UNLIKELY_Z
-
-
 # what else may happen
 
 
@@ -227,14 +218,6 @@ def test_rounds_without_guesses_are_gone_alone(name: str, rules: Rules) -> None:
                 stack.turn(level)
         outputs.append(stack.close(first))
     assert surprise(outputs, law(models(2)[-1])) < UNLIKELY_Z
-
-
-def test_a_drafter_that_stops_at_ends_would_break_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards rounds against coming sooner for what they say: the test above would tell."""
-    for module in ("session", "rounds"):
-        monkeypatch.setattr(f"cascade.session.{module}.stops_below", lambda opening, below: opening.ends)
-    with pytest.raises(AssertionError):
-        test_rounds_without_guesses_are_gone_alone("lost", BLOCK)
 
 
 def test_rounds_are_whole_or_nothing() -> None:

@@ -39,6 +39,10 @@ def one(**fields: Any) -> dict[str, Any]:
     return {"tiers": [tier(**fields)]}
 
 
+def engine(**options: Any) -> dict[str, Any]:
+    return one(engine_kwargs=options)
+
+
 def deploying(**fields: Any) -> dict[str, Any]:
     return one(deployment_config=fields)
 
@@ -52,22 +56,16 @@ WRONG: dict[str, tuple[Any, str]] = {
     "tiers a mapping": ({"tiers": tier()}, r"tiers: it must be a list$"),
     "no name": ({"tiers": [{"model_loading_config": {"model_id": "m"}}]}, r"tiers\.0\.name is missing"),
     "same name twice": ({"tiers": [tier("a"), tier("a")]}, r"two tiers are named 'a'"),
-    "unknown drafter": (one(engine_kwargs={"drafter": "oracle"}), r"drafter.kind is 'oracle': it must be one of auto, lookup"),
-    "drafter twice": (one(engine_kwargs={"drafter": ["lookup", "lookup"]}), r"'lookup' twice: once is enough"),
+    "unknown drafter": (engine(drafter="oracle"), r"drafter.kind is 'oracle': it must be one of auto, lookup"),
+    "drafter twice": (engine(drafter=["lookup", "lookup"]), r"'lookup' twice: once is enough"),
     "drafter as a tier": ({"tiers": [tier("suffix"), tier("full")]}, r"give the tier another name"),
-    "corpus without a file": (one(engine_kwargs={"drafter": "corpus"}), r"needs a source: the path of a text file"),
-    "file without a corpus": (
-        one(engine_kwargs={"drafter": {"kind": "suffix", "source": "f"}}),
-        r"'suffix' reads no file: remove it",
-    ),
+    "corpus without a file": (engine(drafter="corpus"), r"needs a source: the path of a text file"),
+    "file without a corpus": (engine(drafter={"kind": "suffix", "source": "f"}), r"'suffix' reads no file: remove it"),
     "two heads": (
-        one(engine_kwargs={"drafter": [{"kind": "eagle3", "source": "a/b"}, {"kind": "medusa", "source": "c/d"}]}),
+        engine(drafter=[{"kind": "eagle3", "source": "a/b"}, {"kind": "medusa", "source": "c/d"}]),
         r"drafter names eagle3 and medusa: a model has one drafter that reads it",
     ),
-    "head without weights": (
-        one(engine_kwargs={"drafter": "head"}),
-        r"'head' needs a source: the path or hub id",
-    ),
+    "head without weights": (engine(drafter="head"), r"'head' needs a source: the path or hub id"),
     "head on vLLM": (
         one(engine_kwargs={"drafter": {"kind": "head", "source": "a/b"}, "engine": "vllm"}),
         r"drafter 'head' is for our own engine: remove it, or set engine to 'cascade'",
@@ -78,34 +76,34 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "an engine nobody knows": (one(engine_kwargs={"engine": "llama.cpp"}), r"engine is 'llama\.cpp'"),
     "an argument of vLLM without it": (
-        one(engine_kwargs={"enforce_eager": True}),
+        engine(enforce_eager=True),
         r"enforce_eager is not a known key; remove it, mend its spelling, or set engine to 'vllm'",
     ),
     "a method of vLLM beside what is ours": (
-        one(engine_kwargs={"quantization": "awq", "num_threads": 2}),
+        engine(quantization="awq", num_threads=2),
         r"quantization is 'awq', which only vLLM can do: set engine to 'vllm', and remove what only our own engine takes",
     ),
     "layers without a kind": (
-        one(engine_kwargs={"drafter": {"layers": 4}}),
+        engine(drafter={"layers": 4}),
         r"source and layers need their kind beside them",
     ),
     "layers of a lookup": (
-        one(engine_kwargs={"drafter": {"kind": "lookup", "layers": 4}}),
+        engine(drafter={"kind": "lookup", "layers": 4}),
         r"drafter.layers is 4, but 'lookup' runs no layers of its model: remove it",
     ),
     "an exit without layers": (
-        one(engine_kwargs={"drafter": "exit"}),
+        engine(drafter="exit"),
         r"drafter.layers is None: name how many of the first layers 'exit' runs, 1 or more",
     ),
     "router": ({"tiers": [tier("router"), tier("full")]}, r"no tier can be named 'router'"),
     "name with space": (one(name="my tier"), r"tiers\.0\.name is 'my tier'"),
     "unknown key": ({"tiers": [tier()], "windw": 3}, r"windw is not a known key; remove it"),
-    "unknown engine option": (one(engine_kwargs={"quantise": True}), r"engine_kwargs: quantise is not a known key"),
+    "unknown engine option": (engine(quantise=True), r"engine_kwargs: quantise is not a known key"),
     "key no string": ({"tiers": [tier()], 5: 6}, r"5.*"),
     "window 0": ({"tiers": [tier()], "window": 0}, r"window is 0: .*greater than or equal to 1"),
     "verify": ({"tiers": [tier()], "verify": "perhaps"}, r"verify is 'perhaps': .*boolean"),
-    "dtype": (one(engine_kwargs={"dtype": "int4"}), r"dtype is 'int4': .*'bfloat16'"),
-    "patience infinite": (one(engine_kwargs={"patience": float("inf")}), r"patience is inf"),
+    "dtype": (engine(dtype="int4"), r"dtype is 'int4': .*'bfloat16'"),
+    "patience infinite": (engine(patience=float("inf")), r"patience is inf"),
     "num_replicas a word": (deploying(num_replicas="many"), r"num_replicas.* is 'many'"),
     "a key in the file": ({"tiers": [tier()], "router": {"access": {"keys": {}}}}, r"router\.access\.keys is not a known key"),
     "embedded source": (
@@ -127,10 +125,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         deploying(num_replicas=2, autoscaling_config={"max_replicas": 3}),
         r"tier full.*num_replicas.*autoscaling_config",
     ),
-    "autoscaling option": (
-        deploying(autoscaling_config={"max_replicas": -3}),
-        r"tier full.*max_replicas",
-    ),
+    "autoscaling option": (deploying(autoscaling_config={"max_replicas": -3}), r"tier full.*max_replicas"),
     "autoscaling option that is none": (
         deploying(autoscaling_config={"min_replica": 3}),
         r"autoscaling_config of tier full has the unknown key 'min_replica'",
@@ -423,13 +418,7 @@ def test_models_that_cannot_be_loaded_are_refused(folder: Path, name: str) -> No
     one_sentence(caught)
 
 
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        ("/no/such/model", "There is no folder"),
-        (__file__, "is a file"),
-    ],
-)
+@pytest.mark.parametrize(("source", "words"), [("/no/such/model", "There is no folder"), (__file__, "is a file")])
 def test_paths_that_are_no_models_are_told_so(source: str, words: str) -> None:
     """Guards a slip of the pen in a path: the hub's library explained the form of its names."""
     with pytest.raises(ConfigError, match=f"tier full cannot be used: .*{words}.*folder"):

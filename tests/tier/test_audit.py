@@ -2,7 +2,6 @@
 
 import math
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -22,9 +21,10 @@ from tests.tier.test_tier import (  # noqa: F401  # fixtures
     models,
     opening,
     settle,
-    text_of,
     tiers,
+    written,
 )
+from tests.waiting import LONG_S, wait_until
 
 VOCAB = 32
 
@@ -34,7 +34,7 @@ def verdict(tier: Tier, audit: Audit) -> Failed | None:
     inbox, asked = Inbox(), audit.ask()
     tier.post([asked], inbox)
     while not audit.complete:
-        message = inbox.messages.get(timeout=20)
+        message = inbox.messages.get(timeout=LONG_S)
         if isinstance(message, Failed):
             return message
         assert isinstance(message, Proposal)
@@ -62,8 +62,7 @@ def test_texts_of_the_tier_pass(tiers: list[Tier], temperature: float) -> None: 
         request = opening(seed, temperature, length)
         whole = full_text(ToyModel(), request)
         request = replace(request, tokens=tuple(whole[: len(PROMPT) + known]))
-        text, _ = text_of(tiers[-1], replace(request, session=mint()))
-        assert [*whole[: len(PROMPT)], *text[len(PROMPT) :]] == whole
+        written(tiers[-1], replace(request, session=mint()))
         audit = Audit(request, tuple(whole))
         assert verdict(tiers[-1], audit) is None
         assert (audit.num_judged, audit.divergences) == (length - known, [])
@@ -90,11 +89,11 @@ def test_corrupted_tokens_are_found(tiers: list[Tier]) -> None:  # noqa: F811
 def test_audits_use_and_leave_nothing(tiers: list[Tier]) -> None:  # noqa: F811
     """Guards the audit against keys and values of the session that it judges, and memory against texts that nobody needs."""
     tier, request = tiers[-1], opening(4, 0.7, 100)
-    text, _ = text_of(tier, request)
+    [answer], _ = written(tier, request)
     settle(tiers)
     blocks = tier.kv_admission.block_manager
     before = blocks.free, blocks.reused, set(blocks._kept)
-    assert verdict(tier, Audit(request, tuple(text))) is None
+    assert verdict(tier, Audit(request, (*PROMPT, *answer.tokens))) is None
     settle(tiers)
     assert (blocks.free, blocks.reused, set(blocks._kept)) == before
 
@@ -107,14 +106,14 @@ def test_audits_make_way(tiers: list[Tier], models: list[CountingModel]) -> None
     asked = audit.ask()
     tier.post([asked], inbox)
     for _ in range(3):
-        said = inbox.messages.get(timeout=20)
+        said = inbox.messages.get(timeout=LONG_S)
         assert isinstance(said, Proposal)
         assert len(said.draft.trunk) == 1  # nothing ahead of what is judged
         commit = audit.hear(said)
         assert commit is not None
         tier.post([commit])
     tier.post([request], Inbox())
-    while not isinstance(failed := inbox.messages.get(timeout=20), Failed):
+    while not isinstance(failed := inbox.messages.get(timeout=LONG_S), Failed):
         pass
     assert (failed.reason, failed.fault) == (YIELDED, False)
     refused = verdict(tier, audit)
@@ -134,8 +133,7 @@ def test_audits_stand_beside_each_other(tiers: list[Tier]) -> None:  # noqa: F81
     audits = [Audit(request, tuple(full_text(ToyModel(), request))) for _ in range(2)]
     idle = audits[0].ask()
     tiers[-1].post([idle], inbox)
-    while not tiers[-1].num_sessions:
-        time.sleep(0.001)
+    wait_until(lambda: tiers[-1].num_sessions)
     assert verdict(tiers[-1], audits[1]) is None
     assert audits[1].divergences == []
     assert not inbox.failures

@@ -12,6 +12,7 @@ from benchmarks.toy import ToyCache
 from cascade.scorer import BLOCK, grown_capacity
 from cascade.tier.block_manager import Allocation, BlockManager, block_keys
 from tests.books import check_blocks
+from tests.cases import examples
 
 BLOCKS = 12
 
@@ -94,7 +95,7 @@ class Books(RuleBasedStateMachine):
         assert all(store.freed for store in self.stores)
 
 
-Books.TestCase.settings = settings(max_examples=2 * settings().max_examples, stateful_step_count=40)
+Books.TestCase.settings = settings(max_examples=examples(2), stateful_step_count=40)
 TestBooks = Books.TestCase
 
 

@@ -1,8 +1,8 @@
 """Tiers that have less memory than their sessions want, and sessions that begin where others have been."""
 
+import contextlib
 import random
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,7 +15,7 @@ from cascade.engine.model import Model
 from cascade.engine.network.contiguous import Contiguous
 from cascade.engine.sampling.state import state_maker
 from cascade.errors import ModelError
-from cascade.messages import Failed, Message, Open, Proposal
+from cascade.messages import Failed, Open, Proposal
 from cascade.params import SamplingParams
 from cascade.scorer import BLOCK, TILE, Row
 from cascade.tier.block_manager import BlockManager
@@ -23,7 +23,8 @@ from cascade.tier.local_links import join
 from cascade.tier.tier import Tier
 from tests.architectures import SERVED, build
 from tests.books import check_memory
-from tests.tier.test_tier import PROMPT, CountingModel, Inbox, Silent, finish, opening, settle, text_of
+from tests.tier.test_tier import CountingModel, Inbox, Silent, alone, finish, opening, settle, written
+from tests.waiting import LONG_S
 
 GREEDY = SamplingParams(temperature=0, seed=0)
 LONG = tuple(7 * i % 32 for i in range(100))
@@ -31,11 +32,6 @@ LONG = tuple(7 * i % 32 for i in range(100))
 
 def prompted(tokens: tuple[int, ...], **options: object) -> Open:
     return replace(opening(3, 0.0, 10, chain=()), tokens=tokens, prompt_len=len(tokens), **options)  # type: ignore[arg-type]
-
-
-def written(tier: Tier, request: Open) -> list[int]:
-    """Prompt and output."""
-    return [*request.tokens, *text_of(tier, request)[1].tokens]
 
 
 @pytest.mark.parametrize("blocks", [4, 7, 60])
@@ -47,13 +43,8 @@ def test_short_memory_changes_no_text_and_starves_nobody(blocks: int, lockstep: 
     join(tiers)
     for tier in tiers:
         tier.start()
-    asked = [opening(s, 0.8, 5 + 3 * s, chain=(("1", "0"), ("0",), ())[s % 3], lockstep=lockstep) for s in range(14)]
-    inbox, answers = Inbox(), {request.session: Answer(request, Silent()) for request in asked}
-    done = dict(answers)
-    tiers[-1].post(asked, inbox)
-    finish(tiers[-1], inbox, answers)
-    for request in asked:
-        assert [*PROMPT, *done[request.session].tokens] == full_text(ToyModel(), request)
+    chains = ("1", "0"), ("0",), ()
+    written(tiers[-1], *(opening(s, 0.8, 5 + 3 * s, chain=chains[s % 3], lockstep=lockstep) for s in range(14)))
     settle(tiers)
     for tier in tiers:
         check_memory(tier.kv_admission)
@@ -64,120 +55,96 @@ def test_short_memory_changes_no_text_and_starves_nobody(blocks: int, lockstep: 
 
 def test_impossible_session_is_refused_with_numbers() -> None:
     """Guards against a session that waits for ever for memory that its tier does not have."""
-    tier = Tier("full", 0, ToyModel(), cache_tokens=100)
-    tier.start()
-    inbox = Inbox()
-    tier.post([prompted((1,) * 90)], inbox)
-    message = inbox.messages.get(timeout=10)
-    assert isinstance(message, Failed)
-    assert "its memory holds 96 tokens in 6 blocks of 16, the request may need 100 in 7" in message.reason
-    assert text_of(tier, prompted((1,) * 86))[1].finished
-    tier.close()
+    with alone(ToyModel(), cache_tokens=100) as tier:
+        inbox = Inbox()
+        tier.post([prompted((1,) * 90)], inbox)
+        message = inbox.messages.get(timeout=LONG_S)
+        assert isinstance(message, Failed)
+        assert "its memory holds 96 tokens in 6 blocks of 16, the request may need 100 in 7" in message.reason
+        written(tier, prompted((1,) * 86))
 
 
-def resumed(tier: Tier, inbox: Inbox, idler: Open, said: Message) -> Answer:
-    """The answer to ``idler``, which goes on when what it ``said`` first is acknowledged."""
-    answer = Answer(idler, Silent())
-    assert isinstance(said, Proposal)
-    _, commit = answer.receive(said)
-    assert commit is not None
-    tier.post([commit])
-    finish(tier, inbox, {idler.session: answer})
-    assert [*LONG, *answer.tokens] == full_text(ToyModel(), idler)
-    return answer
+@contextlib.contextmanager
+def idling(**changes: object) -> Iterator[tuple[Tier, Callable[[], Answer]]]:
+    """A tier with room for one, where a session that is not acknowledged has lost its place; and how that goes on."""
+    with alone(ToyModel(), cache_tokens=8 * BLOCK, new_state=state_maker()) as tier:
+        inbox, idler = Inbox(), prompted(LONG, window=4, **changes)
+        tier.post([idler], inbox)
+        said = inbox.messages.get(timeout=LONG_S)
+        assert isinstance(said, Proposal)
+        written(tier, prompted(LONG[::-1]))
+        assert tier.kv_admission.preempted == 1
+
+        def resumed() -> Answer:
+            answer = Answer(idler, Silent())
+            _, commit = answer.receive(said)
+            assert commit is not None
+            tier.post([commit])
+            finish(tier, inbox, {idler.session: answer})
+            assert [*LONG, *answer.tokens] == full_text(ToyModel(), idler)
+            return answer
+
+        yield tier, resumed
 
 
 def test_client_that_does_not_read_gives_its_place_away() -> None:
     """Guards readers against a session that has filled its window, holds all memory, and is never acknowledged."""
-    tier = Tier("full", 0, ToyModel(), cache_tokens=8 * BLOCK)
-    tier.start()
-    inbox, idler = Inbox(), replace(prompted(LONG), window=4)
-    tier.post([idler], inbox)
-    said = inbox.messages.get(timeout=10)
-    time.sleep(0.01)
-    reader = prompted(LONG[::-1])
-    assert written(tier, reader) == full_text(ToyModel(), reader)
-    assert tier.kv_admission.preempted == 1
-    resumed(tier, inbox, idler, said)
-    tier.close()
+    with idling() as (_, resumed):
+        resumed()
 
 
 def test_prompts_are_recited_in_any_order_of_events() -> None:
     """Guards log-probabilities of prompts: one session loses its place and comes back, another finds its prompt scored."""
     params = SamplingParams(max_tokens=20, temperature=0, seed=3, prompt_logprobs=1)
-    tier = Tier("full", 0, ToyModel(), cache_tokens=8 * BLOCK, new_state=state_maker())
-    tier.start()
-    inbox, idler = Inbox(), replace(prompted(LONG), params=params, window=4)
-    tier.post([idler], inbox)
-    said = inbox.messages.get(timeout=10)
-    time.sleep(0.01)
-    assert written(tier, prompted(LONG[::-1]))
-    assert tier.kv_admission.preempted == 1
-    answer = resumed(tier, inbox, idler, said)
-    again = text_of(tier, replace(prompted(LONG), params=params))[1]
+    with idling(params=params) as (tier, resumed):
+        answer = resumed()
+        [again], _ = written(tier, prompted(LONG, params=params))
     assert again.prompt == answer.prompt
     assert [token.id for token in again.prompt] == list(LONG)
     assert len({token.logprob for token in again.prompt}) > 5
-    settle([tier])
-    check_memory(tier.kv_admission)
-    tier.close()
 
 
 def test_second_session_begins_where_the_first_has_been() -> None:
     """Guards reuse in the tier: of a session that is over and of one that is not, of the same salt, and never of drafts."""
     model = ToyModel()
-    tier = Tier("full", 0, model)
-    tier.start()
-    first = prompted(LONG, cache_salt="mine")
-    text = written(tier, first)
-    settle([tier])
-    for salt, scored in (("mine", 10), ("yours", 109)):
-        before = model.tokens
-        again = prompted(LONG, cache_salt=salt)
-        assert written(tier, again) == text == full_text(ToyModel(), first)
+    with alone(model) as tier:
+        [first], _ = written(tier, prompted(LONG, cache_salt="mine"))
         settle([tier])
-        assert model.tokens - before == scored
-    assert tier.kv_admission.block_manager.reused == 99
-    longer = prompted((*text, 1, 2), cache_salt="mine")
-    before = model.tokens
-    assert written(tier, longer) == full_text(ToyModel(), longer)
-    assert model.tokens - before <= 3 + 9
-    settle([tier])
-    check_memory(tier.kv_admission)
-    tier.close()
+        for salt, scored in (("mine", 10), ("yours", 109)):
+            before = model.tokens
+            written(tier, prompted(LONG, cache_salt=salt))
+            settle([tier])
+            assert model.tokens - before == scored
+        assert tier.kv_admission.block_manager.reused == 99
+        before = model.tokens
+        written(tier, prompted((*LONG, *first.tokens, 1, 2), cache_salt="mine"))
+        assert model.tokens - before <= 3 + 9
 
 
 def test_reuse_from_a_session_that_is_still_writing() -> None:
     """Guards reuse among requests at the same time, and the writing one against those that copy from it."""
-    model = ToyModel(pass_s=0.001)
-    tier = Tier("full", 0, model)
-    tier.start()
-    inbox = Inbox()
-    long = replace(prompted(LONG), params=SamplingParams(max_tokens=400, temperature=0, seed=3))
-    answer = Answer(long, Silent())
-    tier.post([long], inbox)
-    answer.receive(inbox.messages.get(timeout=10))  # type: ignore[arg-type]
-    other = prompted((*LONG[:80], 5, 6))
-    assert written(tier, other) == full_text(ToyModel(), other)
-    assert tier.kv_admission.block_manager.reused == 80
-    finish(tier, inbox, {long.session: answer})
-    assert [*LONG, *answer.tokens] == full_text(ToyModel(), long)
-    tier.close()
+    with alone(ToyModel(pass_s=0.001)) as tier:
+        inbox, long = Inbox(), prompted(LONG, params=SamplingParams(max_tokens=400, temperature=0, seed=3))
+        answer = Answer(long, Silent())
+        tier.post([long], inbox)
+        answer.receive(inbox.messages.get(timeout=LONG_S))  # type: ignore[arg-type]
+        written(tier, prompted((*LONG[:80], 5, 6)))
+        assert tier.kv_admission.block_manager.reused == 80
+        finish(tier, inbox, {long.session: answer})
+        assert [*LONG, *answer.tokens] == full_text(ToyModel(), long)
 
 
 def test_spoilt_sessions_leave_nothing() -> None:
     """Guards others against keys and values from passes of which one failed."""
     model = CountingModel()
     model.poison = LONG[-1]
-    tier = Tier("full", 0, model)
-    tier.start()
-    inbox, request = Inbox(), prompted(LONG)
-    tier.post([request], inbox)
-    assert isinstance(inbox.messages.get(timeout=10), Failed)
-    model.poison = None
-    assert written(tier, prompted(LONG)) == full_text(ToyModel(), request)
-    assert tier.kv_admission.block_manager.reused == 0
-    tier.close()
+    with alone(model) as tier:
+        inbox = Inbox()
+        tier.post([prompted(LONG)], inbox)
+        assert isinstance(inbox.messages.get(timeout=LONG_S), Failed)
+        model.poison = None
+        written(tier, prompted(LONG))
+        assert tier.kv_admission.block_manager.reused == 0
 
 
 # real models

@@ -16,6 +16,7 @@ from cascade.scorer import Scored
 from cascade.session.session import Session
 from cascade.tier.scheduler import MAX_STRETCH, PRIORITY_S, Batch, rank, schedule
 from cascade.tier.slot import Slot
+from tests.cases import examples
 
 GREEDY = SamplingParams(temperature=0, seed=0, max_tokens=100_000)
 POLICY = Policy()
@@ -62,7 +63,7 @@ slots = st.lists(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(max_examples=examples(4))
 @given(slots=slots, max_tokens=st.integers(1, 700), token_s=st.sampled_from([0.0, 0.0001, 0.01]))
 def test_budget_is_kept_and_used(slots: list[Slot[None]], max_tokens: int, token_s: float) -> None:
     """Guards the bound on a pass, and the pass against being empty or holding a session twice."""
@@ -78,7 +79,6 @@ def test_budget_is_kept_and_used(slots: list[Slot[None]], max_tokens: int, token
         assert total >= min(max_tokens, everything) - POLICY.max_guesses * len(slots)
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
 @given(slots=slots, max_tokens=st.integers(1, 600))
 def test_nobody_starves(slots: list[Slot[None]], max_tokens: int) -> None:
     """Guards every session, of whatever length and priority: it gets on while others go on for ever."""

@@ -1,11 +1,12 @@
 """The tier loop in real threads with toy models: same text whatever happens, and nothing left behind."""
 
+import contextlib
 import queue
 import random
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from cascade.tier.local_links import join
 from cascade.tier.tier import Tier
 from tests.books import check_memory
 from tests.cases import crossed
+from tests.waiting import LONG_S, wait_until
 
 NAMES = ("tiny", "medium", "full")
 PROMPT = (1, 2, 3, 4, 5)
@@ -125,7 +127,7 @@ def opening(seed: int = 1, temperature: float = 1.0, max_tokens: int = 40, **opt
 def finish(tier: Tier, inbox: Inbox, answers: dict[str, Answer]) -> None:
     """Take proposals until all answers are complete, replaying those whose session fails."""
     while answers:
-        message = inbox.messages.get(timeout=20)
+        message = inbox.messages.get(timeout=LONG_S)
         answer = answers.get(message.session)
         if answer is None:
             continue
@@ -144,19 +146,39 @@ def finish(tier: Tier, inbox: Inbox, answers: dict[str, Answer]) -> None:
             tier.post([commit])
 
 
-def text_of(tier: Tier, request: Open) -> tuple[list[int], Answer]:
-    inbox, answer = Inbox(), Answer(request, Silent())
-    tier.post([request], inbox)
-    finish(tier, inbox, {request.session: answer})
-    return [*PROMPT, *answer.tokens], answer
+def answered(tier: Tier, *requests: Open) -> tuple[list[Answer], Inbox]:
+    """The answers to requests that come at once, and where they came."""
+    inbox, answers = Inbox(), [Answer(request, Silent()) for request in requests]
+    tier.post(requests, inbox)
+    finish(tier, inbox, {request.session: answer for request, answer in zip(requests, answers, strict=True)})
+    return answers, inbox
+
+
+def written(tier: Tier, *requests: Open) -> tuple[list[Answer], Inbox]:
+    """The same, each with the text that the full toy writes alone."""
+    answers, inbox = answered(tier, *requests)
+    for request, answer in zip(requests, answers, strict=True):
+        whole = [*request.tokens[: request.prompt_len], *answer.tokens]
+        assert whole == full_text(ToyModel(), replace(request, tokens=request.tokens[: request.prompt_len]))
+    return answers, inbox
+
+
+@contextlib.contextmanager
+def alone(model: Any, **options: Any) -> Iterator[Tier]:
+    """A tier by itself; after it nothing is left in it."""
+    tier = Tier("full", 0, model, **options)
+    tier.start()
+    try:
+        yield tier
+        settle([tier])
+        tier.kv_admission.check()
+    finally:
+        tier.close()
 
 
 def settle(tiers: Sequence[Tier]) -> None:
     """Wait until Closes have reached the bottom."""
-    deadline = time.monotonic() + 10
-    while any(tier.num_sessions for tier in tiers):
-        assert time.monotonic() < deadline, f"sessions left: {[tier.num_sessions for tier in tiers]}"
-        time.sleep(0.005)
+    wait_until(lambda: not any(tier.num_sessions for tier in tiers), lambda: [tier.num_sessions for tier in tiers])
 
 
 CHAINS: dict[str, tuple[str, ...]] = {"alone": (), "tiny": ("tiny",), "medium": ("medium",), "both": ("medium", "tiny")}
@@ -169,34 +191,24 @@ def test_text_is_the_full_models(
 ) -> None:
     """Guards losslessness over real threads and timings, for every subset of tiers, and lockstep against deadlock."""
     request = opening(3, temperature, chain=chain, lockstep=lockstep, draft_window=random.Random(str(chain)).randint(1, 12))
-    text, answer = text_of(tiers[-1], request)
-    assert text == full_text(ToyModel(), request)
-    settle(tiers)
+    [answer], _ = written(tiers[-1], request)
     drafters = {edge.drafter for edge in answer.edges if edge.verifier == "full"} - {""}
     assert drafters <= set(chain[:1])
 
 
 def test_companions_share_passes(tiers: list[Tier], models: list[CountingModel]) -> None:
     """Guards sessions against each other: many at once give the texts they give alone, and passes are batched."""
-    requests = [opening(seed, 0.8, 30, chain=(("medium", "tiny"), ("tiny",), ())[seed % 3]) for seed in range(24)]
-    inbox = Inbox()
-    answers = {request.session: Answer(request, Silent()) for request in requests}
-    done = dict(answers)
     before = models[-1].passes
-    tiers[-1].post(requests, inbox)
-    finish(tiers[-1], inbox, answers)
-    for request in requests:
-        assert [*PROMPT, *done[request.session].tokens] == full_text(ToyModel(), request)
+    written(tiers[-1], *(opening(seed, 0.8, 30, chain=(("medium", "tiny"), ("tiny",), ())[seed % 3]) for seed in range(24)))
     assert models[-1].passes - before < 24 * 30 / 4
-    settle(tiers)
 
 
 def test_dead_lower_tier_degrades_the_session(tiers: list[Tier], models: list[CountingModel]) -> None:
     """Guards against a hang or another text when a drafter dies in the middle of a request."""
-    request = opening(5, 0.5, 120)
+    request = opening(5, 0.5, 120, window=16)
     inbox, answer = Inbox(), Answer(request, Silent())
     tiers[-1].post([request], inbox)
-    time.sleep(0.05)
+    wait_until(lambda: tiers[1].stats.own_tokens)
     tiers[1].close()
     finish(tiers[-1], inbox, {request.session: answer})
     assert [*PROMPT, *answer.tokens] == full_text(ToyModel(), request)
@@ -206,12 +218,12 @@ def test_dead_lower_tier_degrades_the_session(tiers: list[Tier], models: list[Co
 
 def test_recovered_tier_is_used_again(tiers: list[Tier], models: list[CountingModel]) -> None:
     """Guards the way back: a session that lost its drafter for a moment drafts with the full chain again."""
-    request = opening(6, 0.5, 400)
+    request = opening(6, 0.5, 400, window=16)
     inbox, answer = Inbox(), Answer(request, Silent())
     assert tiers[-1].below is not None
     tiers[-1].below = below = Overheard(tiers[-1].below)
     tiers[-1].post([request], inbox)
-    time.sleep(0.05)
+    wait_until(lambda: tiers[1].stats.own_tokens)
     tiers[-1].post([Failed(below.opened[0], "pulled the plug")])
     finish(tiers[-1], inbox, {request.session: answer})
     full_edges = {edge.drafter: edge for edge in answer.edges if edge.verifier == "full"}
@@ -224,7 +236,7 @@ def test_dropped_uplink_frees_every_tier(tiers: list[Tier]) -> None:
     """Guards against sessions that outlive the process that asked for them."""
     inbox = Inbox()
     tiers[-1].post([opening(7, 1.0, 2000), opening(8, 1.0, 2000)], inbox)
-    time.sleep(0.05)
+    wait_until(lambda: tiers[0].num_sessions)
     tiers[-1].drop(inbox)
     settle(tiers)
 
@@ -233,7 +245,7 @@ def test_close_in_the_middle_frees_every_tier(tiers: list[Tier]) -> None:
     """Guards against work that goes on after a client has left."""
     request, inbox = opening(9, 1.0, 2000), Inbox()
     tiers[-1].post([request], inbox)
-    time.sleep(0.03)
+    wait_until(lambda: tiers[0].num_sessions)
     tiers[-1].post([Close(request.session)])
     settle(tiers)
 
@@ -249,7 +261,7 @@ def test_poisonous_row_harms_only_itself(tiers: list[Tier], models: list[Countin
     tiers[-1].post([good, bad], inbox)
     failed, answer = None, Answer(good, Silent())
     while not (failed and answer.finished):
-        message = inbox.messages.get(timeout=20)
+        message = inbox.messages.get(timeout=LONG_S)
         if isinstance(message, Failed):
             failed = message
         elif isinstance(message, Proposal) and message.session == good.session:
@@ -274,7 +286,7 @@ def test_impossible_opens_fail_with_a_sentence(tiers: list[Tier], request_fields
     request = replace(opening(), **{"prompt_len": 2, **request_fields})  # type: ignore[arg-type]
     inbox = Inbox()
     tiers[-1].post([request], inbox)
-    message = inbox.messages.get(timeout=10)
+    message = inbox.messages.get(timeout=LONG_S)
     assert isinstance(message, Failed)
     assert words in message.reason
     assert message.fault == ("params" in request_fields)  # parameters fail on every replica
@@ -287,79 +299,53 @@ def test_stopped_tier_answers(models: list[CountingModel]) -> None:
     tier.close()
     inbox = Inbox()
     tier.post([opening()], inbox)
-    assert isinstance(inbox.messages.get(timeout=10), Failed)
+    assert isinstance(inbox.messages.get(timeout=LONG_S), Failed)
     assert not tier.healthy
 
 
 def test_long_prompt_is_scored_in_chunks(models: list[CountingModel]) -> None:
     """Guards chunked prefill: the bound on tokens of a pass holds, and the text is the same."""
     model = models[-1]
-    tier = Tier("full", 0, model, max_pass_tokens=64, policy=Policy())
-    tier.start()
-    request = replace(opening(3, 0.0, 10, chain=()), tokens=tuple(i % 32 for i in range(1000)), prompt_len=1000)
-    inbox, answer = Inbox(), Answer(request, Silent())
-    tier.post([request], inbox)
-    finish(tier, inbox, {request.session: answer})
-    assert [*request.tokens, *answer.tokens] == full_text(ToyModel(), request)
+    with alone(model, max_pass_tokens=64, policy=Policy()) as tier:
+        written(tier, replace(opening(3, 0.0, 10, chain=()), tokens=tuple(i % 32 for i in range(1000)), prompt_len=1000))
     assert model.tokens == 1000 + 9
     assert model.passes >= 1000 // 64
-    tier.close()
 
 
 def test_broken_model_is_told_from_bad_rows(models: list[CountingModel]) -> None:
     """Guards healthy replicas against requests that nothing can score, and requests against broken replicas."""
     model = models[-1]
-    tier = Tier("full", 0, model)
-    tier.start()
-    for token, healthy in ((7, True), (0, False)):
-        model.poison = token  # 0 is in the canary's row
-        inbox = Inbox()
-        for _ in range(5):
-            tier.post([replace(opening(), tokens=(1, token), prompt_len=2, chain=())], inbox)
-            assert isinstance(inbox.messages.get(timeout=10), Failed)
-        assert tier.healthy == healthy
-    tier.close()
+    with alone(model) as tier:
+        for token, healthy in ((7, True), (0, False)):
+            model.poison = token  # 0 is in the canary's row
+            inbox = Inbox()
+            for _ in range(5):
+                tier.post([replace(opening(), tokens=(1, token), prompt_len=2, chain=())], inbox)
+                assert isinstance(inbox.messages.get(timeout=LONG_S), Failed)
+            assert tier.healthy == healthy
     assert model.leaks == 0
 
 
 @pytest.mark.parametrize("room", [17, 40, 100])
 def test_long_row_is_read_in_smaller_pieces(models: list[CountingModel], room: int) -> None:
     """Guards a long prompt against a device without memory for a whole pass: it is read smaller, and so are the next ones."""
-    model = models[-1]
-    model.room = room
-    tier = Tier("full", 0, model, max_pass_tokens=256)
-    tier.start()
+    models[-1].room = room
     prompt = tuple(random.Random(1).choices(range(16), k=400))
-    request = replace(opening(max_tokens=30, chain=()), tokens=prompt, prompt_len=len(prompt))
-    inbox, answer = Inbox(), Answer(request, Silent())
-    tier.post([request], inbox)
-    finish(tier, inbox, {request.session: answer})
-    assert [*prompt, *answer.tokens] == full_text(ToyModel(), request)
-    assert inbox.failures == []
-    assert 0 < tier.stats.failures < tier.stats.passes
-    assert tier.healthy
-    settle([tier])
-    tier.close()
+    with alone(models[-1], max_pass_tokens=256) as tier:
+        _, inbox = written(tier, replace(opening(max_tokens=30, chain=()), tokens=prompt, prompt_len=len(prompt)))
+        assert inbox.failures == []
+        assert 0 < tier.stats.failures < tier.stats.passes
+        assert tier.healthy
 
 
 def test_many_rows_are_scored_in_smaller_passes(models: list[CountingModel]) -> None:
     """Guards a crowd against a device without memory for all of its rows: nobody fails, and few passes do."""
-    model = models[-1]
-    model.room = 20
-    tier = Tier("full", 0, model, max_pass_tokens=256)
-    tier.start()
-    requests = [opening(seed, max_tokens=30, chain=()) for seed in range(12)]
-    inbox, answers = Inbox(), {request.session: Answer(request, Silent()) for request in requests}
-    kept = dict(answers)
-    tier.post(requests, inbox)
-    finish(tier, inbox, answers)
-    for request in requests:
-        assert [*PROMPT, *kept[request.session].tokens] == full_text(ToyModel(), request)
-    assert inbox.failures == []
-    assert 0 < tier.stats.failures < 10
-    assert tier.healthy
-    settle([tier])
-    tier.close()
+    models[-1].room = 20
+    with alone(models[-1], max_pass_tokens=256) as tier:
+        _, inbox = written(tier, *(opening(seed, max_tokens=30, chain=()) for seed in range(12)))
+        assert inbox.failures == []
+        assert 0 < tier.stats.failures < 10
+        assert tier.healthy
 
 
 def test_link_that_raises_harms_only_its_own_sessions(tiers: list[Tier]) -> None:
@@ -370,7 +356,6 @@ def test_link_that_raises_harms_only_its_own_sessions(tiers: list[Tier]) -> None
             raise RuntimeError("the event loop is closed")
 
     tiers[-1].post([opening(1, 1.0, 2000)], Broken())
-    request = opening(2, 0.5, 60)
-    assert text_of(tiers[-1], request)[0] == full_text(ToyModel(), request)
+    written(tiers[-1], opening(2, 0.5, 60))
     settle(tiers)
     assert tiers[-1].healthy

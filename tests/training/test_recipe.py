@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from cascade.cli.main import main
+from cascade.engine.draft_vocab import FILE
 from tests import small
 
 CHAT = (
@@ -43,8 +44,8 @@ def distill(teacher: str, out: Path, *more: str) -> str:
 def test_distilling_makes_an_ordinary_folder_and_goes_on(teacher: str, tmp_path: Path) -> None:
     """Guards the whole way, and a second call with more time: it must not begin anew."""
     out = tmp_path / "student"
-    said = distill(teacher, out, "--hours", "0.003")
-    assert "at this share of held-out positions" in " ".join(said.split())
+    shown = distill(teacher, out, "--hours", "0.003")
+    assert "at this share of held-out positions" in " ".join(shown.split())
     student, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     assert student.dtype is torch.bfloat16
     whole = AutoModelForCausalLM.from_pretrained(teacher)
@@ -52,8 +53,12 @@ def test_distilling_makes_an_ordinary_folder_and_goes_on(teacher: str, tmp_path:
     assert student.generation_config.eos_token_id == whole.generation_config.eos_token_id
     assert tokenizer.chat_template == CHAT
     assert "| tokens learnt" in (out / "README.md").read_text()
+    said = json.loads((out / FILE).read_text())
+    assert len({*said}) == student.config.draft_vocab_size == -(-whole.config.vocab_size // 4)
+    assert whole.generation_config.eos_token_id in said
     before = torch.load(tmp_path / "student.work" / "student.pt", weights_only=True)["numbers"]
-    distill(teacher, out, "--hours", "0.004")
+    distill(teacher, out, "--hours", "0.009")
+    assert json.loads((out / FILE).read_text()) == said
     after = torch.load(tmp_path / "student.work" / "student.pt", weights_only=True)["numbers"]
     assert after["step"] > before["step"] > 0
     assert after["seconds"] > before["seconds"]

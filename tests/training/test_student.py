@@ -13,7 +13,7 @@ IDS = torch.randint(0, CONFIG.vocab_size, (8, 64), generator=torch.Generator().m
 
 
 def whole() -> Shape:
-    return Shape(CONFIG.hidden_size, CONFIG.intermediate_size, tuple(range(CONFIG.num_hidden_layers)))
+    return Shape(CONFIG.hidden_size, CONFIG.intermediate_size, tuple(range(CONFIG.num_hidden_layers)), CONFIG.vocab_size)
 
 
 def likeness(shape: Shape) -> float:
@@ -29,7 +29,7 @@ def test_uncut_student_says_what_its_teacher_says() -> None:
 
 
 def test_less_of_the_teacher_is_less_like_it() -> None:
-    narrow = Shape(CONFIG.hidden_size // 4, CONFIG.intermediate_size, whole().layers)
+    narrow = Shape(CONFIG.hidden_size // 4, CONFIG.intermediate_size, whole().layers, CONFIG.vocab_size)
     assert likeness(narrow) < likeness(whole())
 
 
@@ -65,7 +65,7 @@ def test_kept_layers_are_different_ones() -> None:
 
 
 def test_result_has_the_teachers_tokens() -> None:
-    student = cut(teacher(), Shape(32, 64, (0, 1)), IDS)
+    student = cut(teacher(), Shape(32, 64, (0, 1), CONFIG.vocab_size), IDS)
     assert isinstance(student, LlamaForCausalLM)
     assert student(IDS).logits.shape == (*IDS.shape, CONFIG.vocab_size)
 

@@ -85,7 +85,11 @@ def test_student_learns_and_goes_on_where_it_was(tmp_path: Path) -> None:
     scored, ids = score(teacher(), shard()), torch.randint(3, CONFIG.vocab_size, (4, 32))
 
     def begin() -> Run:
-        return Run(cut(teacher(), Shape(32, 64, (0, 3)), ids).train(), Schedule(tokens=256, warmup_steps=1))
+        return Run(
+            cut(teacher(), Shape(32, 64, (0, 3), CONFIG.vocab_size), ids).train(),
+            torch.arange(CONFIG.vocab_size),
+            Schedule(tokens=256, warmup_steps=1),
+        )
 
     run = begin()
     distil(run, [scored], 2, 3.0, tmp_path / "c.pt")
@@ -99,6 +103,27 @@ def test_student_learns_and_goes_on_where_it_was(tmp_path: Path) -> None:
     for one, other in zip(resumed.student.parameters(), run.student.parameters(), strict=True):
         assert torch.equal(one, other)
     assert {0.0, 0.7} == set(run.agreement([scored], 2))
+
+
+def test_a_part_of_the_tokens_is_learnt_as_the_formula_says() -> None:
+    """Guards the places of tokens in a draft vocabulary: what is not said has no part in the loss, and never agrees."""
+    scored, ids = score(teacher(), shard()), torch.randint(3, CONFIG.vocab_size, (4, 32))
+    said = torch.arange(1, CONFIG.vocab_size, 2)
+    run = Run(cut(teacher(), Shape(32, 64, (0, 3), len(said)), ids), said, Schedule(tokens=256))
+    rows = [1]
+    assert scored.ids is not None
+    assert scored.logprobs is not None
+    span = scored.span(1)
+    with torch.no_grad():
+        logits = run.student(padded(scored, rows)).logits[0].float()
+    logits = logits[:, said].log_softmax(-1)
+    likeliest, wanted = (
+        torch.from_numpy(scored.ids[span].astype(np.int64)),
+        torch.from_numpy(scored.logprobs[span]).float().exp(),
+    )
+    wanted /= wanted.sum(-1, keepdim=True)
+    expected = -(wanted * (likeliest % 2) * logits.gather(1, likeliest // 2)).sum(-1)[1:].mean()
+    assert run.learn(scored, rows, 2, 0.0) == pytest.approx(float(expected), rel=0.02)
 
 
 def test_writing_is_what_the_model_would_say(tmp_path: Path) -> None:

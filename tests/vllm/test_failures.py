@@ -19,14 +19,14 @@ from cascade.tier import watchdog
 from deployments.links import uplink
 from tests import small
 from tests.architectures import VOCAB, build
-from tests.links.net import Net, Node, empty, opening, tidy, until  # noqa: F401  # fixtures
+from tests.links.net import Net, Node, empty, opening, tidy  # noqa: F401  # fixtures
 from tests.vllm.models import GREEDY, WIDE, Pair
 
 from cascade.engine.vllm.worker import CascadeWorker  # isort: skip  # needs vLLM, which the line above asks for
+from tests.waiting import LONG_S, until
 
 # vLLM and what it imports warn of themselves
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
-LONG_S = 60.0  # after which an answer hangs
 GRACE_S = 0.5
 
 

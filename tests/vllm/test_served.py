@@ -1,5 +1,6 @@
 """A server whose full tier runs on vLLM, two draft tiers on our own engine: right texts, whichever replica dies."""
 
+import contextlib
 import os
 import signal
 import time
@@ -14,12 +15,12 @@ from cascade.client import Client
 from cascade.settings.config import CascadeConfig
 from deployments.ops.launch import APPLICATION, Server
 from tests import small
+from tests.waiting import LONG_S, wait_until
 
 pytest.importorskip("vllm")
 # vLLM and what it imports warn of themselves
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
 PROMPTS = ("def read(path):\n", "import os\n\nclass Shape:\n", "for name in names:\n", "class Point:\n    def __init__")
-LONG_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -44,15 +45,16 @@ def expected() -> list[str]:
 
 def replica(tier: str) -> int:
     """Process of a replica that answers."""
-    end = time.monotonic() + LONG_S
-    while True:
-        try:
+    found: list[int] = []
+
+    def answers() -> bool:
+        with contextlib.suppress(Exception):  # of any kind, while it is replaced
             handle = serve.get_deployment_handle(tier, APPLICATION)
-            return int(handle.describe.remote().result(timeout_s=LONG_S)["pid"])
-        except Exception:
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.5)
+            found.append(handle.describe.remote().result(timeout_s=LONG_S)["pid"])
+        return bool(found)
+
+    wait_until(answers)
+    return found[0]
 
 
 def test_the_engine_is_told(server: Server) -> None:

@@ -26,6 +26,7 @@ from cascade.cpu.layers import Rows, add_step, gate_step, norm_step, rotate_step
 from cascade.cpu.linear import Linear
 from cascade.cpu.matrix_tile import STEP
 from cascade.cpu.program import Program
+from cascade.engine.draft_vocab import DraftHead
 from cascade.engine.network.attention import NativePass
 
 FAMILY = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
@@ -127,10 +128,11 @@ class Llama:
         self._rotary = backbone.rotary_emb
         self._cos, self._sin = self._angles(1)
         self.angles = self._cos.shape[1]  # of a position
-        self._head = Linear(network.lm_head.weight)
-        network.lm_head.forward = self._head  # for a drafter beside it, which shares the head
-        if owned and network.lm_head.weight is not self._embedding:
-            network.lm_head.to("meta")
+        self._head = network.lm_head  # which a drafter beside it shares
+        linear = self._head.known if isinstance(self._head, DraftHead) else self._head
+        linear.forward = Linear(linear.weight)
+        if owned and linear.weight is not self._embedding:
+            linear.to("meta")
         self._workspace: Workspace | None = None
 
     def __call__(
@@ -171,7 +173,8 @@ class Llama:
         program.put(places, np.repeat(np.array(numbers), len(places) // len(numbers), axis=0))
         program.run()
         hidden = {number: workspace.hidden[number][:tokens] for number in reads}
-        return self._head(workspace.hidden[-1].index_select(0, keep)), hidden
+        logits: Tensor = self._head(workspace.hidden[-1].index_select(0, keep))
+        return logits, hidden
 
     def _steps(self, layers: Sequence[Layer], tokens: int, workspace: "Workspace", planned: NativePass) -> Iterator[Step]:
         """Of a pass, from the embeddings of its tokens to their last hidden states."""

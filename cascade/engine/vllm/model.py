@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cascade.engine.adapter_folder import AdapterFolder
 from cascade.engine.devices import HOST_SHARE
 from cascade.engine.gguf import converted
 from cascade.engine.memory import host_memory
@@ -20,7 +21,7 @@ from cascade.engine.trees import run_trees
 from cascade.engine.vllm import batch_invariant, installed
 from cascade.engine.vllm.blocks import RESERVED, Blocks, PagedCache
 from cascade.engine.vllm.worker import Batch, Facts
-from cascade.errors import ConfigError, ModelError, reason
+from cascade.errors import ConfigError, InvalidRequest, ModelError, reason
 from cascade.scorer import Row, Scored
 
 _running: list[Any] = []  # engines of this process
@@ -84,25 +85,28 @@ class VllmModel:
         *,
         cache_tokens: int | None = None,
         adapters: Mapping[str, str] | None = None,
+        folder: AdapterFolder | None = None,
+        most: int = 16,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         """Load from a path or the hub; raises `ModelError` if vLLM cannot, and `ConfigError` if it is not installed.
 
         There is memory for ``cache_tokens`` positions of keys and values; without a number, for as many as vLLM finds room
-        for. ``adapters`` are LoRA adapters by the names that `SamplingParams.adapter` has: paths or hub ids. ``options``
-        are vLLM's engine arguments by their own names (``dtype``, ``quantization``, ``max_model_len``, ...), see
-        `check_options`.
+        for. ``adapters`` are LoRA adapters by the names that `SamplingParams.adapter` has: paths or hub ids. Those of
+        ``folder`` are loaded by the first pass that needs them, ``most`` at a time. ``options`` are vLLM's engine arguments by
+        their own names (``dtype``, ``quantization``, ``max_model_len``, ...), see `check_options`.
         """
         options = dict(options or {})
         check_options(options)
-        self.adapters = tuple(adapters or ())
-        self._engine = _start(converted(source), cache_tokens, options, len(self.adapters))
+        self._folder = folder
+        self._most = len(adapters or ()) if folder is None else most
+        self._engine = _start(converted(source), cache_tokens, options, self._most)
         _running.append(self._engine)
         facts: Facts = self._engine.collective_rpc("cascade_facts")[0]
         try:
             if facts.problem is not None:
                 raise ModelError(f"{source!r} cannot be a tier on vLLM: {facts.problem}; set engine to 'cascade'")
-            self._numbers = {"": 0} | {name: number for number, name in enumerate(self.adapters, start=1)}
+            self._numbers: dict[str, int] = {}  # of adapters, by name; the one that was not used for longest first
             for name, adapter in (adapters or {}).items():
                 self._add(name, adapter)
         except ModelError:
@@ -125,13 +129,34 @@ class VllmModel:
         self.healthy = True
 
     def _add(self, name: str, source: str) -> None:
-        """Load an adapter; raises `ModelError`."""
+        """Load an adapter, in place of the one that was not used for longest; raises `ModelError`."""
         from vllm.lora.request import LoRARequest
 
+        if len(self._numbers) >= self._most:
+            self._engine.remove_lora(self._numbers.pop(next(iter(self._numbers))))
+        number = min({*range(1, self._most + 1)} - {*self._numbers.values()})
         try:
-            self._engine.add_lora(LoRARequest(name, self._numbers[name], source))
+            self._engine.add_lora(LoRARequest(name, number, source))
         except Exception as error:  # of any library
             raise ModelError(f"The adapter {name!r} cannot be loaded from {source!r}: {reason(error)}") from error
+        self._numbers[name] = number
+
+    def _need(self, rows: Sequence[Row]) -> None:
+        """Load the adapters of these rows that are not; raises `InvalidRequest` if one is not there."""
+        for name in dict.fromkeys(row.params.adapter for row in rows if row.params.adapter):
+            if name in self._numbers:
+                self._numbers[name] = self._numbers.pop(name)
+                continue
+            assert self._folder is not None, f"adapter {name!r} is not known"
+            try:
+                self._add(name, self._folder.place(name))
+            except ModelError as error:
+                raise InvalidRequest(str(error)) from error
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of those that are loaded."""
+        return tuple(self._numbers)
 
     @property
     def summary(self) -> str:
@@ -145,7 +170,15 @@ class VllmModel:
         return PagedCache(self._blocks)
 
     def run(self, rows: Sequence[Row]) -> list[Scored]:
-        """Own tokens of each row, see `cascade.scorer.Scorer`; one host read."""
+        """Own tokens of each row, see `cascade.scorer.Scorer`; one host read, or several where adapters do not fit together."""
+        if self._folder is not None:
+            names = [*dict.fromkeys(row.params.adapter for row in rows if row.params.adapter)]
+            if len(names) > self._most:
+                first = {"", *names[: self._most]}
+                told = iter(self.run([row for row in rows if row.params.adapter in first]))
+                rest = iter(self.run([row for row in rows if row.params.adapter not in first]))
+                return [next(told if row.params.adapter in first else rest) for row in rows]
+            self._need(rows)
         with torch.cuda.stream(self._stream):  # nothing on a CPU
             if any(row.draft.parents for row in rows):
                 return run_trees(rows, self._pass, shares_pass=False)
@@ -170,13 +203,14 @@ class VllmModel:
         if self._blocks.copies:  # once, however often the pass is tried: their sources may be written in it
             self._engine.collective_rpc("cascade_copy", args=(self._blocks.copies,))
             self._blocks.copies.clear()
+        numbers = {"": 0, **self._numbers}
         batch = Batch(
             tokens=packed.tokens,
             starts=[row.start for row in rows],
             lengths=[len(row.input_ids) for row in rows],
             tables=[row.cache.table[: -(-(row.start + len(row.input_ids)) // self._blocks.block)] for row in rows],
             keep=packed.keep,
-            adapters=[self._numbers[row.params.adapter] for row in rows] if self.adapters else [],
+            adapters=[numbers[row.params.adapter] for row in rows] if self._most else [],
             asked=asked(rows) if simple else None,
             runner_ups=number,
         )

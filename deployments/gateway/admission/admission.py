@@ -5,8 +5,8 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from cascade.answer import Chunk
 from cascade.errors import CascadeError, InvalidRequest, TooLarge
@@ -18,11 +18,11 @@ from deployments.gateway.admission.fair_queue import Ticket
 from deployments.gateway.admission.lifetime import Lifetime
 from deployments.gateway.admission.metrics import RouterMetrics
 from deployments.gateway.admission.places import Places
-from deployments.gateway.admission.status import status_of
 from deployments.ops.tracing import AnswerTrace, RequestTrace, tracing
 
 access = logging.getLogger("deployments.access")
 
+SESSION = "x-session-id"  # header or metadata: requests with the same one meet the same full replica
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
@@ -44,6 +44,7 @@ class ActiveRequest:
     outcomes: list[str] = field(default_factory=list)  # of its answers that are over
     num_read: int = 0  # tokens of prompts
     num_written: int = 0
+    affinity: str = ""  # of the client's own session
     trace: RequestTrace = field(default_factory=RequestTrace)
 
     def ended(self, outcome: str, num_read: int, num_written: int) -> None:
@@ -94,7 +95,7 @@ class Admission:
         openings: Sequence[Open],
         *,
         since: float,
-        headers: Iterable[tuple[str, object]] = (),
+        headers: Collection[tuple[str, object]] = (),
     ) -> Iterator[ActiveRequest]:
         """Hold what a request needs that came at ``since`` with ``headers``, or metadata, for the answers to ``openings``.
 
@@ -105,6 +106,7 @@ class Admission:
             account.check_priority(priority)
         request = ActiveRequest(mint() if id is None else request_id(id), account, Lifetime.of(timeout_s), since)
         request.lifetime.check()
+        request.affinity = next((str(value) for name, value in headers if name == SESSION), "")
         with account.admitted(num_answers), self.places.admitted(num_answers):
             self._active.add(request)
             request.trace = RequestTrace.begin(self.tracing, headers, since)
@@ -157,7 +159,7 @@ class Admission:
             record.outcome = "left" if record.outcome == "failed" else record.outcome
             raise
         except CascadeError as error:
-            record.outcome = status_of(error).code
+            record.outcome = error.code
             raise
         finally:
             self.metrics.ended(record.outcome, opening.prompt_len, len(record.tokens))
@@ -172,7 +174,7 @@ class AnswerRecord:
 
     def __init__(self, opening: Open, request: ActiveRequest, index: int, metrics: RouterMetrics) -> None:
         self.trace = AnswerTrace(request.trace, opening, index)
-        self.opening = self.trace.opening
+        self.opening = replace(self.trace.opening, affinity=request.affinity)
         self.tokens: list[int] = []  # that were sent
         self.outcome = "failed"
         self._request = request

@@ -1,4 +1,4 @@
-"""How errors look to clients: the one table behind docs/reference/errors.md."""
+"""How errors look to clients; what each class of them says is in `cascade.errors`."""
 
 import logging
 import math
@@ -6,23 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
-
 from cascade.client.connection import RETRY_AFTER
-from cascade.errors import (
-    Aborted,
-    CascadeError,
-    ConfigError,
-    DeadlineExceeded,
-    InvalidRequest,
-    ModelError,
-    NotFound,
-    Overloaded,
-    PermissionDenied,
-    TooLarge,
-    Unauthenticated,
-    Unavailable,
-)
+from cascade.errors import CascadeError, Overloaded
 
 log = logging.getLogger(__name__)
 
@@ -32,39 +17,10 @@ UNKNOWN_FAILURE = "The server failed; its log says why"
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
-    """What clients are told of an error."""
-
-    kind: type[Exception]
-    grpc: grpc.StatusCode
-    http: int
-    type: str  # in OpenAI's body
-    code: str  # in OpenAI's body
-
-
-# an error has the first row whose kind it is
-STATUSES = (
-    Status(TooLarge, grpc.StatusCode.INVALID_ARGUMENT, 413, "invalid_request_error", "too_large"),
-    Status(NotFound, grpc.StatusCode.NOT_FOUND, 404, "invalid_request_error", "not_found"),
-    Status(InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT, 400, "invalid_request_error", "invalid_request"),
-    Status(Unauthenticated, grpc.StatusCode.UNAUTHENTICATED, 401, "authentication_error", "invalid_api_key"),
-    Status(PermissionDenied, grpc.StatusCode.PERMISSION_DENIED, 403, "permission_error", "permission_denied"),
-    Status(Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error", "overloaded"),
-    Status(Unavailable, grpc.StatusCode.UNAVAILABLE, 503, "server_error", "unavailable"),
-    Status(Aborted, grpc.StatusCode.ABORTED, 499, "aborted_error", "aborted"),
-    Status(DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED, 504, "timeout_error", "deadline_exceeded"),
-    Status(ModelError, grpc.StatusCode.FAILED_PRECONDITION, 500, "server_error", "model_error"),
-    Status(ConfigError, grpc.StatusCode.INTERNAL, 500, "server_error", "config_error"),
-    Status(CascadeError, grpc.StatusCode.INTERNAL, 500, "server_error", "internal"),
-    Status(Exception, grpc.StatusCode.INTERNAL, 500, "server_error", "internal"),
-)
-
-
-@dataclass(frozen=True, slots=True)
 class Refusal:
     """An error as a client gets it."""
 
-    status: Status
+    kind: type[CascadeError]
     message: str
     retry_after_s: int | None = None
     param: str | None = None
@@ -72,30 +28,23 @@ class Refusal:
     @property
     def body(self) -> dict[str, Any]:
         """In the form of OpenAI's API."""
-        error = {"message": self.message, "type": self.status.type, "param": self.param, "code": self.status.code}
-        return {"error": error}
+        return {"error": {"message": self.message, "type": self.kind.type, "param": self.param, "code": self.kind.code}}
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """HTTP headers, and gRPC trailing metadata."""
         headers = () if self.retry_after_s is None else ((RETRY_AFTER, str(self.retry_after_s)),)
-        return (*headers, ("www-authenticate", "Bearer")) if self.status.http == 401 else headers
-
-
-def status_of(error: Exception) -> Status:
-    """Its row of the table."""
-    return next(status for status in STATUSES if isinstance(error, status.kind))
+        return (*headers, ("www-authenticate", "Bearer")) if self.kind.http == 401 else headers
 
 
 def refusal(error: Exception) -> Refusal:
     """What to tell a client of ``error``: one sentence at most. What is the server's own fault goes to the log."""
-    status = status_of(error)
-    if status.kind is Exception:
+    if not isinstance(error, CascadeError):
         log.error("A request failed", exc_info=error)
-        return Refusal(status, UNKNOWN_FAILURE)
+        return Refusal(CascadeError, UNKNOWN_FAILURE)
     retry_after_s = math.ceil(error.retry_after_s) if isinstance(error, Overloaded) else None
     sentence = str(error)
-    return Refusal(status, sentence if len(sentence) <= MAX_CHARS else f"{sentence[:MAX_CHARS]}...", retry_after_s)
+    return Refusal(type(error), sentence if len(sentence) <= MAX_CHARS else f"{sentence[:MAX_CHARS]}...", retry_after_s)
 
 
 def _likeliest(errors: Sequence[Any]) -> Any:

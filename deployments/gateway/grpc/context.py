@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 
+import grpc
 from ray.serve.grpc_util import RayServegRPCContext
 
 from deployments.gateway.admission.status import refusal
@@ -15,8 +16,8 @@ def reported(context: RayServegRPCContext, count: Callable[[str], object]) -> It
         yield
     except Exception as error:
         refused = refusal(error)
-        count(refused.status.code)
-        context.set_code(refused.status.grpc)
+        count(refused.kind.code)
+        context.set_code(grpc.StatusCode[refused.kind.grpc])
         context.set_details(refused.message)
         context.set_trailing_metadata(refused.metadata)
         raise

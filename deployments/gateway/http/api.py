@@ -16,10 +16,11 @@ from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
 from cascade.answer import Chunk
+from cascade.capabilities import Task
 from cascade.engine.tokenizer import Tokenizer
-from cascade.errors import CascadeError, InvalidRequest, NotFound, Unavailable
+from cascade.errors import KINDS, CascadeError, InvalidRequest, NotFound, Unavailable
 from cascade.messages import Open
-from cascade.params import MAX_SEED, Handling, SamplingParams, Speculation
+from cascade.params import MAX_SEED, SamplingParams
 from deployments.gateway.admission.admission import ActiveRequest, Admission
 from deployments.gateway.admission.metrics import CONTENT_TYPE
 from deployments.gateway.admission.status import Refusal, mistake, refusal
@@ -58,35 +59,12 @@ Turning = TypeVar("Turning", ResponsesBody, MessagesBody)
 STARTED = int(time.time())
 BEARER = HTTPBearer(auto_error=False)  # only for the schema: `Middleware` looks at the key
 Timeout = Annotated[float | None, Header(alias="x-request-timeout-seconds", gt=0, allow_inf_nan=False)]
-REFUSALS = {
-    400: "The request cannot be honoured",
-    401: "No known API key",
-    403: "The API key does not allow it",
-    404: "No such model or path",
-    413: "Too large",
-    429: "Overloaded: try again after Retry-After seconds",
-    499: "Aborted",
-    503: "No replica, or shutting down",
-    504: "Deadline exceeded",
-}
-ERROR_BODY = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": "string"},
-            },
-        }
-    },
-}
+TOLD = {name: {"type": "string"} for name in ("message", "type")}  # of an error, in OpenAI's form and in Anthropic's
+ERROR_BODY = {"required": ["error"], "properties": {"error": {"required": [*TOLD], "properties": TOLD}}}
 RESPONSES: dict[int | str, dict[str, Any]] = {
-    status: {"description": text, "content": {"application/json": {"schema": ERROR_BODY}}} for status, text in REFUSALS.items()
+    kind.http: {"description": kind.__doc__, "content": {"application/json": {"schema": ERROR_BODY}}}
+    for kind in KINDS
+    if kind.http != 500
 }
 STREAMED: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer", "content": {"application/json": {}, "text/event-stream": {}}}
@@ -105,21 +83,15 @@ class Backend(Protocol):
     def model_names(self) -> tuple[str, ...]: ...
 
     @property
-    def adapters(self) -> tuple[str, ...]: ...
-
-    @property
     def chain_names(self) -> tuple[str, ...]: ...
+
+    async def adapters(self) -> Sequence[str]: ...
+
+    async def seek(self, adapter: str) -> bool: ...
 
     async def encode(self, prompt: str | Sequence[int]) -> Sequence[int]: ...
 
-    async def admit(
-        self,
-        ids: Sequence[int],
-        params: SamplingParams,
-        speculation: Speculation,
-        handling: Handling,
-        known: Sequence[int] = (),
-    ) -> Open: ...
+    async def admit(self, task: Task) -> Open: ...
 
     async def known(self, openings: Sequence[Open]) -> list[Chunk]: ...
 
@@ -179,18 +151,16 @@ class Api:
 
     async def models(self, request: Request) -> Response:
         """What is served, by all its names, and its adapters."""
-        names = (*self._backend.model_names, *self._backend.adapters)
+        names = (*self._backend.model_names, *await self._backend.adapters())
         return JSONResponse({"object": "list", "data": [self._model(name, request) for name in names]})
 
     async def describe_model(self, name: str, request: Request) -> Response:
         """The model, if it is this one, or an adapter of it."""
-        name = self._short(name)
-        self._check_model(name)
-        return JSONResponse(self._model(name, request))
+        return JSONResponse(self._model(await self._named(name), request))
 
     async def tokenize(self, body: TokenizeBody) -> Response:
         """Token ids of a text or a conversation."""
-        self._check_model(body.model)
+        await self._named(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("Give either prompt or messages")
         if body.tools is not None and body.messages is None:
@@ -203,7 +173,7 @@ class Api:
 
     async def detokenize(self, body: DetokenizeBody) -> Response:
         """The text of token ids."""
-        self._check_model(body.model)
+        await self._named(body.model)
         return JSONResponse({"prompt": await self._decode(body.tokens)})
 
     # completions
@@ -211,7 +181,7 @@ class Api:
     async def complete(self, body: CompletionBody, request: Request, timeout_s: Timeout = None) -> Any:
         """Go on with one or more prompts."""
         self._admission.places.check()  # before the work of reading it
-        body = self._adapted(body)
+        body = await self._adapted(body)
         prompts = self._prompts(body)
         ids = [await self._backend.encode(prompt) for prompt in prompts]
         params = body.params(body.max_tokens or DEFAULT_COMPLETION_TOKENS)
@@ -221,7 +191,7 @@ class Api:
     async def chat(self, body: ChatBody, request: Request, timeout_s: Timeout = None) -> Any:
         """The assistant's next turn."""
         self._admission.places.check()
-        body = self._adapted(body)
+        body = await self._adapted(body)
         task = await self._backend.assistant.task(body, lambda room: body.params(body.limit or room))
         return await self._complete("chat", body, task.params, [task.ids], [Echo()], request, timeout_s, task.reader)
 
@@ -239,7 +209,7 @@ class Api:
 
     async def count_tokens(self, body: PromptBody) -> Response:
         """Tokens of the prompt that a message would have."""
-        self._check_model(body.model)
+        await self._named(body.model)
         said = body.conversed(self._reads)
         task = await self._backend.assistant.task(said, lambda room: SamplingParams())
         return JSONResponse({"input_tokens": len(task.ids)})
@@ -247,7 +217,7 @@ class Api:
     async def _task(self, body: Turning) -> tuple[Turning, ChatTask]:
         """What a request of another API asks of the full tier; with the adapter that its model names."""
         self._admission.places.check()
-        body, assistant = self._adapted(body), self._backend.assistant
+        body, assistant = await self._adapted(body), self._backend.assistant
         return body, await assistant.task(body.conversed(self._reads), lambda room: body.params(body.limit or room))
 
     async def _complete(
@@ -309,7 +279,7 @@ class Api:
         seeded = [replace(params, seed=(params.seed + index) % (MAX_SEED + 1)) for index in range(body.answers)]
         drafts, handling = body.drafts(), body.handling()
         asked = zip([(prompt, one) for prompt in ids for one in seeded], known, strict=True)
-        return [await self._backend.admit(prompt, one, drafts, handling, had) for (prompt, one), had in asked]
+        return [await self._backend.admit(Task(prompt, one, drafts, handling, had)) for (prompt, one), had in asked]
 
     def _prompts(self, body: CompletionBody) -> Sequence[str | Sequence[int]]:
         prompts = body.prompts
@@ -339,31 +309,32 @@ class Api:
 
     def _answering(self, body: SamplingBody) -> str:
         """The name of what answers: the model, or the adapter that is asked for by its name."""
-        return body.model if body.model in self._backend.adapters else self._backend.model_names[0]
+        return body.model if body.model and body.model == body.adapter else self._backend.model_names[0]
 
     def _reads(self, variable: str) -> bool:
         """Whether the chat template does."""
         return variable in self._backend.assistant.variables
 
-    def _check_model(self, name: str | None) -> None:
-        known = (*self._backend.model_names, *self._backend.adapters)
-        if name is not None and name not in known:
-            raise NotFound(f"model is {name[:200]!r}: this server has {', '.join(map(repr, known))[:200]}")
-
-    def _adapted(self, body: Asked) -> Asked:
+    async def _adapted(self, body: Asked) -> Asked:
         """``body`` with the adapter that its model names, if it names one; raises `NotFound` or `InvalidRequest`."""
-        named = None if body.model is None else self._short(body.model)
-        self._check_model(named)
-        if named not in self._backend.adapters:
+        named = await self._named(body.model)
+        if named in self._backend.model_names:
             return body
         if body.adapter not in (None, named):
             raise InvalidRequest(f"model names the adapter {named!r}, and adapter is {body.adapter!r}: leave one out")
         return body.model_copy(update={"adapter": named, "model": named})
 
-    def _short(self, name: str) -> str:
-        """An adapter's own name, also of MODEL:ADAPTER as Ray Serve LLM writes it."""
+    async def _named(self, name: str | None) -> str:
+        """A name of the model, or an adapter's own, also of MODEL:ADAPTER as Ray Serve LLM writes it; raises `NotFound`."""
+        backend = self._backend
+        if name is None or name in backend.model_names:
+            return name or backend.model_names[0]
         model, _, adapter = name.rpartition(":")
-        return adapter if model in self._backend.model_names and adapter in self._backend.adapters else name
+        named = adapter if model in backend.model_names else name
+        if not await backend.seek(named):
+            known = ", ".join(map(repr, (*backend.model_names, *await backend.adapters())))
+            raise NotFound(f"model is {name[:200]!r}: this server has {known[:200]}")
+        return named
 
     def _model(self, name: str, request: Request) -> dict[str, Any]:
         """As OpenAI describes one, with what is ours, and what the caller's key may ask for."""
@@ -371,20 +342,20 @@ class Api:
         key = {"name": account.name, **account.limits.model_dump()}
         chat = backend.tokenizer.backend.chat_template is not None
         ours = {"tiers": backend.chain_names, "max_model_len": backend.max_model_len, "chat": chat, "key": key}
-        parent = backend.model_names[0] if name in backend.adapters else None
+        parent = None if name in backend.model_names else backend.model_names[0]
         return {"id": name, "object": "model", "created": STARTED, "owned_by": "cascade", "parent": parent, **ours}
 
     # errors
 
     async def _refused(self, request: Request, error: Exception) -> Response:
         refused = refusal(error)
-        return self._refusal(request, refused, refused.status.http, dict(refused.metadata))
+        return self._refusal(request, refused, refused.kind.http, dict(refused.metadata))
 
     async def _malformed(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         param, message = mistake(error.errors())
         refused = replace(refusal(InvalidRequest(message)), param=param)
-        return self._refusal(request, refused, refused.status.http)
+        return self._refusal(request, refused, refused.kind.http)
 
     async def _no_route(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -394,5 +365,5 @@ class Api:
         return self._refusal(request, refused, error.status_code, error.headers)
 
     def _refusal(self, request: Request, refused: Refusal, status: int, headers: Mapping[str, str] | None = None) -> Response:
-        self._admission.metrics.refused(refused.status.code)
+        self._admission.metrics.refused(refused.kind.code)
         return JSONResponse(body_of(refused, route_of(request.scope)), status, headers)

@@ -105,7 +105,7 @@ class MessageTool(Block):
     description: Text | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    eager_input_streaming: bool | None = None  # no effect: it always streams
+    eager_input_streaming: bool | None = None  # it always streams so
 
 
 class Choice(Body):
@@ -192,12 +192,25 @@ class MessagesBody(SamplingBody, PromptBody):
     def ignored(self, reads: Callable[[str], bool]) -> list[str]:
         thinking, effort = self.thinking, self.output_config is not None and self.output_config.effort
         switched = any(map(reads, SWITCHES))
+        blocks = [*self._blocks()]
         nothing = {
+            "cache_control": any(one.cache_control for one in (self, *blocks)),
+            "is_error": any(isinstance(one, ResultBlock) and one.is_error for one in blocks),
+            "eager_input_streaming": any(isinstance(one, MessageTool) and one.eager_input_streaming is False for one in blocks),
             "thinking": thinking is not None and thinking.type != "disabled" and not switched,
             "thinking.budget_tokens": thinking is not None and thinking.budget_tokens,
             "output_config.effort": effort and not reads("reasoning_effort"),
         }
         return super().ignored(reads) + [name for name, value in nothing.items() if value]
+
+    def _blocks(self) -> Iterator[Block]:
+        """All that may bear a mark for a cache."""
+        yield from self.tools or ()
+        for content in (self.system, *(turn.content for turn in self.messages)):
+            for block in content if isinstance(content, list) else ():
+                yield block
+                if isinstance(block, ResultBlock) and isinstance(block.content, list):
+                    yield from block.content
 
 
 def _function(tool: MessageTool) -> dict[str, Any]:
@@ -354,7 +367,7 @@ class MessageReply:
 
 def error_body(refused: Refusal) -> dict[str, Any]:
     """An error in Anthropic's form."""
-    kind = ERROR_TYPES.get(refused.status.http, "invalid_request_error")
+    kind = ERROR_TYPES.get(refused.kind.http, "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": refused.message}}
 
 

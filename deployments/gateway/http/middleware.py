@@ -67,9 +67,9 @@ class Middleware:
             pass
         except Exception as error:
             refused = refusal(error)
-            self._refused(refused.status.code)
+            self._refused(refused.kind.code)
             if not answer.started:
-                page = route_of(scope) == PAGE and refused.status.http == 401
+                page = route_of(scope) == PAGE and refused.kind.http == 401
                 with contextlib.suppress(ClientLeft):
                     await answer.refuse(refused, route_of(scope), BASIC if page else refused.metadata)
 
@@ -102,7 +102,7 @@ class Sender:
         body = json.dumps(body_of(refused, path)).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         headers += [(name.encode(), value.encode()) for name, value in metadata]
-        await self.send({"type": "http.response.start", "status": refused.status.http, "headers": headers})
+        await self.send({"type": "http.response.start", "status": refused.kind.http, "headers": headers})
         await self.send({"type": "http.response.body", "body": body})
 
 

@@ -81,7 +81,7 @@ class StreamOptions(Body):
 
     include_usage: bool = False  # after the last piece
     continuous_usage_stats: bool = False  # with every piece, as in vLLM
-    include_obfuscation: bool | None = None  # there is none
+    include_obfuscation: bool | None = None  # no effect: there is none
 
 
 class ResumeBody(Body):
@@ -131,6 +131,7 @@ class IgnoredFields(Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     prediction: dict[str, Any] | None = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     best_of: Literal[1] | None = None
@@ -243,6 +244,10 @@ class AnswersBody(SamplingBody):
 
     def handling(self) -> Handling:
         return replace(super().handling(), watch=self.watch)
+
+    def ignored(self, reads: Callable[[str], bool]) -> list[str]:
+        obfuscated = self.stream_options is not None and self.stream_options.include_obfuscation
+        return super().ignored(reads) + ["stream_options.include_obfuscation"] * bool(obfuscated)
 
     @property
     def answers(self) -> int:

@@ -136,7 +136,7 @@ class Reasoning(Sparse):
 class StreamOptions(Sparse):
     """Of streamed answers."""
 
-    include_obfuscation: bool | None = None  # there is none
+    include_obfuscation: bool | None = None  # no effect: there is none
 
 
 class ResponsesBody(SamplingBody):
@@ -150,6 +150,8 @@ class ResponsesBody(SamplingBody):
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
+    include_reasoning: bool | None = None  # as in vLLM
+    max_tool_calls: Annotated[int, Field(ge=1)] | None = None  # no effect: of tools that a server calls itself
     chat_template_kwargs: dict[str, Any] | None = None
     stream_options: StreamOptions | None = None
     include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=16, fail_fast=True)] | None = None
@@ -185,7 +187,9 @@ class ResponsesBody(SamplingBody):
             "reasoning.summary": reasoning.summary or reasoning.generate_summary,
             "text.verbosity": self.text and self.text.verbosity,
             "include": self.include,
+            "max_tool_calls": self.max_tool_calls,
             "truncation": self.truncation == "auto",
+            "stream_options.include_obfuscation": self.stream_options and self.stream_options.include_obfuscation,
         }
         return super().ignored(reads) + [name for name, value in nothing.items() if value]
 
@@ -204,6 +208,7 @@ class ResponsesBody(SamplingBody):
         elif self.tools or choice != "auto":
             said["tool_choice"] = choice
         said["reasoning_effort"] = self.reasoning.effort if self.reasoning is not None else None
+        said["include_reasoning"] = self.include_reasoning
         return Conversation.of(said | {"chat_template_kwargs": self.chat_template_kwargs})
 
 

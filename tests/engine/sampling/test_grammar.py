@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLParserLimits
 from tokenizers import AddedToken
@@ -171,7 +171,6 @@ def test_any_json_object(cascades: list[Cascade]) -> None:
 TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1, max_size=6)
 
 
-@settings(deadline=None, max_examples=40, derandomize=True)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4), seed=st.integers(0, 999))
 def test_a_matcher_allows_exactly_the_grammar(grammars: Grammars, tokenizer: Tokenizer, texts: list[str], seed: int) -> None:
     """Guards escapes in choices, masks under guesses and rollback: every walk along the masks spells one of the texts."""

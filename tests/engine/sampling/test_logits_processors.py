@@ -20,7 +20,6 @@ from transformers import (
 
 from benchmarks.toy import ToyModel, full_text
 from cascade import Cascade, Completion, InvalidRequest, SamplingParams, Speculation
-from cascade.answer import Answer
 from cascade.engine.model import Model
 from cascade.engine.sampling.own_tokens import adjust
 from cascade.engine.sampling.processors import shape
@@ -33,8 +32,9 @@ from cascade.tier.local_links import join
 from cascade.tier.tier import Tier
 from tests import small
 from tests.architectures import build, each
+from tests.cases import examples
 from tests.engine.sampling.test_sampling import ALPHA, p_value
-from tests.tier.test_tier import Inbox, finish, text_of
+from tests.tier.test_tier import answered
 
 VOCAB = 12
 PROMPT = (1, 2, 3, 2)
@@ -83,7 +83,7 @@ def opening_of(params: SamplingParams, **options: Any) -> Open:
     return Open(mint(), fields.pop("tokens", PROMPT), len(PROMPT), params, **fields)
 
 
-@settings(deadline=None, max_examples=75, derandomize=True)
+@settings(max_examples=examples(2))
 @given(params=shaped_params, seed=st.integers(0, 10**6))
 def test_every_position_sees_the_guesses_before_it(params: SamplingParams, seed: int) -> None:
     """Guards counts that are kept from pass to pass against guesses, cuts and failed passes: each position is as if alone."""
@@ -160,7 +160,6 @@ def cascades() -> Iterator[list[list[Tier]]]:
             tier.close()
 
 
-@settings(deadline=None, max_examples=40, derandomize=True)
 @given(
     params=shaped_params,
     which=st.integers(0, 2),
@@ -173,21 +172,11 @@ def test_text_is_the_full_models(
 ) -> None:
     """Guards the promise for every parameter: any tiers, windows and drafts give the text of the full model alone."""
     request = opening_of(params, chain=chain, draft_window=window, lockstep=lockstep)
-    inbox, answer = Inbox(), Answer(request, _Mute())
-    cascades[which][-1].post([request], inbox)
-    finish(cascades[which][-1], inbox, {request.session: answer})
+    [answer], _ = answered(cascades[which][-1], request)
     expected = full_text(ToyModel(VOCAB), request)
     assert [*PROMPT, *answer.tokens] == expected
     assert len(answer.tokens) >= min(params.min_tokens, params.max_tokens)
     assert len(answer.logprobs) == (0 if params.logprobs is None else len(answer.tokens))
-
-
-class _Mute:
-    def step(self, token: int) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""
 
 
 def test_penalised_drafts_are_accepted() -> None:
@@ -200,7 +189,7 @@ def test_penalised_drafts_are_accepted() -> None:
         max_tokens=60, temperature=0.8, seed=3, presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=1.3,
         logit_bias={5: 2.0}, min_tokens=60, logprobs=1,
     )  # fmt: skip
-    _, answer = text_of(tiers[-1], opening_of(params, tokens=PROMPT, chain=("tiny",), draft_window=6, lockstep=True))
+    [answer], _ = answered(tiers[-1], opening_of(params, tokens=PROMPT, chain=("tiny",), draft_window=6, lockstep=True))
     for tier in reversed(tiers):
         tier.close()
     assert sum(edge.proposed for edge in answer.edges) > 30

@@ -1,6 +1,7 @@
 """Log-probabilities of answers and prompts: the full model's own, whatever else is asked for, over every protocol."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -14,16 +15,16 @@ from cascade.answer import Answer, PromptToken
 from cascade.client import Client
 from cascade.engine.sampling.processors import report, shape
 from cascade.engine.sampling.state import SequenceState, state_maker
-from cascade.messages import Close, Open, Proposal, mint
+from cascade.messages import Proposal, mint
 from cascade.scorer import Row, Scored
 from cascade.session.session import MAX_PROMPT_SCORED
-from cascade.tier.tier import Tier
 from tests import small
-from tests.doors import House, house
+from tests.doors import House, serving
 from tests.engine.sampling.test_logits_processors import PROMPT as TOY_PROMPT
-from tests.engine.sampling.test_logits_processors import VOCAB, _Mute, opening_of
-from tests.router.test_http import PROMPT, ask
-from tests.tier.test_tier import CountingModel, Inbox, finish
+from tests.engine.sampling.test_logits_processors import VOCAB, opening_of
+from tests.http.test_http import PROMPT, ask
+from tests.tier.test_tier import CountingModel, Inbox, Silent, alone, answered, finish
+from tests.waiting import LONG_S
 
 LONG = "def read(path):\n    with open(path) as file:\n        return file.read()\n\n" * 20
 
@@ -44,11 +45,7 @@ def cascade() -> Iterator[Cascade]:
         yield cascade
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[House]:
-    with house(model=Watched) as built:
-        yield built
-        built.settle()
+served = serving(model=Watched)
 
 
 @pytest.mark.parametrize(
@@ -153,35 +150,23 @@ def test_replay_keeps_logprobs() -> None:
     """Guards log-probabilities against the death of a full replica: none lost, none twice, those of one that lived."""
     params = SamplingParams(max_tokens=40, temperature=1.0, seed=4, logprobs=2)
 
-    def started() -> Tier:
-        tier = Tier("full", 2, ToyModel(VOCAB), new_state=state_maker())
-        tier.start()
-        return tier
-
     request = opening_of(params, ends=frozenset())
-    first, inbox, answer = started(), Inbox(), Answer(request, _Mute())
-    first.post([request], inbox)
-    while answer.num_tokens < 15:
-        message = inbox.messages.get(timeout=20)
-        assert isinstance(message, Proposal)
-        answer.receive(Proposal(message.session, message.start, message.draft.first(20), logprobs=message.logprobs[:20]))
-    first.close()
-    second = started()
-    again = answer.replay(mint())
-    second.post([again], inbox)
-    finish(second, inbox, {again.session: answer})
-    _, whole = text_of_tier(second, request)
-    second.close()
+    inbox, answer = Inbox(), Answer(request, Silent())
+    with alone(ToyModel(VOCAB), new_state=state_maker()) as first:
+        first.post([request], inbox)
+        while answer.num_tokens < 15:
+            message = inbox.messages.get(timeout=LONG_S)
+            assert isinstance(message, Proposal)
+            answer.receive(Proposal(message.session, message.start, message.draft.first(20), logprobs=message.logprobs[:20]))
+        first.drop(inbox)
+    with alone(ToyModel(VOCAB), new_state=state_maker()) as second:
+        again = answer.replay(mint())
+        second.post([again], inbox)
+        finish(second, inbox, {again.session: answer})
+        [whole], _ = answered(second, replace(request, session=mint()))
     assert answer.tokens == whole.tokens
     assert answer.logprobs == whole.logprobs
     assert len(answer.logprobs) == 40
-
-
-def text_of_tier(tier: Tier, request: Open) -> tuple[list[int], Answer]:
-    inbox, answer = Inbox(), Answer(request, _Mute())
-    tier.post([Close(request.session), request], inbox)
-    finish(tier, inbox, {request.session: answer})
-    return answer.tokens, answer
 
 
 def test_logprobs_are_those_of_raw_logits() -> None:

@@ -1,17 +1,16 @@
 """The page of comparison says what is true: fields that work are taken, others are refused with a sentence, routes exist."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from cascade.cli.serve import serve
+from deployments.gateway.http.messages import MessagesBody
 from deployments.gateway.http.openai import ChatBody, CompletionBody
+from deployments.gateway.http.responses import ResponsesBody
 from deployments.ops.metrics.series import SERIES
-from tests.doors import House, house
-from tests.router.test_http import ask
+from tests.doors import House, serving
+from tests.http.test_http import ask
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "comparison.md").read_text(encoding="utf-8")
 FUNCTION = {"type": "function", "function": {"name": "f"}}
@@ -43,6 +42,7 @@ VALUES: dict[str, Any] = {  # a value that each field is tried with, with what e
     "guided_grammar": {"guided_grammar": 'start: "a"'},
     "metadata": {"metadata": {"a": "b"}},
     "modalities": {"modalities": ["text"]},
+    "prompt_cache_options": {"prompt_cache_options": {}},
     "prediction": {"prediction": {"type": "content", "content": "x"}},
     **{name: {name: True} for name in ("echo", "store", "skip_special_tokens", "spaces_between_special_tokens")},
     **{name: {name: True} for name in ("ignore_eos", "add_generation_prompt", "include_reasoning", "separate_reasoning")},
@@ -67,10 +67,7 @@ def rows(section: str) -> dict[str, str]:
     return {name: cells[-1].strip() for cells in lines for name in re.findall(r"`([^`]+)`", cells[0])}
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[House]:
-    with house() as built:
-        yield built
+served = serving()
 
 
 def test_fields_are_taken_or_refused_as_the_page_says(served: House) -> None:
@@ -102,6 +99,25 @@ BODIES: tuple[tuple[str, Any, dict[str, Any]], ...] = (
     ("/v1/completions", CompletionBody, TEXT),
     ("/v1/chat/completions", ChatBody, CHAT),
 )
+OTHERS: tuple[tuple[str, Any, dict[str, Any]], ...] = (
+    ("/v1/responses", ResponsesBody, {"input": "x", "max_output_tokens": 2}),
+    ("/v1/messages", MessagesBody, CHAT),
+)
+
+
+def test_fields_of_other_apis_are_taken_or_refused_as_the_page_says(served: House) -> None:
+    """Guards agents, whose requests have the fields of OpenAI's and Anthropic's newer APIs."""
+    for name, said in rows("Fields of responses and messages").items():
+        kinds = [path for path, body, _ in OTHERS if name in names(body) | {"stop_sequences"}]
+        for path, _, base in OTHERS:
+            if said.startswith("refused"):
+                status, _, answer = ask(served, path, {**base, name: 1})
+                assert (status, answer["error"]["message"].split()[0]) == (400, name), (name, path)
+        assert kinds or said.startswith("refused"), name
+    nothing = {"/v1/responses": {"max_tool_calls": 1}, "/v1/messages": {"cache_control": {"type": "ephemeral"}}}
+    for path, _, base in OTHERS:
+        status, headers, _ = ask(served, path, {**base, **nothing[path]})
+        assert (status, headers["warning"]) == (200, f'299 - "No effect here: {", ".join(nothing[path])}"')
 
 
 def test_fields_that_are_taken_are_on_the_page() -> None:

@@ -1,16 +1,20 @@
 """Parameters through the HTTP API: those of the library, by OpenAI's names, and log-probabilities in OpenAI's forms."""
 
 import json
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from openai import OpenAI
 
 from cascade.client import Client
+from cascade.errors import InvalidRequest
 from cascade.params import SamplingParams
-from tests.doors import House, house
-from tests.router.test_http import MESSAGES, PROMPT, ask
+from cascade.v1 import serving_pb2 as pb
+from cascade.v1 import serving_pb2_grpc
+from tests.doors import House, house, serving
+from tests.http.test_http import MESSAGES, PROMPT, ask
 
 CHOSEN: dict[str, dict[str, Any]] = {
     "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2},
@@ -19,11 +23,7 @@ CHOSEN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[House]:
-    with house() as built:
-        yield built
-        built.settle()
+served = serving()
 
 
 @pytest.mark.parametrize("name", CHOSEN)
@@ -55,25 +55,59 @@ def test_logprobs_in_both_forms(served: House) -> None:
         assert [len(entry.top_logprobs) for entry in chat.logprobs.content or ()] == [3] * 10
 
 
-def test_wrong_parameters_are_refused(served: House) -> None:
-    """Guards the sentences: the library's own, as 400."""
-    for body, words in (
-        ({"presence_penalty": 3}, "presence_penalty"),
-        ({"logit_bias": {"x": 1}}, "'x'"),
-        ({"logit_bias": {"9999": 1}}, "9999"),
-        ({"structured": {"regex": "("}}, ""),
-        ({"structured": {}}, "structured"),
-        ({"logprobs": 21}, "logprobs is 21"),
-        ({"skip_special_tokens": False}, "skip_special_tokens is False"),
-        ({"best_of": 2}, "best_of is 2"),
-        ({"top_k": -2}, "top_k is -2"),
-        ({"structured": {"regex": "a"}, "guided_regex": "a"}, "give one"),
-        ({"structured": {"regex": "a"}, "structured_outputs": {"regex": "a"}}, "structured_outputs is not a known field"),
-        ({"guided_regex": "a", "guided_choice": ["a"]}, "give one"),
-        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens is not a known field"),
-    ):
-        status, _, answer = ask(served, "/v1/completions", {"prompt": "x", "max_tokens": 4, **body})
-        assert (status, words in answer["error"]["message"]) == (400, True), answer
+WRONG: list[tuple[dict[str, Any], str]] = [  # over both protocols, whose fields have the same names
+    ({"max_tokens": 0}, "max_tokens is 0"),
+    ({"max_tokens": 2**31}, "2147483648"),
+    ({"temperature": -1}, "temperature is -1"),
+    ({"top_k": -2}, "top_k is -2"),
+    ({"top_p": 0}, "top_p is 0"),
+    ({"min_p": 2}, "min_p is 2"),
+    ({"seed": 2**64 - 1}, "seed is"),
+    ({"stop": [""]}, "stop"),
+    ({"min_tokens": 7, "max_tokens": 6}, "min_tokens is 7"),
+    ({"presence_penalty": 3}, "presence_penalty is 3"),
+    ({"logprobs": 21}, "logprobs is 21"),
+    ({"logit_bias": {9999: 1.0}}, "9999"),
+    ({"stop_token_ids": [9999]}, "stop_token_ids is 9999"),
+    ({"structured": {"regex": "("}}, "structured.regex cannot be compiled"),
+    ({"structured": {"json_schema": "{"}}, "structured.json_schema cannot be compiled"),
+    ({"structured": {}}, "structured is"),
+    ({"speculation": {"tiers": ["huge"]}}, "huge"),
+    ({"speculation": {"mode": "fast"}}, "fast"),
+    ({"speculation": {"schedule": "later"}}, "later"),
+    ({"speculation": {"branches": 33}}, "branches is 33"),
+    ({"speculation": {"window": 0}}, "window is 0"),
+    ({"priority": 5000}, "priority is 5000: it must be"),
+]
+OVER_HTTP: list[tuple[dict[str, Any], str]] = [  # what only JSON can say
+    ({"max_tokens": "5"}, "max_tokens is '5'"),
+    ({"logit_bias": {"x": 1}}, "'x'"),
+    ({"skip_special_tokens": False}, "skip_special_tokens is False"),
+    ({"best_of": 2}, "best_of is 2"),
+    ({"structured": {"regex": "a"}, "guided_regex": "a"}, "give one"),
+    ({"structured": {"regex": "a"}, "structured_outputs": {"regex": "a"}}, "structured_outputs is not a known field"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "give one"),
+    ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens is not a known field"),
+]
+
+
+@pytest.mark.parametrize(("body", "words"), WRONG + OVER_HTTP, ids=str)
+def test_wrong_parameters_are_refused(served: House, body: dict[str, Any], words: str) -> None:
+    """Guards clients against parameters that are ignored: 400 or INVALID_ARGUMENT, and a sentence that names the value."""
+    status, _, answer = ask(served, "/v1/completions", {"prompt": "x", "max_tokens": 4, **body})
+    assert (status, words in answer["error"]["message"]) == (400, True), answer
+    if (body, words) in OVER_HTTP or body.get("top_k"):
+        return
+    whole = {name: body[name] for name in ("speculation", "priority") if name in body}
+    asked = pb.GenerateRequest(
+        prompt="x", sampling={"max_tokens": 4} | {k: v for k, v in body.items() if k not in whole}, **whole
+    )
+    with grpc.insecure_channel(served.grpc) as channel:
+        stub = serving_pb2_grpc.CascadeStub(channel)
+        for call in (lambda: stub.Complete(asked), lambda: list(stub.Generate(asked))):
+            with pytest.raises(grpc.RpcError) as caught:
+                call()
+            assert (caught.value.code(), words in caught.value.details()) == (grpc.StatusCode.INVALID_ARGUMENT, True)
 
 
 IGNORED: dict[str, Any] = {
@@ -178,6 +212,31 @@ def test_drafts_are_reported_as_vllm_does(served: House) -> None:
     assert last["metrics"]["speculative_decoding"].keys() == told.keys()
     for more in ({"n": 2}, {"speculation": {"mode": "off"}}):
         assert "metrics" not in ask(served, "/v1/completions", {**asked, **more})[2]
+
+
+def test_adapters_of_a_folder_are_found_when_they_are_named(tmp_path: Path) -> None:
+    """Guards adapters that come after the start: listed, asked for by either name over HTTP and gRPC; others are unknown."""
+    (tmp_path / "notes").mkdir()
+    with house(full={"engine_kwargs": {"lora_path": str(tmp_path)}}, served_model_name=["gpt"]) as built:
+        asked = {"prompt": "x", "max_tokens": 1}
+        assert ask(built, "/v1/completions", {**asked, "model": "red"})[0] == 404
+        assert [model["id"] for model in ask(built, "/v1/models")[2]["data"]] == ["gpt"]
+        for name in ("red", "blue", "green"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "adapter_config.json").write_text("{}")
+        assert [ask(built, "/v1/completions", {**asked, "model": name})[2]["model"] for name in ("red", "gpt:red")] == [
+            "red"
+        ] * 2
+        assert ask(built, "/v1/completions", {**asked, "adapter": "blue"})[2]["model"] == "gpt"
+        with Client(built.grpc) as client:
+            client.generate("x", SamplingParams(max_tokens=1, adapter="green"))
+            with pytest.raises(InvalidRequest, match="adapter is 'notes'"):
+                client.generate("x", SamplingParams(max_tokens=1, adapter="notes"))
+        for name in ("notes", "../red", "other:red", "gpt:"):
+            assert ask(built, "/v1/completions", {**asked, "model": name})[0] == 404
+        assert [model["id"] for model in ask(built, "/v1/models")[2]["data"]] == ["gpt", "blue", "green", "red"]
+        assert ask(built, "/v1/models/gpt:red")[2]["parent"] == "gpt"
+        built.settle()
 
 
 def test_models_have_names_of_ones_choice() -> None:

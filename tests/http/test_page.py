@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 
 from cascade.planner.chains import Planner
 from tests.doors import House, house
-from tests.router.test_http import ask
+from tests.http.test_http import ask
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync"]

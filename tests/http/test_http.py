@@ -15,16 +15,14 @@ from openai import OpenAI
 from cascade.client import Client
 from cascade.errors import InvalidRequest
 from cascade.params import SamplingParams, Speculation
-from tests.doors import VOCAB, House, house
+from tests.doors import VOCAB, House, serving
+from tests.waiting import LONG_S
 
 PROMPT = "def read(path):\n    with open(path) as file:\n"
 MESSAGES: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a lease?"}]
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[House]:
-    with house() as built:
-        yield built
+served = serving()
 
 
 @pytest.fixture
@@ -37,7 +35,7 @@ def client(served: House) -> Iterator[OpenAI]:
 
 def ask(served: House, path: str, body: Any = None, method: str = "", **headers: str) -> tuple[int, dict[str, str], Any]:
     """Status, headers and content, by hand."""
-    connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=30)
+    connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=LONG_S)
     try:
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         head = {"Content-Type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
@@ -185,17 +183,9 @@ BAD: dict[str, tuple[str, Any, int, str]] = {
     "id out of range": ("/v1/completions", {"prompt": [VOCAB]}, 400, f"Token id {VOCAB}"),
     "negative id": ("/v1/completions", {"prompt": [-1]}, 400, "prompt"),
     "half a character": ("/v1/completions", b'{"prompt": "\\ud800"}', 400, "half a character"),
-    "string for number": ("/v1/completions", {"prompt": "x", "max_tokens": "5"}, 400, "max_tokens is '5'"),
-    "max_tokens 0": ("/v1/completions", {"prompt": "x", "max_tokens": 0}, 400, "max_tokens is 0"),
     "max_tokens absurd": ("/v1/completions", {"prompt": "x", "max_tokens": 10**9}, 400, "1000000000"),
-    "temperature": ("/v1/completions", {"prompt": "x", "temperature": -1}, 400, "temperature is -1"),
-    "top_p": ("/v1/completions", {"prompt": "x", "top_p": 0}, 400, "top_p is 0"),
-    "seed": ("/v1/completions", {"prompt": "x", "seed": -1}, 400, "seed is -1"),
     "n": ("/v1/completions", {"prompt": "x", "n": 17}, 400, "n is 17"),
     "prompts": ("/v1/completions", {"prompt": ["x"] * 65}, 400, "65 prompts"),
-    "stop": ("/v1/completions", {"prompt": "x", "stop": [""]}, 400, "stop"),
-    "tier": ("/v1/completions", {"prompt": "x", "speculation": {"tiers": ["huge"]}}, 400, "huge"),
-    "branches": ("/v1/completions", {"prompt": "x", "speculation": {"branches": 33}}, 400, "speculation.branches is 33"),
     "model": ("/v1/completions", {"prompt": "x", "model": "gpt-4"}, 404, "gpt-4"),
     "stream_options": ("/v1/completions", {"prompt": "x", "stream_options": {}}, 400, "stream_options"),
     "no messages": ("/v1/chat/completions", {"messages": []}, 400, "messages"),
@@ -229,14 +219,6 @@ def test_long_prompts_are_refused_with_numbers(served: House) -> None:
     status, _, answer = ask(served, "/v1/completions", {"prompt": "x y " * 5000, "max_tokens": 5})
     assert status == 400
     assert "4096" in answer["error"]["message"]
-
-
-def test_openai_errors_are_raised(served: House, client: OpenAI) -> None:
-    """Guards the kinds of errors that OpenAI's client knows."""
-    with pytest.raises(openai.BadRequestError, match="temperature"):
-        client.completions.create(model=served.model, prompt="x", temperature=-1)
-    with pytest.raises(openai.NotFoundError, match="gpt-4"):
-        client.completions.create(model="gpt-4", prompt="x")
 
 
 def test_client_that_leaves_frees_every_tier(served: House, client: OpenAI) -> None:
@@ -286,7 +268,7 @@ def test_request_id_comes_back(served: House, client: OpenAI) -> None:
 def test_half_a_request_is_given_up(served: House) -> None:
     """Guards against connections that never send their body."""
     host, port = served.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port)), timeout=LONG_S) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         time.sleep(0.1)
     served.settle()

@@ -12,6 +12,8 @@ import grpc
 import psutil
 import pytest
 import schemathesis
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
@@ -19,43 +21,22 @@ from schemathesis import GenerationMode
 from cascade.params import SamplingParams
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
+from deployments.gateway.http.messages import MessagesBody
+from deployments.gateway.http.openai import ChatBody, CompletionBody, TokenizeBody
+from deployments.gateway.http.responses import ResponsesBody
+from tests.cases import examples
 from tests.doors import House, house
-from tests.router.test_http import PROMPT, expected
+from tests.http.test_http import PROMPT, expected
+from tests.waiting import LONG_S
 
 ROUTES = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
     *("/tokenize", "/detokenize"),
 )
-FIELDS = (
-    *("model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "n"),
-    *("seed", "stop", "stream", "stream_options", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("logit_bias", "logprobs", "top_logprobs", "min_tokens", "stop_token_ids", "ignore_eos", "structured"),
-    *(
-        "response_format",
-        "speculation",
-        "history",
-        "echo",
-        "user",
-        "tokens",
-        "suffix",
-        "best_of",
-        "tools",
-        "tool_choice",
-        "parallel_tool_calls",
-        "input",
-        "instructions",
-        "max_output_tokens",
-        "text",
-        "reasoning",
-        "include",
-        "system",
-        "thinking",
-        "output_config",
-        "stop_sequences",
-    ),
-)
+BODIES = (CompletionBody, ChatBody, ResponsesBody, MessagesBody, TokenizeBody)
+FIELDS = sorted({name for body in BODIES for name in body.model_fields})
 PARAMS = SamplingParams(max_tokens=30, temperature=0.8, seed=3)
-MANY = settings.default.max_examples  # of the profile
+MANY = examples(1)
 QUIET: dict[str, Any] = {
     "deadline": None,
     "database": None,
@@ -97,7 +78,7 @@ def served() -> Iterator[House]:
 
 
 def post(served: House, path: str, data: bytes, kind: str = "application/json") -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=60)
+    connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=LONG_S)
     try:
         connection.request("POST", path, data, {"Content-Type": kind})
         response = connection.getresponse()
@@ -157,7 +138,7 @@ def test_schema_is_kept(served: House, mode: GenerationMode) -> None:
     assert {operation.path for operation in operations} >= set(ROUTES)
 
     def run(case: Any) -> None:
-        response = case.call(timeout=60)
+        response = case.call(timeout=LONG_S)
         assert response.status_code < 500 or response.status_code == 504, (response.status_code, response.text[:300])
         if response.status_code >= 400:
             assert set(response.json()) - {"type"} == {"error"}
@@ -179,11 +160,11 @@ def test_broken_connections_are_survived(served: House) -> None:
         data = bytearray(whole[: dice.randrange(1, len(whole) + 1)])
         for _ in range(dice.randrange(4)):
             data[dice.randrange(len(data))] = dice.randrange(256)
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
+        with socket.create_connection((host, int(port)), timeout=LONG_S) as connection:
             connection.sendall(data)
             if dice.random() < 0.3:
                 connection.shutdown(socket.SHUT_WR)
-                connection.settimeout(5)
+                connection.settimeout(LONG_S)
                 with_answer = connection.recv(100)
                 assert not with_answer or with_answer.startswith(b"HTTP/1.1 "), with_answer
     assert post(served, "/v1/completions", json.dumps(sound["/v1/completions"]).encode())[0] == 200
@@ -212,6 +193,68 @@ conversations = st.builds(
     add_generation_prompt=st.none() | st.booleans(),
     continue_final_message=st.none() | st.booleans(),
 )
+
+
+SCALARS: dict[int, st.SearchStrategy[Any]] = {
+    FieldDescriptor.TYPE_STRING: line,
+    FieldDescriptor.TYPE_BOOL: st.booleans(),
+    FieldDescriptor.TYPE_UINT32: st.sampled_from([0, 1, 2, 5, 77, 2**31, 2**32 - 1]),
+    FieldDescriptor.TYPE_UINT64: st.sampled_from([0, 3, 2**63, 2**64 - 1]),
+    FieldDescriptor.TYPE_SINT32: st.sampled_from([-(2**31), -1, 0, 1, 2**31 - 1]),
+    FieldDescriptor.TYPE_DOUBLE: st.floats() | st.sampled_from([0.0, 0.5, 1.0]),
+}
+
+
+@st.composite
+def fields(draw: st.DrawFn, kind: Any) -> Any:
+    """A message with a few of its fields set, to anything that their types allow."""
+    message, by_name = kind(), kind.DESCRIPTOR.fields_by_name
+    for name in draw(st.lists(st.sampled_from(sorted(by_name)), max_size=4, unique=True)):
+        field = by_name[name]
+        own, entry = getattr(message, name), field.message_type
+        if entry is not None and entry.GetOptions().map_entry:
+            key, value = (draw(SCALARS[one.type]) for one in entry.fields)
+            own[key] = value
+        elif entry is not None:
+            inner = st.deferred(lambda entry=entry: fields(GetMessageClass(entry)))
+            for one in draw(st.lists(inner, min_size=1, max_size=2 if field.is_repeated else 1)):
+                (own.add() if field.is_repeated else own).MergeFrom(one)
+        elif field.is_repeated:
+            own.extend(draw(st.lists(SCALARS[field.type], max_size=3)))
+        else:
+            setattr(message, name, draw(SCALARS[field.type]))
+    return message
+
+
+def test_wild_fields_are_refused(served: House) -> None:
+    """Guards every field of gRPC's requests, those to come too: honoured, or refused with a sentence."""
+    ends: dict[grpc.StatusCode, int] = {}
+    with grpc.insecure_channel(served.grpc) as channel:
+        stub = serving_pb2_grpc.CascadeStub(channel)
+
+        @seed(7)
+        @settings(max_examples=2 * MANY, **QUIET)
+        @given(fields(pb.GenerateRequest) | fields(pb.ChatRequest), st.booleans())
+        def run(request: Any, whole: bool) -> None:
+            chat = isinstance(request, pb.ChatRequest)
+            if chat and not request.messages:
+                request.messages.add(role="user", content="x")
+            elif not chat and request.WhichOneof("input") is None:
+                request.prompt = "x"
+            request.sampling.max_tokens = 2
+            name = ("CompleteChat" if chat else "Complete") if whole else "Chat" if chat else "Generate"
+            try:
+                answer = getattr(stub, name)(request, timeout=60)
+                assert answer if whole else list(answer)
+                code, words = grpc.StatusCode.OK, ""
+            except grpc.RpcError as error:
+                code, words = error.code(), error.details()
+                assert 0 < len(words) < 600
+            assert not {"Traceback", "class", "The server failed"} & set(words.split())
+            ends[code] = ends.get(code, 0) + 1
+
+        run()
+    assert set(ends) == {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT}, ends
 
 
 def test_wild_conversations_are_refused(served: House) -> None:
@@ -252,12 +295,12 @@ def test_wild_messages_are_refused(served: House) -> None:
         )
         def run(noise: bytes, method: str, prefixed: bool) -> None:
             data = b"\x0a\x01x\x1a\x02\x08\x02" + noise if prefixed else noise
-            call = channel.unary_unary(f"/cascade.v1.Cascade/{method}").future(data, timeout=30)
+            call = channel.unary_unary(f"/cascade.v1.Cascade/{method}").future(data, timeout=LONG_S)
             error = call.exception()
             assert call.code() in allowed, error
             assert not {"Traceback", "class", "The server failed"} & set((call.details() or "").split())
 
         run()
-    with socket.create_connection(tuple(served.grpc.split(":")), timeout=10) as connection:  # type: ignore[arg-type]
+    with socket.create_connection(tuple(served.grpc.split(":")), timeout=LONG_S) as connection:  # type: ignore[arg-type]
         connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(200))
     assert expected(served, PARAMS, PROMPT)

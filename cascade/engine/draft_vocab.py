@@ -1,0 +1,71 @@
+"""A draft model that says only a part of its tokens: the product for all others is most of a small model's pass.
+
+The ids stand in `FILE` beside the weights, and their number in the config as ``draft_vocab_size``. What does not know of them
+runs the whole model. Zhao et al., FR-Spec, arXiv 2502.14856.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils.hub import cached_file
+
+from cascade.errors import ModelError
+
+FILE = "draft_vocab.json"
+
+
+class DraftHead(nn.Module):
+    """The rows ``ids`` of an output embedding."""
+
+    def __init__(self, whole: nn.Linear, ids: Tensor) -> None:
+        super().__init__()
+        self.vocab_size = whole.out_features
+        weight = whole.weight.detach()[ids]
+        self.known = nn.Linear(weight.shape[1], len(ids), bias=False, device="meta")
+        self.known.weight = nn.Parameter(weight, requires_grad=False)
+        self.register_buffer("ids", ids, persistent=False)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Logits ``[..., vocab_size]``: those of tokens that are not said are the least number of their dtype."""
+        said: Tensor = self.known(states)
+        out = said.new_full((*said.shape[:-1], self.vocab_size), torch.finfo(said.dtype).min)
+        out[..., self.ids] = said
+        return out
+
+
+def restrict(network: PreTrainedModel, source: str, *, revision: str | None = None) -> None:
+    """Let ``network``, loaded from ``source``, say its draft vocabulary alone, if it has one.
+
+    Raises `ModelError` if the ids are not there or do not fit.
+    """
+    size = getattr(network.config, "draft_vocab_size", None)
+    if size is None:
+        return
+    whole: Any = network.get_output_embeddings()
+    ids = _ids(source, revision)
+    if len(ids) != size or len({*ids}) != size or not all(0 <= token < whole.out_features for token in ids):
+        raise ModelError(
+            f"{FILE} of {source!r} must hold {size} different token ids below {whole.out_features}: export it anew"
+        )
+    network.set_output_embeddings(DraftHead(whole, torch.tensor(ids, device=whole.weight.device)))
+
+
+def write(ids: Tensor, folder: Path) -> None:
+    """The file beside a model's weights."""
+    (folder / FILE).write_text(json.dumps(ids.tolist(), separators=(",", ":")), encoding="utf-8")
+
+
+def _ids(source: str, revision: str | None) -> list[int]:
+    try:
+        path = cached_file(source, FILE, revision=revision)
+        assert path is not None
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{source!r} has a draft vocabulary by its config, but no readable file {FILE}: {error}") from error
+    if not isinstance(found, list) or not all(type(token) is int for token in found):
+        raise ModelError(f"{FILE} of {source!r} must be a list of token ids: export it anew")
+    return found

@@ -1,0 +1,78 @@
+"""Draft models that say a part of their tokens only."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from cascade import Cascade, SamplingParams
+from cascade.engine.draft_vocab import FILE
+from cascade.engine.loading import load
+from cascade.engine.model import Model
+from cascade.errors import ModelError
+from cascade.scorer import Row
+from tests import small
+from tests.architectures import VOCAB, build
+
+SAID = [*range(3, VOCAB, 3)]
+
+
+def saved(architecture: str, folder: Path, said: object = SAID) -> str:
+    """A random model whose draft vocabulary is ``said``."""
+    network = build(architecture)
+    network.config.draft_vocab_size = len(SAID)
+    network.save_pretrained(folder)
+    (folder / FILE).write_text(json.dumps(said))
+    return str(folder)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "olmo2"])
+def test_a_draft_says_what_the_whole_model_says_of_its_tokens(architecture: str, tmp_path: Path) -> None:
+    """Guards logits against the place of another token, in our own networks and in those of Transformers."""
+    source, text = saved(architecture, tmp_path), [5, 9, 40, 41, 42]
+    whole, draft = (Model(load(source, draft=draft, dtype="float32"), owned=True) for draft in (False, True))
+    expected, found = (model.logits([Row(model.new_cache(), 0, text, len(text), SamplingParams())]) for model in (whole, draft))
+    assert found.shape == expected.shape
+    torch.testing.assert_close(found[:, SAID], expected[:, SAID])
+    others = sorted({*range(VOCAB)} - {*SAID})
+    assert (found[:, others] == torch.finfo(found.dtype).min).all()
+
+
+def test_others_load_the_whole_model(tmp_path: Path) -> None:
+    """Guards full models, and other engines: only drafts leave tokens out."""
+    network = AutoModelForCausalLM.from_pretrained(saved("llama", tmp_path))
+    assert network(torch.tensor([[5, 9]])).logits.isfinite().all()
+    assert network(torch.tensor([[5, 9]])).logits.abs().max() < 1e4
+
+
+def test_a_draft_vocabulary_changes_no_text(tmp_path: Path) -> None:
+    """Guards the law that drafts change when a text comes, never what it is."""
+    tiny, _, full = small.paths()
+    folder = tmp_path / "tiny"
+    shutil.copytree(tiny, folder, symlinks=False)
+    config = json.loads((folder / "config.json").read_text())
+    said = [*range(0, config["vocab_size"], 2)]
+    (folder / "config.json").write_text(json.dumps(config | {"draft_vocab_size": len(said)}))
+    (folder / FILE).write_text(json.dumps(said))
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(max_tokens=48, temperature=temperature, seed=3)
+        texts = []
+        for models in ([full], [str(folder), full]):
+            with Cascade.from_pretrained(models, dtype="float32", drafter=None) as cascade:
+                texts.append(cascade.generate("def read(path):", params).text)
+        assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("said", [SAID[1:], [*SAID[1:], VOCAB], [*SAID[1:], SAID[1]], {}, ["a"]], ids=str)
+def test_a_wrong_file_is_refused(said: object, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=FILE):
+        load(saved("llama", tmp_path, said), draft=True)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    (Path(saved("llama", tmp_path)) / FILE).unlink()
+    with pytest.raises(ModelError, match=FILE):
+        load(str(tmp_path), draft=True)

@@ -1,0 +1,24 @@
+"""The page of comparison knows all fields that the installed vLLM takes."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.vllm import models  # noqa: F401  # asks for vLLM
+
+PAGES = Path(__file__).parents[2] / "docs" / "reference"
+KNOWN = set(re.findall(r"`([^`]+)`", (PAGES / "comparison.md").read_text(encoding="utf-8")))
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM and what it imports warn of themselves
+
+
+def test_every_field_of_vllms_requests_has_a_row() -> None:
+    """Guards newcomers against fields of which the page says nothing."""
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+    for request in (ChatCompletionRequest, CompletionRequest, ResponsesRequest, AnthropicMessagesRequest):
+        assert request.model_fields.keys() <= KNOWN, request

@@ -83,7 +83,7 @@ class TierReplica:
         folder = None if engine.lora_path is None else AdapterFolder(engine.lora_path)
         self._model = await _apart(partial(load_model, self._config, folder, draft=draft))
         log.info("Tier %s: %s", self._config.name, self._model.summary)
-        known: Any = getattr(self._model, "profile", None)  # of an engine that need not be timed
+        known = getattr(self._model, "profile", None)  # of an engine that need not be timed
         self._profile: Profile = known or await _apart(partial(measure, self._model, max_tokens=engine.max_pass_tokens))
         tokenizer = await asyncio.to_thread(_load_tokenizer, self._config)
         encode = None if tokenizer is None else tokenizer.encode_part

@@ -21,6 +21,8 @@ FILE = "draft_vocab.json"
 class DraftHead(nn.Module):
     """The rows ``ids`` of an output embedding."""
 
+    ids: Tensor
+
     def __init__(self, whole: nn.Linear, ids: Tensor) -> None:
         super().__init__()
         self.vocab_size = whole.out_features

@@ -129,7 +129,7 @@ class Llama:
         self._cos, self._sin = self._angles(1)
         self.angles = self._cos.shape[1]  # of a position
         self._head = network.lm_head  # which a drafter beside it shares
-        linear = self._head.known if isinstance(self._head, DraftHead) else self._head
+        linear: Any = self._head.known if isinstance(self._head, DraftHead) else self._head
         linear.forward = Linear(linear.weight)
         if owned and linear.weight is not self._embedding:
             linear.to("meta")

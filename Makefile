@@ -20,7 +20,7 @@ AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS
 NUMERIC := tests/cpu $(addprefix tests/engine/,test_bits.py test_llama.py test_pass.py test_adapters.py)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo serve generators docs figures test test-all test-avx2 test-nodes test-vllm lint bench-engine bench-vllm proto clean bench-passes bench-peers bench-trees bench-drafters bench-cluster bench-autoscale bench-rules bench-never-slower soak
+.PHONY: demo serve generators docs figures test test-all test-avx2 test-nodes test-vllm lint bench-engine bench-vllm proto clean bench-passes bench-peers bench-trees bench-drafters bench-cluster bench-autoscale bench-rules bench-never-slower bench-align soak
 
 demo: $(VENV)/.installed           ## start the cascade, ask five questions, compare, shut down
 	$(BIN)/cascade demo
@@ -81,6 +81,9 @@ bench-autoscale: $(VENV)/.installed ## device-hours of scaled replicas, simulate
 
 bench-rules: $(VENV)/.installed    ## rules of acceptance beside each other; the last line is JSON
 	$(BIN)/python -m benchmarks.rules
+
+bench-align: $(VENV)/.installed    ## drafters that learn from new traffic, swapped under load; the last line is JSON
+	$(BIN)/python -m benchmarks.align
 
 soak: $(VENV)/.installed-dev       ## clients for half an hour: right answers, level memory; the last line is JSON
 	$(BIN)/python -m benchmarks.endurance

@@ -186,6 +186,17 @@ def drafters(document: Document) -> str:
     return rows(header, lines)
 
 
+def aligned(document: Document) -> str:
+    """What a change of traffic cost drafters, and what they have learnt back."""
+    lines = []
+    for name, found in document["learning"].items():
+        shares = [f"{found[which][when]:.2f}" for which in ("old", "new") for when in ("before", "after")]
+        back = "-" if found["recovered"] is None else f"{found['recovered']:.0%}"
+        lines.append([f"`{name}`", *shares, back, f"{found['course'][-1][0]:.0f}"])
+    columns = ("chats", "chats, after", "Java", "Java, after", "recovered", "seconds")
+    return rows(("drafter", *columns), lines)
+
+
 SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # title, document, command, what, table
     (
         "One request at a time",
@@ -255,6 +266,14 @@ SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # 
         "make bench-trees",
         "Share of positions at which the verifier's own token is the drafter's; with one runner-up; with two.",
         trees,
+    ),
+    (
+        "Drafters that follow the traffic",
+        "align",
+        "make bench-align",
+        "Share of positions of held-out answers at which a drafter says what its verifier says, before and after it has learnt "
+        "from files in Java on one core. *Recovered*: of what the change from chats in English to Java had cost.",
+        aligned,
     ),
     ("Rules of acceptance", "rules", "make bench-rules", "Tokens per pass of the full model.", rules),
 )

@@ -89,6 +89,7 @@ class Capabilities:
             priority=task.handling.priority,
             cache_salt=task.handling.cache_salt,
             watch=task.handling.watch,
+            train=task.handling.train,
         )
 
     def _check_ids(self, ids: Sequence[int]) -> None:

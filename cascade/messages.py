@@ -153,6 +153,7 @@ class Open:
     priority: int = 0  # lower is served sooner
     cache_salt: str = ""  # keys and values are reused only among requests with the same one
     watch: bool = False  # proposals bring lanes, and come for these alone too
+    train: bool = True  # drafters may learn from its text; routers alone ask, so it is not on the wire
     branches: int = 0  # branches beside its text that this session may write and offer, see `cascade.session.branches`
     draft_branches: int = 0  # the same for the sessions below
     drafters: tuple[str, ...] = ()  # inside tiers, see `cascade.drafters`: those that may guess, here and below

@@ -17,6 +17,7 @@ from ray.serve import Application, Deployment
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from cascade.errors import ConfigError
+from cascade.settings.alignment import HEAD
 from cascade.settings.config import CascadeConfig, TierConfig
 from cascade.settings.deployment import DeploymentConfig, RouterDeploymentConfig
 from cascade.settings.live import OF_ROUTERS, OF_TIERS, fixed_of_router, fixed_of_tier, live
@@ -26,6 +27,7 @@ from deployments.ops.scaling.plan import scaled, scaled_to_zero
 from deployments.versions import packages, versioned
 
 ROUNDING = 1e-6  # shares are decimal fractions, whose sums are not: 3 x 0.2 + 0.3 + 0.1 is more than 1
+LEARNER_END_S = 5.0  # for what is on its way when a learner goes
 SURGE_PERCENT = 20  # rounded up to whole replicas
 NAMES = {"num_cpus": "CPU", "num_gpus": "GPU"}  # Ray's options and the resources they mean
 
@@ -92,7 +94,20 @@ def bind(config: CascadeConfig, limits: Mapping[str, Mapping[str, int]], prefix:
     handles: dict[str, Any] = {}
     for level, tier in enumerate(config.tiers, start=len(config.drafters)):
         handles[tier.name] = _bind_tier(config, tier, level, dict(handles), bound, prefix)
-    return _bind_router(config, handles, dict(limits), prefix)
+    learner = () if config.alignment is None else (_bind_learner(config, handles, prefix),)
+    return _bind_router(config, handles, dict(limits), prefix, learner)
+
+
+def _bind_learner(config: CascadeConfig, tiers: dict[str, Any], prefix: str) -> Any:
+    """Where drafters learn, with handles of all tiers."""
+    from deployments.ops.learner import Learner
+
+    assert config.alignment is not None
+    values = config.model_dump(mode="json")
+    known = {name: values[name] for name in ("tiers", "alignment")}
+    actor = _environment({"num_cpus": 1} | config.alignment.ray_actor_options)
+    options = {"name": f"{prefix}learner", "ray_actor_options": actor, "graceful_shutdown_timeout_s": LEARNER_END_S}
+    return versioned(_deployment(Learner, options, "alignment"), {"learner": known}).bind(values, tiers)
 
 
 def _bind_tier(
@@ -108,12 +123,17 @@ def _bind_tier(
     shared = [other.name for other in config.tiers if other.name in lower and shares_processors(tier, other)]
     spare = [name for name in lower if places[name] >= HELD_PLACES]
     bound = {**bound, "spare_capacity": spare, "draft": tier is not config.tiers[-1]}
+    head = [HEAD] if tier is config.tiers[-1] else []
+    if learns := next((name for name in (tier.name, *head) if name in config.students), None):
+        bound["student"] = learns
     known = {"level": level, "lower": list(lower), "drafters": config.drafters, **bound}
     deployment = versioned(_deployment(TierReplica, options, f"tier {tier.name}"), {"tier": fixed_of_tier(tier), **known})
     return deployment.bind(values, level, lower, config.drafters, shared=shared, **bound)
 
 
-def _bind_router(config: CascadeConfig, tiers: dict[str, Any], limits: dict[str, Any], prefix: str) -> Application:
+def _bind_router(
+    config: CascadeConfig, tiers: dict[str, Any], limits: dict[str, Any], prefix: str, learner: tuple[Any, ...]
+) -> Application:
     from deployments.router import Router
 
     access = config.router.access
@@ -127,7 +147,7 @@ def _bind_router(config: CascadeConfig, tiers: dict[str, Any], limits: dict[str,
     ingress = Router if prefix else serve.ingress()(Router)  # an application has one: `Models`, where it has several routers
     deployment = _deployment(ingress, options, "router")
     deployment = versioned(deployment, {"router": fixed_of_router(config), "limits": limits})
-    return deployment.bind(values, tiers, limits)
+    return deployment.bind(values, tiers, limits, *learner)
 
 
 def parse(args: CascadeConfig | Mapping[str, Any] | None) -> CascadeConfig:

@@ -53,6 +53,7 @@ from deployments.links.siblings import Siblings
 from deployments.links.tls import check
 from deployments.models import relayed
 from deployments.ops.auditor import Auditor
+from deployments.ops.collector import Collector
 from deployments.ops.observer import Observer
 from deployments.ops.tracing import flush
 from deployments.replica import LiveConfig, join_serves
@@ -76,6 +77,7 @@ class Router:
         config: Mapping[str, Any],
         handles: Mapping[str, DeploymentHandle],
         limits: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
+        learner: DeploymentHandle | None = None,
     ) -> None:
         join_serves()
         self._config = CascadeConfig.model_validate(config)
@@ -114,6 +116,10 @@ class Router:
         self._observer = Observer(self.admission.metrics, self._tiers, self._full.downlink)
         self._counting = asyncio.create_task(self._observer.run())
         self._auditor = Auditor(self._config, full_replicas, self.admission)
+        alignment, metrics = self._config.alignment, self.admission.metrics
+        self._collector = None
+        if learner is not None and alignment is not None:
+            self._collector = Collector(alignment, learner, metrics)
         self._api = Api(self).application()
         await self._listen()
         gc.freeze()  # what is there by now stays: to look at all of it takes a collection a third of a second
@@ -235,6 +241,8 @@ class Router:
     async def __del__(self) -> None:
         self._counting.cancel()
         await self._auditor.close()
+        if self._collector is not None:
+            await self._collector.close()
         await self.drain()
         await asyncio.gather(*(server.close(CLOSE_GRACE_S) for server in (self._http, self._grpc) if server is not None))
         await self._full.downlink.close()
@@ -297,6 +305,8 @@ class Router:
                     record.piece(chunk)
                     if chunk.completion is not None:
                         self._auditor.offer(record.opening, record.tokens)
+                        if self._collector is not None:
+                            self._collector.offer(record.opening, record.tokens, chunk.completion, request.account)
                     yield chunk
                     record.sent(chunk)
 

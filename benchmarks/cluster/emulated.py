@@ -115,6 +115,10 @@ class Emulated:
     def new_cache(self) -> Store:
         return self._model.new_cache()
 
+    def renew(self, source: str) -> None:
+        """Go on with other weights, which the device has at once; see `cascade.engine.model.Model.renew`."""
+        self._model.renew(source)  # type: ignore[attr-defined]  # a toy has no weights, and no student is one
+
     def run(self, rows: Sequence[Row]) -> list[Scored]:
         """Own tokens of each row, see `cascade.scorer.Scorer`, not before the device has them."""
         end = self._clock() + self.seconds(rows)

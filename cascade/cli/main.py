@@ -9,7 +9,7 @@ from cascade.cli.chat import chat
 from cascade.cli.check import check
 from cascade.cli.demo import demo
 from cascade.cli.distill import distill
-from cascade.cli.drafter import drafter
+from cascade.cli.drafter import align, drafter, forget, rollback
 from cascade.cli.generate import generate
 from cascade.cli.serve import serve
 from cascade.cli.simulate import simulate
@@ -44,7 +44,7 @@ def main() -> None:
     """
 
 
-for command in (demo, serve, check, chat, generate, bench, top, simulate, distill, drafter):
+for command in (demo, serve, check, chat, generate, bench, top, simulate, distill, drafter, align, rollback, forget):
     main.add_command(command)
 
 if __name__ == "__main__":

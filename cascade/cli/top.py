@@ -80,6 +80,8 @@ def view(frame: Frame, before: Frame | None = None) -> RenderableType:
         earlier = before.scrape if before is not None else None
         seconds = frame.time_s - before.time_s if before is not None and earlier is not None else None
         parts += [_requests(frame.scrape, earlier, seconds), _edges(frame.scrape, earlier, seconds)]
+        if any(name == "alignment_progress" for name, _ in frame.scrape.samples):
+            parts.append(_alignment(frame.scrape))
     parts += [Text(problem, "bold red") for problem in frame.problems]
     return Group(*parts)
 
@@ -143,6 +145,28 @@ def _edges(now: Scrape, earlier: Scrape | None, seconds: float | None) -> Table:
             f"{'(alone)' if drafter == 'none' else drafter} → {verifier}",
             *(_rate(count, seconds) for count in (*counts, accepted)),
             f"{accepted / counts[1]:.0%}" if counts[1] else "-",
+        )
+    return table
+
+
+def _alignment(now: Scrape) -> Table:
+    """Drafters that learn: the round that runs, those before, and what the last one changed."""
+    title = f"Learning, from {now.total('alignment_answers'):,.0f} answers"
+    table = Table("student", "round", "kept", "dropped", "agreement before", "after", "swaps", title=title)
+    for student in sorted(dict(labels)["student"] for name, labels in now.samples if name == "alignment_progress"):
+
+        def said(name: str, student: str = student, **more: str) -> float | None:
+            return now.samples.get((f"alignment_{name}", tuple(sorted({"student": student, **more}.items()))))
+
+        shares = [said("agreement", when=when) for when in ("before", "after")]
+        share = said("progress")
+        counts = [said("rounds", outcome=outcome) for outcome in ("kept", "dropped")]
+        table.add_row(
+            student,
+            f"{share:.0%}" if share else "-",
+            *(f"{count or 0:,.0f}" for count in counts),
+            *("-" if one is None else f"{one:.3f}" for one in shares),
+            f"{said('swaps') or 0:,.0f}",
         )
     return table
 

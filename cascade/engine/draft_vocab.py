@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from cascade.errors import ModelError
@@ -44,16 +44,21 @@ def restrict(network: PreTrainedModel, source: str, *, revision: str | None = No
 
     Raises `ModelError` if the ids are not there or do not fit.
     """
-    size = getattr(network.config, "draft_vocab_size", None)
+    ids = said(network.config, source, revision=revision)
+    if ids is not None:
+        whole: Any = network.get_output_embeddings()
+        network.set_output_embeddings(DraftHead(whole, ids.to(whole.weight.device)))
+
+
+def said(config: PreTrainedConfig, source: str, *, revision: str | None = None) -> Tensor | None:
+    """The draft vocabulary ``[n]`` int64 of a model, None if it says all tokens; raises as `restrict` does."""
+    size, vocab_size = getattr(config, "draft_vocab_size", None), config.get_text_config().vocab_size
     if size is None:
-        return
-    whole: Any = network.get_output_embeddings()
+        return None
     ids = _ids(source, revision)
-    if len(ids) != size or len({*ids}) != size or not all(0 <= token < whole.out_features for token in ids):
-        raise ModelError(
-            f"{FILE} of {source!r} must hold {size} different token ids below {whole.out_features}: export it anew"
-        )
-    network.set_output_embeddings(DraftHead(whole, torch.tensor(ids, device=whole.weight.device)))
+    if len(ids) != size or len({*ids}) != size or not all(0 <= token < vocab_size for token in ids):
+        raise ModelError(f"{FILE} of {source!r} must hold {size} different token ids below {vocab_size}: export it anew")
+    return torch.tensor(ids)
 
 
 def write(ids: Tensor, folder: Path) -> None:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from cascade.engine import devices
 from cascade.engine.checkpoint import context_len, unlike_attention
+from cascade.engine.draft_vocab import DraftHead
 from cascade.engine.heads.exit import Exit
 from cascade.engine.heads.head import Head
 from cascade.engine.heads.loading import load_head
@@ -180,6 +181,28 @@ class Model:
     def close(self) -> None:
         """End what runs outside this process: nothing does."""
 
+    def renew(self, source: str) -> None:
+        """Go on with the weights of ``source``, from the next pass on: those of the head if there is one, else the model's own.
+
+        For drafters, whose texts may change. Keys and values stay, though they are of the weights before: what is drafted after
+        such a text is worth a little less. Raises `ModelError` if the shapes are others; then nothing has changed.
+        """
+        if self.reader is not None:
+            head = load_head(source, self._network, kind=self.reader.head.kind)
+            with self._busy:
+                self.reader.renew(head)
+            return
+        before, draft = self._network, isinstance(self._network.get_output_embeddings(), DraftHead)
+        network = load(source, dtype=str(self.dtype).removeprefix("torch."), device=str(self.device), draft=draft)
+        if problem := _difference(network, before):
+            raise ModelError(f"The weights of {source!r} cannot take the place of others: {problem}")
+        network.eval().set_attn_implementation(self._attention.name)
+        llama = None if self._llama is None else Llama(network, owned=True)
+        if llama is None:
+            multiply_row_by_row(network)
+        with self._busy:
+            self._network, self._llama = network, llama
+
     def new_cache(self) -> Any:
         """Keys and values of a new session: a `cascade.scorer.Store`."""
         return self._attention.new_cache()
@@ -304,3 +327,16 @@ def nbytes(weight: Tensor) -> int:
         return sum(nbytes(getattr(weight, name)) for name in weight.__tensor_flatten__()[0])
     state = getattr(weight, "quant_state", None)  # bitsandbytes keeps scales beside
     return weight.nbytes + (state.absmax.nbytes if state is not None else 0)
+
+
+def _difference(network: PreTrainedModel, other: PreTrainedModel) -> str:
+    """Why one cannot run in the place of the other; "" if it can."""
+    if type(network) is not type(other):
+        return f"they are of {type(network).__name__}, not of {type(other).__name__}"
+    heads = [one.get_output_embeddings() for one in (network, other)]
+    if len({tuple(head.ids.tolist()) if isinstance(head, DraftHead) else () for head in heads}) > 1:
+        return "they say other tokens"
+    shapes, others = ({name: tuple(part.shape) for name, part in one.named_parameters()} for one in (network, other))
+    return next(
+        (f"{name} is {shapes[name]}, not {others.get(name)}" for name in shapes if shapes[name] != others.get(name)), ""
+    )

@@ -148,6 +148,8 @@ class RunAhead:
 
     kept: float = 4.0  # a few made up, to begin with
     cut: float = 0.0
+    num_kept: int = 0  # in all
+    num_cut: int = 0
 
     @property
     def tokens(self) -> float:
@@ -157,5 +159,7 @@ class RunAhead:
 
     def judged(self, num_kept: int, *, cut: bool) -> None:
         """The tier above has kept so many own tokens, and then cut the text or not; old verdicts fade."""
+        self.num_kept += num_kept
+        self.num_cut += cut
         self.kept = MEMORY * self.kept + num_kept
         self.cut = MEMORY * self.cut + cut

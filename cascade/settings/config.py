@@ -20,12 +20,14 @@ from pydantic import Field, ValidationError, model_validator
 from cascade import family
 from cascade.errors import ConfigError
 from cascade.params import DEFAULT_WINDOW, MAX_WINDOW
+from cascade.settings.alignment import AlignmentConfig, alignment_problems, students
 from cascade.settings.deployment import AutoscalingConfig, DeploymentConfig, scaling_problems
 from cascade.settings.engine import EMBEDDED, EngineKwargs, ModelLoadingConfig
 from cascade.settings.router import RouterConfig
 from cascade.settings.section import Section, sentence
 
 MAX_TIERS = 5
+RESERVED = ("router", "learner")  # deployments that are no tiers
 Port = Annotated[int, Field(ge=1, le=65535)]
 GPU_MEMORY = 0.9  # that weights and caches take, the rest is for passes
 
@@ -73,6 +75,7 @@ class CascadeConfig(Section):
     link_tls: LinkTLS | None = None  # encrypts links between tiers; a secret guards them either way
     # first and last port at which replicas take links; any free one if not given
     link_ports: Annotated[tuple[Port, ...], Field(min_length=2, max_length=2)] | None = None
+    alignment: AlignmentConfig | None = None  # lower tiers and heads learn from answers while they serve
     verify: bool = True  # compare tokenizers and contexts of all tiers before anything starts
 
     @model_validator(mode="after")
@@ -89,13 +92,15 @@ class CascadeConfig(Section):
                 yield f"two tiers are named {name!r}; give each its own name"
             if name in self.drafters:
                 yield f"a tier is named {name!r}, as one of its drafters is; give the tier another name"
-            if name == "router":
-                yield "no tier can be named 'router', as the ingress is; give the tier another name"
+            if name in RESERVED:
+                yield f"no tier can be named {name!r}, as another deployment is; give the tier another name"
         for tier in self.tiers[:-1]:
             if field := tier.engine_kwargs.adapted:
                 yield f"{field} of tier {tier.name!r}: only the full tier, the last one, takes adapters; remove them"
         if self.link_ports is not None and self.link_ports[0] > self.link_ports[1]:
             yield f"link_ports are {list(self.link_ports)}: name the lower port first"
+        if self.alignment is not None:
+            yield from alignment_problems(self._engines, self.alignment.students)
         if self.autoscaling is not None:
             yield from scaling_problems({tier.name: tier.deployment_config for tier in self.tiers})
 
@@ -117,6 +122,29 @@ class CascadeConfig(Section):
     def chain_names(self) -> tuple[str, ...]:
         """Of the drafters inside tiers and the tiers, bottom to top."""
         return (*self.drafters, *self.names)
+
+    @property
+    def students(self) -> tuple[str, ...]:
+        """Drafters that learn while they serve: tiers by name, a head by its kind."""
+        return () if self.alignment is None else students(self._engines, self.alignment.students)
+
+    def lesson(self, student: str) -> tuple[str, str]:
+        """Sources of the verifier of a student and of the student, the latest weights of both; raises `ModelError`."""
+        assert self.alignment is not None
+        verifier = self.names[self.names.index(student) + 1] if student in self.names else self.names[-1]
+        teacher, learner = (self.alignment.versions(one).current or self.beginning(one) for one in (verifier, student))
+        return str(teacher), str(learner)
+
+    def beginning(self, student: str) -> str:
+        """Source of a tier's weights, or of those of the head of that kind, before it learnt anything; raises `ModelError`."""
+        tier = next((tier for tier in self.tiers if tier.name == student), None)
+        if tier is not None:
+            return tier.model_loading_config.source
+        return next(spec.source for spec in self.tiers[-1].engine_kwargs.drafters if spec.kind == student)
+
+    @property
+    def _engines(self) -> dict[str, EngineKwargs]:
+        return {tier.name: tier.engine_kwargs for tier in self.tiers}
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ class KeyLimits(Section):
     tokens_per_minute: Annotated[int, Field(ge=1)] | None = None  # tokens of prompts and answers; any number by default
     # lowest priority, which is served soonest, that a request may ask for; 0 by default, any on a server without keys
     min_priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    train: bool = True  # drafters may learn from its answers, where `alignment` lets them
     # share of the tokens beside those of other keys, while requests wait
     weight: Annotated[float, Field(ge=0.01, le=1000)] = 1.0
 

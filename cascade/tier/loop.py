@@ -67,6 +67,7 @@ class Loop(Generic[U]):
     ) -> None:
         self.slots: dict[str, Slot[U]] = {}  # by session
         self.written = 0  # tokens of texts
+        self.agreed = self.corrected = 0  # own tokens of sessions that are over, as the tier above has judged them
         self.kv_admission = kv_admission
         self._name = name
         self._level = level
@@ -271,6 +272,8 @@ class Loop(Generic[U]):
     def _leave(self, slot: Slot[U], *, spoilt: bool = False) -> None:
         """Free everything the session occupies, here and below; what it leaves is not reused if it may be ``spoilt``."""
         self._drafting.leave(slot)
+        self.agreed += slot.session.run_ahead.num_kept
+        self.corrected += slot.session.run_ahead.num_cut
         for drafter in slot.drafters:
             drafter.guesser.close(slot.session.text)
         del self.slots[slot.session.opening.session]

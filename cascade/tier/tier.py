@@ -131,6 +131,11 @@ class Tier:
     def num_sessions(self) -> int:
         return len(self._loop.slots)
 
+    @property
+    def verdicts(self) -> tuple[int, int]:
+        """Own tokens of sessions that are over: how often the tier above said the same, and how often another."""
+        return self._loop.agreed, self._loop.corrected
+
     def snapshot(self) -> TierStats:
         admission, blocks = self.kv_admission, self.kv_admission.block_manager
         return replace(self.stats, asked=blocks.asked, reused=blocks.reused, preempted=admission.preempted)

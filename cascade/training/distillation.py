@@ -1,5 +1,6 @@
 """Trains a student on scored texts, for a given time; goes on where it was interrupted."""
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -8,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from cascade.engine import draft_vocab
 from cascade.training.learning import Learner, Rates, mixed_precision
 from cascade.training.loss import top_cross_entropy
 from cascade.training.text import Shard, batches, held_out, padded
@@ -36,22 +38,24 @@ class Schedule(Rates):
 class Run:
     """A student in training: what a checkpoint holds."""
 
-    student: LlamaForCausalLM
-    said: Tensor  # [n] int64, increasing: the tokens that it says
+    student: PreTrainedModel
+    said: Tensor | None = None  # [n] int64, increasing: its draft vocabulary, if it has one
     schedule: Schedule = field(default_factory=Schedule)
     step: int = 0
     tokens: int = 0  # learnt, padding excluded
     seconds: float = 0.0  # spent
     loss: float = 0.0  # mean of late steps, nats a token
     learner: Learner = field(init=False)
-    _places: Tensor = field(init=False)  # [vocab_size] int64: of tokens in `said`, -1 of others
+    known: Tensor = field(init=False)  # [n] int64: the tokens that it says
+    _places: Tensor = field(init=False)  # [vocab_size] int64: of tokens in `known`, -1 of others
 
     def __post_init__(self) -> None:
         self.student.set_attn_implementation(CAUSAL)
-        self.said = self.said.to(self.student.device)
-        self._places = torch.full((self.student.config.vocab_size,), -1, device=self.said.device)
-        self._places[self.said] = torch.arange(len(self.said), device=self.said.device)
-        self.learner = Learner(self.student, self.schedule, [self.student.config.vocab_size])
+        vocab_size = self.student.config.vocab_size
+        self.known = (torch.arange(vocab_size) if self.said is None else self.said).to(self.student.device)
+        self._places = torch.full((vocab_size,), -1, device=self.known.device)
+        self._places[self.known] = torch.arange(len(self.known), device=self.known.device)
+        self.learner = Learner(self.student, self.schedule, [vocab_size])
 
     def learn(self, shard: Shard, texts: Sequence[int], opening: int, progress: float) -> float:
         """One step; returns its loss in nats a token. The first ``opening`` tokens of each text are context only."""
@@ -61,8 +65,8 @@ class Run:
             torch.from_numpy(part).to(self.student.device) for part in (positions.where, positions.ids, positions.wanted)
         )
         places = self._places[likeliest]
-        known = self.student.lm_head.weight.index_select(0, self.said)
-        loss = top_cross_entropy(states.flatten(0, 1)[chosen], known, places.clamp_min(0), wanted * (places >= 0))
+        head = self.student.get_output_embeddings().weight.index_select(0, self.known)
+        loss = top_cross_entropy(states.flatten(0, 1)[chosen], head, places.clamp_min(0), wanted * (places >= 0))
         self.learner.learn(loss, self.step, progress)
         self.step += 1
         self.tokens += len(chosen)
@@ -71,21 +75,25 @@ class Run:
         return value
 
     @torch.no_grad()
+    def says(self, shard: Shard, texts: Sequence[int], opening: int) -> list[np.ndarray]:
+        """For each of some texts the answer's positions, and whether student and teacher say the same there."""
+        assert shard.ids is not None
+        said, found = self._states(padded(shard, texts).to(self.student.device)), list[np.ndarray]()
+        head = self.student.get_output_embeddings().weight[self.known]
+        for row, text in enumerate(texts):
+            span, first = shard.span(text), max(int(shard.prompts[text]) - 1, opening - 1)
+            logits = said[row, first : span.stop - span.start - 1].float() @ head.T
+            found.append(self.known[logits.argmax(-1)].cpu().numpy() == shard.ids[span][first:-1, 0])
+        return found
+
     def agreement(self, shards: Sequence[Shard], opening: int) -> dict[float, float]:
         """By temperature of the text, the share of held-out answers' positions at which student and teacher say the same."""
-        equal: dict[float, list[float]] = {}
-        known = self.student.lm_head.weight[self.said]
+        equal: dict[float, list[np.ndarray]] = {}
         for shard in shards:
             for rows in batches(shard, [t for t in range(shard.num_texts) if held_out(t)], self.schedule.tokens):
-                states = self._states(padded(shard, rows).to(self.student.device))
-                assert shard.ids is not None
-                for row, text in enumerate(rows):
-                    span, first = shard.span(text), max(int(shard.prompts[text]) - 1, opening - 1)
-                    logits = states[row, first : span.stop - span.start - 1].float() @ known.T
-                    best = shard.ids[span][first:-1, 0]
-                    temperature = round(float(shard.temperatures[text]), 2)
-                    equal.setdefault(temperature, []).extend((self.said[logits.argmax(-1)].cpu().numpy() == best).tolist())
-        return {temperature: float(np.mean(found)) for temperature, found in sorted(equal.items())}
+                for text, found in zip(rows, self.says(shard, rows, opening), strict=True):
+                    equal.setdefault(round(float(shard.temperatures[text]), 2), []).append(found)
+        return {temperature: float(np.concatenate(found).mean()) for temperature, found in sorted(equal.items())}
 
     def save(self, path: Path) -> None:
         """Everything that is needed to go on; a kill meanwhile leaves the checkpoint before."""
@@ -96,10 +104,18 @@ class Run:
         for name, value in self.learner.resume(path).items():
             setattr(self, name, value)
 
+    def write(self, folder: Path) -> None:
+        """The student in bfloat16, as Transformers reads it."""
+        shipped = copy.deepcopy(self.student).to(torch.bfloat16).eval()
+        shipped.set_attn_implementation("sdpa")
+        shipped.save_pretrained(folder)
+        if self.said is not None:
+            draft_vocab.write(self.said, folder)
+
     def _states(self, ids: Tensor) -> Tensor:
         """Last hidden states ``[rows, n, width]`` after ``ids`` ``[rows, n]``."""
         with mixed_precision(ids.device):
-            states: Tensor = self.student.model(ids, use_cache=False).last_hidden_state
+            states: Tensor = self.student.base_model(ids, use_cache=False).last_hidden_state
         return states.float()
 
 

@@ -82,7 +82,7 @@ def train_eagle3(network: PreTrainedModel, batch: Batch, shape: EagleShape, sche
     """Train a head for ``network`` and write it to ``folder``; see `fit`."""
     torch.manual_seed(0)
     head = new_head(network, shape)
-    mean = fit(head, lambda ids: _loss(network, head, ids, schedule), batch, schedule, folder)
+    mean = fit(head, lambda ids: loss(network, head, ids, schedule), batch, schedule, folder)
     write(head, shape, folder)
     return mean
 
@@ -103,7 +103,7 @@ def new_head(network: PreTrainedModel, shape: EagleShape) -> Eagle3:
     return head.to(network.device)
 
 
-def _loss(network: PreTrainedModel, head: Eagle3, ids: Tensor, schedule: Schedule) -> Tensor:
+def loss(network: PreTrainedModel, head: Eagle3, ids: Tensor, schedule: Schedule) -> Tensor:
     """Mean nats per guess over ``ids`` ``[rows, n]``, those further ahead counting less."""
     n = ids.shape[1] - schedule.unrolled
     with mixed_precision(ids.device):

@@ -135,7 +135,7 @@ class Distillation:
         )
         limit = self.plan.hours * 3600 * ANSWERING
         whole = run.student.lm_head
-        run.student.lm_head = draft_vocab.DraftHead(whole, run.said)
+        run.student.lm_head = draft_vocab.DraftHead(whole, run.known)
         texts = self._written(run.student.eval(), given_prompts(prompts), seed=run.step)
         self._store(self._answers, texts, "answering", self._spent("answering"), limit, tell)
         run.student.lm_head = whole
@@ -208,8 +208,8 @@ class Distillation:
             texts = next(batches(shards[0], range(shards[0].num_texts), 16_384))
             self.teacher.set_attn_implementation(CAUSAL)
             student = cut(self.teacher, self.shape, padded(shards[0], texts).to(self.teacher.device))
-        said = self._said()
-        if len(said) < student.config.vocab_size:
+        said = self._said() if self.shape.vocab_size < student.config.vocab_size else None
+        if said is not None:
             student.config.draft_vocab_size = len(said)
         run = Run(student.train(), said)
         if self._checkpoint.exists():
@@ -230,7 +230,7 @@ class Distillation:
     def _said(self) -> Tensor:
         """The tokens that the student says: chosen once, by how often the teacher says them."""
         path = self._work / f"{self._out.name}.{draft_vocab.FILE}"
-        if self._start is not None and self.shape.vocab_size < self.teacher.config.vocab_size:
+        if self._start is not None:
             path = self._start / draft_vocab.FILE
         elif not path.exists():
             often = likelihood(self._shards(self._texts), self.teacher.config.vocab_size)
@@ -260,21 +260,14 @@ class Distillation:
     def _export(self, run: Run) -> None:
         """An ordinary folder of Transformers, in bfloat16, with a model card."""
         partial = self._out.with_name(self._out.name + ".partial")
-        student: LlamaForCausalLM = run.student.eval()
-        student.set_attn_implementation("sdpa")
-        shipped = LlamaForCausalLM(student.config).to(torch.bfloat16)
-        shipped.load_state_dict(student.state_dict())
-        shipped.generation_config = GenerationConfig.from_dict(self.teacher.generation_config.to_dict())
-        shipped.save_pretrained(partial)
+        run.student.generation_config = GenerationConfig.from_dict(self.teacher.generation_config.to_dict())
+        run.write(partial)
         self.tokenizer.save_pretrained(partial)
-        if len(run.said) < student.config.vocab_size:
-            draft_vocab.write(run.said, partial)
         (partial / "README.md").write_text(self._card(run), encoding="utf-8")
         for file in partial.iterdir():
             self._out.mkdir(parents=True, exist_ok=True)
             os.replace(file, self._out / file.name)
         partial.rmdir()
-        student.set_attn_implementation(CAUSAL)
 
     def _card(self, run: Run) -> str:
         shape, config = self.shape, run.student.config

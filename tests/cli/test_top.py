@@ -1,6 +1,7 @@
 """`cascade top`: what it shows of a running server, and how it ends."""
 
 import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from cascade.bench.scrape import Scrape, scrape
 from cascade.cli.main import main
@@ -24,7 +26,7 @@ from cascade.params import SamplingParams, Speculation
 from cascade.planner.chains import Worth
 from cascade.v1 import serving_pb2 as pb
 from deployments.ops.metrics.page import Page
-from deployments.ops.metrics.series import SERIES
+from deployments.ops.metrics.series import SERIES, Reading
 from tests.doors import House, house
 from tests.waiting import LONG_S, wait_until
 
@@ -148,6 +150,26 @@ def test_once_shows_tiers_edges_and_requests() -> None:
     assert after.scrape is not None
     assert after.scrape.since(before.scrape).total("generation_tokens_total") == GREEDY.max_tokens
     assert view(after, before) is not None
+
+
+def test_what_drafters_learn_is_shown() -> None:
+    """Guards progress against being nowhere: the round that runs, those before, what the last one changed."""
+    page = Page()
+    said = [
+        Reading("alignment_answers", (), 240.0),
+        *(Reading("alignment_rounds", ("tiny", outcome), count) for outcome, count in (("kept", 3.0), ("dropped", 1.0))),
+        *(Reading("alignment_agreement", ("tiny", when), share) for when, share in (("before", 0.31), ("after", 0.475))),
+        Reading("alignment_progress", ("tiny",), 0.42),
+        Reading("alignment_swaps", ("tiny",), 6.0),
+    ]
+    page.also(lambda: said)
+    console = Console(record=True, width=160, file=io.StringIO())
+    console.print(view(Frame(0.0, scrape=Scrape.parse(page.text().decode()))))
+    shown = console.export_text()
+    for words in ("240 answers", "tiny", "42%", "0.310", "0.475"):
+        assert words in shown
+    numbers = next(line.split() for line in shown.splitlines() if "0.475" in line)
+    assert [one for one in numbers if one.isdigit()] == ["3", "1", "6"]
 
 
 def test_no_server_is_one_sentence() -> None:

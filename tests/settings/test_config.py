@@ -50,6 +50,12 @@ def deploying(**fields: Any) -> dict[str, Any]:
 # what is wrong
 
 
+def learning(student: str, **engine_kwargs: Any) -> dict[str, Any]:
+    """Two tiers, of which one is asked to learn."""
+    tiers = [tier("tiny", engine_kwargs=engine_kwargs), tier("full")]
+    return {"tiers": tiers, "alignment": {"folder": "/shared", "students": [student]}}
+
+
 WRONG: dict[str, tuple[Any, str]] = {
     "no tiers": ({"window": 3}, r"tiers is missing; add it"),
     "six tiers": ({"tiers": [tier(f"t{i}") for i in range(6)]}, r"tiers: it has 6 entries, but may have at most 5$"),
@@ -99,6 +105,23 @@ WRONG: dict[str, tuple[Any, str]] = {
         r"drafter.layers is None: name how many of the first layers 'exit' runs, 1 or more",
     ),
     "router": ({"tiers": [tier("router"), tier("full")]}, r"no tier can be named 'router'"),
+    "full tier that learns": (learning("full"), r"names 'full', the full tier, whose text is the answer: remove it"),
+    "nobody that learns": (learning("large"), r"alignment\.students names 'large': it takes tiny, eagle3"),
+    "head that is not there": (learning("eagle3"), r"names 'eagle3', and tier 'full' has no such head"),
+    "learning on vLLM": (learning("tiny", engine="vllm"), r"names 'tiny', which runs on vLLM, .*set its engine to 'cascade'"),
+    "quantized learning": (learning("tiny", quantization="int8"), r"names 'tiny', which runs on vLLM"),
+    "read learning": (
+        learning("tiny", drafter={"kind": "eagle3", "source": "a/b"}),
+        r"names 'tiny', which a head reads that would not fit it any more",
+    ),
+    "nobody to teach": (
+        {"tiers": [tier("full")], "alignment": {"folder": "/shared"}},
+        r"alignment has nobody to teach: give a lower tier on our own engine, or the full tier an eagle3 head",
+    ),
+    "key for nothing": (
+        {"tiers": [tier("tiny"), tier("full")], "alignment": {"folder": "/shared", "key_env": "KEY"}},
+        r"key_env is 'KEY', but nothing is on disk: set on_disk to true, or remove it",
+    ),
     "name with space": (one(name="my tier"), r"tiers\.0\.name is 'my tier'"),
     "unknown key": ({"tiers": [tier()], "windw": 3}, r"windw is not a known key; remove it"),
     "unknown engine option": (engine(quantise=True), r"engine_kwargs: quantise is not a known key"),

@@ -4,7 +4,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cascade.drafters.registry import AUTO, HEADS, load
-from cascade.engine.heads.checkpoint import read
+from cascade.engine.heads.checkpoint import Checkpoint, read
 from cascade.engine.heads.head import Head, Verifier
 from cascade.engine.heads.mtp import Mtp, holds_mtp, load_mtp
 from cascade.engine.network.llama import between
@@ -29,6 +29,13 @@ def load_head(source: str, network: PreTrainedModel, *, kind: str = AUTO, revisi
     checkpoint = read(source, revision=revision)
     if kind == AUTO and holds_mtp(checkpoint.weights):
         return load_mtp(source, network, revision=revision)
+    head = published(checkpoint, network, kind)
+    head.match_model(between(network))
+    return head
+
+
+def published(checkpoint: Checkpoint, network: PreTrainedModel, kind: str = AUTO) -> Head:
+    """The head of a checkpoint as PyTorch runs it, in the dtype and on the device of ``network``; raises `ModelError`."""
     for name in PUBLISHED:
         found: type[Head] = load(name)
         if found.fits(named := checkpoint.named(found.names)):
@@ -46,6 +53,4 @@ def load_head(source: str, network: PreTrainedModel, *, kind: str = AUTO, revisi
     except Exception as error:  # of Transformers
         raise checkpoint.wrong(f"its config.json is wrong ({reason(error)})") from error
     checkpoint.fill(head)
-    head = head.to(device=network.device, dtype=network.dtype).eval()
-    head.match_model(between(network))
-    return head
+    return head.to(device=network.device, dtype=network.dtype).eval()

@@ -60,6 +60,17 @@ class Reader:
         else:
             layers[layer].register_forward_pre_hook(note_given, with_kwargs=True)
 
+    def renew(self, head: Head) -> None:
+        """Go on with ``head``, of the same kind and shape, between two passes; raises `ModelError` if it is another."""
+        shapes, others = ({name: part.shape for name, part in one.state_dict().items()} for one in (head, self.head))
+        if shapes != others or head.known != self.head.known or head.reads != self.head.reads:
+            raise ModelError(
+                "the head has another shape, reads other states or knows other tokens than the one that it replaces"
+            )
+        for old, new in zip(self.head.own_layers, head.own_layers, strict=True):
+            new.self_attn.layer_idx = old.self_attn.layer_idx
+        self.head = head
+
     # as a part of the model
 
     def add_layers(self, found: Survey) -> None:

@@ -35,6 +35,9 @@ OF_DRAFTERS = {  # likewise, of edges that have one
 BY_NUMBER = ("proposed_by_rank", "accepted_by_rank", "proposed_by_position", "accepted_by_position")
 
 
+OF_LEARNING = ("answers", "rounds", "agreement", "progress", "swaps")
+
+
 class RouterMetrics:
     """Counters of one router; ``names`` are the tiers, bottom to top."""
 
@@ -66,6 +69,7 @@ class RouterMetrics:
         self._pass = page.gauge("pass_seconds")
         self._context = page.gauge("context_seconds")
         self._routes = page.counter("prefix_routes")
+        self._learning = {name: page.gauge(f"alignment_{name}") for name in OF_LEARNING}
         self._drafted: bool | None = None  # as the log says; nothing yet
         self._guesses = Edge("", self._full)  # of all answers
         page.gauge("num_requests_running").set_function(lambda: places.num_running)
@@ -143,6 +147,24 @@ class RouterMetrics:
             self._agreement.labels(*labels).set(drift.recent)
             self._level.labels(*labels).set(drift.level)
             self._drift.labels(*labels).set(drift.alarm)
+
+    def learning(self, said: Mapping[str, Any]) -> None:
+        """The learner says how far it is, see `deployments.ops.learner.Learner.progress`."""
+        gauges = self._learning
+        gauges["answers"].set(said["answers"])
+        for student, of in said["students"].items():
+            gauges["progress"].labels(student).set(of["share"])
+            gauges["swaps"].labels(student).set(of["swaps"])
+            for outcome in ("kept", "dropped"):
+                gauges["rounds"].labels(student, outcome).set(of[outcome])
+            for when in ("before", "after"):
+                if of[when] is not None:
+                    gauges["agreement"].labels(student, when).set(of[when])
+
+    @property
+    def drifting(self) -> set[str]:
+        """Drafters that agree less than they used to."""
+        return {labels[0] for labels, drift in self._drifts.items() if drift.alarm}
 
     def started(self, drafters: int) -> None:
         """The router has started with so many tiers ready below the full one, of at least one that is configured."""

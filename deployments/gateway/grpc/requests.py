@@ -51,7 +51,8 @@ def parse_speculation(request: Asked) -> Speculation:
 
 def parse_handling(request: Asked) -> Handling:
     """How it is treated beside others; raises `InvalidRequest`."""
-    return Handling(request.priority, request.cache_salt, request.watch)
+    train = request.train if request.HasField("train") else True
+    return Handling(request.priority, request.cache_salt, request.watch, train)
 
 
 def parse_known(request: Asked) -> Sequence[int]:

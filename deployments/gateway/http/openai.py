@@ -166,6 +166,7 @@ class SamplingBody(IgnoredFields):
     adapter: str | None = None  # LoRA adapter of the full model
     priority: int | None = None
     cache_salt: str | None = None
+    train: bool | None = None
     structured: StructuredBody | None = Field(default=None, validation_alias=AliasChoices("structured", "structured_outputs"))
     guided_json: Schema | None = None  # these four are the kinds of `structured`, as vLLM named them before
     guided_regex: str | None = None
@@ -193,7 +194,7 @@ class SamplingBody(IgnoredFields):
         return Speculation() if self.speculation is None else self.speculation.parsed()
 
     def handling(self) -> Handling:
-        return Handling(self.priority or 0, self.cache_salt or "")
+        return Handling(self.priority or 0, self.cache_salt or "", train=self.train is not False)
 
     def ignored(self, reads: Callable[[str], bool]) -> list[str]:
         """Fields that are given and change nothing; ``reads``: whether the chat template has a variable of this name."""

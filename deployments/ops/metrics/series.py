@@ -159,6 +159,20 @@ AUDITS = (
     ),
     _counter("audits_skipped", "Answers that were drawn for an audit and not audited, by reason.", "reason"),
 )
+ALIGNMENT = (
+    _gauge("alignment_answers", "Answers that the learner keeps."),
+    _gauge(
+        "alignment_rounds", "Rounds that a student has learnt in, by whether their weights were kept.", "student", "outcome"
+    ),
+    _gauge(
+        "alignment_agreement",
+        "Share of held-out answers that a student says, before and after its last round.",
+        "student",
+        "when",
+    ),
+    _gauge("alignment_progress", "Share of the round that runs; 0 if none does.", "student"),
+    _gauge("alignment_swaps", "Times that a replica went on with other weights.", "student"),
+)
 PREFIXES = (
     _counter("prefix_routes", "Sessions by outcome: whether their full replica knew how their text begins.", "outcome"),
 )
@@ -199,7 +213,7 @@ REPLICAS = (
     ),
 )
 SERIES: Mapping[str, Series] = MappingProxyType(
-    {series.name: series for series in (*REQUESTS, *EDGES, *CASCADE, *AUDITS, *PREFIXES, *BETWEEN, *REPLICAS)}
+    {series.name: series for series in (*REQUESTS, *EDGES, *CASCADE, *AUDITS, *ALIGNMENT, *PREFIXES, *BETWEEN, *REPLICAS)}
 )
 
 

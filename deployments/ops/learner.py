@@ -1,0 +1,289 @@
+"""The deployment in which drafters learn: it keeps answers, trains on them, and brings new weights to the replicas.
+
+What serves is what the file `cascade.training.versions.CURRENT` of a drafter names. The learner writes it, and whoever rolls
+back; replicas are brought to it one by one, whatever they run and however often one of them, or the learner, has died.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from cascade.engine.threads import apart
+from cascade.errors import CascadeError
+from cascade.settings.config import CascadeConfig
+from cascade.training.reservoir import Sample
+from deployments.replica import join_serves
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0  # between two looks at what is to be done
+SAVE_S = 60.0  # between two times that answers are written to disk
+ASK_TIMEOUT_S = 10.0
+RENEW_TIMEOUT_S = 300.0
+LOWEST = 19  # priority of the thread that trains: whatever serves on the machine goes first
+
+# of a canary: judged tokens before it is believed, standard deviations and fall of what is right that are no chance
+LEAST_JUDGED, SIGMAS, FALL = 400, 4.0, 0.03
+PATIENCE = 5  # times the time of a canary after which one that hardly anybody asks is believed, too
+
+Verdict: TypeAlias = Literal["wait", "good", "bad", "gone"]
+
+
+class Weights(NamedTuple):
+    """What a replica says of itself."""
+
+    replica: str
+    version: str  # "" for the weights that it began with
+    right: int  # own tokens of sessions that are over that the tier above said, too; none are counted of a head
+    wrong: int
+
+
+@dataclass(slots=True)
+class Canary:
+    """A replica that got new weights before the others."""
+
+    version: str
+    replica: str
+    since: float
+    before: Mapping[str, Weights]  # all replicas, when it got them
+
+    def verdict(self, states: Sequence[Weights], now: float, wait_s: float) -> Verdict:
+        """Whether it is right less often than the others since then, or than itself before if it is alone."""
+        here = next((state for state in states if state.replica == self.replica), None)
+        if here is None:
+            return "gone"  # it died, or does not answer: another one is tried
+        if now < self.since + wait_s:
+            return "wait"
+        others = [state for state in states if state.replica != self.replica and state.version != self.version]
+        new = _since(here, self.before.get(self.replica))
+        if others:
+            counts = [_since(state, self.before.get(state.replica)) for state in others]
+            old = sum(right for right, _ in counts), sum(wrong for _, wrong in counts)
+        else:
+            known = self.before.get(self.replica)
+            old = (known.right, known.wrong) if known is not None else (0, 0)
+        if min(sum(new), sum(old)) < LEAST_JUDGED:
+            return "wait" if sum(new) and now < self.since + PATIENCE * wait_s else "good"
+        share = (new[0] + old[0]) / (sum(new) + sum(old))
+        deviation = (share * (1 - share) * (1 / sum(new) + 1 / sum(old))) ** 0.5
+        fall = old[0] / sum(old) - new[0] / sum(new)
+        return "bad" if fall > max(FALL, SIGMAS * deviation) else "good"
+
+
+def _since(now: Weights, then: Weights | None) -> tuple[int, int]:
+    return (now.right, now.wrong) if then is None else (now.right - then.right, now.wrong - then.wrong)
+
+
+@dataclass(slots=True)
+class Rollout:
+    """Brings the replicas of a tier to the latest weights of a student, one after another."""
+
+    student: str
+    config: CascadeConfig
+    tier: DeploymentHandle
+    canary: Canary | None = None
+    good: str = ""  # version that a canary has passed
+    swaps: int = 0  # replicas that got other weights
+    dropped: int = 0  # versions that a canary failed
+
+    async def step(self) -> None:
+        """Do what is to be done next: nothing, mostly."""
+        assert self.config.alignment is not None
+        alignment = self.config.alignment
+        states = await ask(self.tier, "weights")
+        current = alignment.versions(self.student).current
+        wanted = "" if current is None else current.name
+        if self.canary is not None and self.canary.version != wanted:  # rolled back, or a newer one has come
+            self.canary = None
+        if self.canary is not None:
+            verdict = self.canary.verdict(states, time.monotonic(), alignment.canary_s)
+            if verdict == "wait":
+                return
+            if verdict == "bad":
+                back = alignment.versions(self.student).rollback()
+                self.dropped += 1
+                log.warning("%s: weights %s are dropped, %s is right less often", self.student, wanted, self.canary.replica)
+                wanted, current = "" if back is None else back.name, back
+            elif verdict == "good":
+                self.good = wanted
+            self.canary = None
+        behind = next((state for state in states if state.version != wanted), None)
+        if behind is None:
+            return
+        if wanted and wanted != self.good and not any(state.version == wanted for state in states):
+            self.canary = Canary(wanted, behind.replica, time.monotonic(), {state.replica: state for state in states})
+        source = self.config.beginning(self.student) if current is None else str(current)
+        if any(await ask(self.tier, "renew", behind.replica, wanted, source, timeout_s=RENEW_TIMEOUT_S)):
+            self.swaps += 1
+            log.info("%s: %s goes on with weights %s", self.student, behind.replica, wanted or "that it began with")
+        else:
+            self.canary = None
+
+
+async def ask(tier: DeploymentHandle, method: str, *args: Any, timeout_s: float = ASK_TIMEOUT_S) -> list[Any]:
+    """What each replica that answers says."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            answers = await tier.broadcast(method, *args).results_async(return_exceptions=True)
+    except (RayServeException, TimeoutError) as error:  # there is no replica
+        log.info("A tier does not answer: %s", error or type(error).__name__)
+        return []
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            log.warning("A replica does not %s: %s", method, " ".join(str(answer).split())[-300:])
+    return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+
+@dataclass(slots=True)
+class Rounds:
+    """What came of a student's rounds."""
+
+    kept: int = 0
+    dropped: int = 0
+    before: float | None = None  # agreement on held-out answers, of the last round
+    after: float | None = None
+    share: float = 0.0  # of the round that runs
+
+
+class Learner:
+    """Learns from the answers that routers send. ``tiers`` are handles of all tiers, by name."""
+
+    async def __init__(self, config: Mapping[str, Any], tiers: Mapping[str, DeploymentHandle]) -> None:  # type: ignore[misc]
+        join_serves()
+        self._config = CascadeConfig.model_validate(config)
+        assert self._config.alignment is not None
+        self._alignment = self._config.alignment
+        self._answers = self._alignment.reservoir()
+        full = self._config.names[-1]
+        self._rollouts = [Rollout(name, self._config, tiers.get(name, tiers[full])) for name in self._config.students]
+        self._rounds = {name: Rounds() for name in self._config.students}
+        self._drifting: dict[str, set[str]] = {}  # by router
+        self._urgent = False  # an alarm begins the next round
+        self._learnt_at, self._learnt_rows, self._saved_at = time.monotonic(), self._answers.num_added, time.monotonic()
+        self._forgotten, self._closed = threading.Event(), threading.Event()
+        work = (self._learn, *(rollout.step for rollout in self._rollouts))
+        self._tasks = [asyncio.create_task(self._again(one)) for one in work]
+
+    async def take(self, router: str, samples: Sequence[Sample], drifting: Sequence[str]) -> dict[str, Any]:
+        """A router sends answers, and the drafters whose acceptance has fallen; what there is to be told."""
+        self._answers.add(samples)
+        self._urgent |= not {*drifting} <= self._drifting.get(router, set())
+        self._drifting[router] = {*drifting}
+        return self.progress()
+
+    def progress(self) -> dict[str, Any]:
+        """By student: rounds, agreement, replicas that got other weights."""
+        told = {rollout.student: (self._rounds[rollout.student], rollout.swaps, rollout.dropped) for rollout in self._rollouts}
+        return {
+            "answers": len(self._answers),
+            "students": {
+                name: {
+                    "kept": rounds.kept,
+                    "dropped": rounds.dropped + dropped,
+                    "before": rounds.before,
+                    "after": rounds.after,
+                    "share": rounds.share,
+                    "swaps": swaps,
+                }
+                for name, (rounds, swaps, dropped) in told.items()
+            },
+        }
+
+    async def teach(self) -> None:
+        """Begin a round now, if there are answers enough."""
+        self._urgent = True
+
+    async def __del__(self) -> None:
+        self._closed.set()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._answers.save()
+
+    async def _again(self, work: Callable[[], Any]) -> None:
+        while True:
+            try:
+                await work()
+            except Exception:  # of Ray, of the disk: the next look may find it mended
+                log.exception("The learner goes on")
+            await asyncio.sleep(POLL_S)
+
+    async def _learn(self) -> None:
+        """Forget whom is to be forgotten, and hold a round if one is due; meanwhile go on with the first."""
+        self._tidy()
+        now, new = time.monotonic(), self._answers.num_added - self._learnt_rows
+        if new < self._alignment.min_rows or not (self._urgent or now >= self._learnt_at + self._alignment.every_s):
+            return
+        self._urgent, self._learnt_rows = False, self._answers.num_added
+        self._answers.save()
+        for student in reversed(self._config.students):  # a tier's verifier learns before it does
+            while not await self._round(student):
+                log.info("The round of %s begins anew, without those who are forgotten", student)
+        self._learnt_at = time.monotonic()
+
+    def _tidy(self) -> None:
+        if self._answers.forget():
+            self._forgotten.set()
+        if time.monotonic() > self._saved_at + SAVE_S:
+            self._answers.save()
+            self._saved_at = time.monotonic()
+
+    async def _round(self, student: str) -> bool:
+        """A round in a thread of its own; whether nobody had to be forgotten meanwhile."""
+        self._forgotten.clear()
+        train = partial(self._train, student, self._answers.newest, self._answers.older)
+        training = asyncio.create_task(_lowly(train))
+        while not training.done():
+            await asyncio.wait([training], timeout=POLL_S)
+            self._tidy()
+        await training
+        return not self._forgotten.is_set()
+
+    def _train(self, student: str, newest: Sequence[Sample], older: Sequence[Sample]) -> None:
+        """Train, judge, and publish what is no worse."""
+        from cascade.training import alignment
+
+        rounds = self._rounds[student]
+
+        def heard(progress: alignment.Progress) -> None:
+            rounds.share = progress.share
+            if self._forgotten.is_set() or self._closed.is_set():
+                raise alignment.Stopped
+
+        try:
+            learner = alignment.student_of(student, *self._config.lesson(student), device=self._alignment.device)
+            outcome = alignment.align(student, learner, newest, older, self._alignment.round_s, tell=heard)
+        except alignment.Stopped:
+            return
+        except CascadeError as error:
+            log.warning("%s learns nothing: %s", student, error)
+            return
+        rounds.before, rounds.after, rounds.share = outcome.before, outcome.after, 0.0
+        rounds.kept += not outcome.problem
+        rounds.dropped += bool(outcome.problem)
+        log.log(logging.WARNING if outcome.problem else logging.INFO, "%s", outcome)
+        if not outcome.problem:
+            versions = self._alignment.versions(student)
+            versions.choose(versions.add(alignment.record(learner, outcome)))
+
+
+async def _lowly(work: Callable[[], T]) -> T:
+    """What ``work`` does, in a thread to which everything else on the machine goes first."""
+
+    def run() -> T:
+        with contextlib.suppress(OSError, AttributeError):  # not everywhere
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
+        return work()
+
+    return await asyncio.to_thread(apart, run)

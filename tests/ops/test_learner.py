@@ -1,0 +1,110 @@
+"""Who judges new weights on the way to replicas, and whose answers a router keeps."""
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cascade.answer import Completion, Stats
+from cascade.messages import Edge, Open
+from cascade.params import SamplingParams
+from cascade.settings.alignment import AlignmentConfig
+from cascade.settings.router import KeyLimits
+from cascade.training.reservoir import Sample
+from deployments.gateway.admission.access import Account
+from deployments.gateway.admission.metrics import RouterMetrics
+from deployments.gateway.admission.places import Places
+from deployments.ops import collector
+from deployments.ops.collector import Collector
+from deployments.ops.learner import Canary, Weights
+
+WAIT_S = 60.0
+
+
+def states(new: tuple[int, int], old: tuple[int, int] | None = None) -> list[Weights]:
+    """A canary, and another replica if there is one."""
+    others = [] if old is None else [Weights("b", "", *old)]
+    return [Weights("a", "000002", *new), *others]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "seconds", "verdict"),
+    [
+        (states((0, 0), (0, 0)), states((900, 100), (500, 500)), 30.0, "wait"),
+        (states((0, 0), (0, 0)), states((900, 100), (500, 500)), 61.0, "good"),
+        (states((0, 0), (0, 0)), states((480, 520), (500, 500)), 61.0, "good"),
+        (states((0, 0), (0, 0)), states((300, 700), (500, 500)), 61.0, "bad"),
+        (states((9000, 1000)), states((9300, 1700)), 61.0, "bad"),
+        (states((9000, 1000)), states((9900, 1100)), 61.0, "good"),
+        (states((0, 0), (0, 0)), states((3, 7), (500, 500)), 61.0, "wait"),
+        (states((0, 0), (0, 0)), states((3, 7), (500, 500)), 301.0, "good"),
+        (states((0, 0), (0, 0)), states((0, 0), (0, 0)), 61.0, "good"),
+        (states((0, 0), (0, 0)), [Weights("b", "", 500, 500)], 61.0, "gone"),
+    ],
+    ids=["early", "better", "chance", "worse", "alone, worse", "alone", "few", "few for long", "idle", "dead"],
+)
+def test_a_canary_is_believed_when_it_has_seen_enough(
+    before: Sequence[Weights], after: Sequence[Weights], seconds: float, verdict: str
+) -> None:
+    """Guards replicas against weights that are right less often than others at the same time, or than the same one before."""
+    canary = Canary("000002", "a", 100.0, {state.replica: state for state in before})
+    assert canary.verdict(after, 100.0 + seconds, WAIT_S) == verdict
+
+
+class Learner:
+    """What a handle of the learner is, for a collector: it may be away."""
+
+    def __init__(self) -> None:
+        self.taken: list[Sample] = []
+        self.away = False
+        self.take = SimpleNamespace(remote=self._take)
+
+    async def _take(self, router: str, samples: Sequence[Sample], drifting: Sequence[str]) -> dict[str, Any]:
+        if self.away:
+            raise RuntimeError("the actor died")
+        self.taken += samples
+        return {"answers": len(self.taken), "students": {}}
+
+
+async def offered(monkeypatch: pytest.MonkeyPatch, learner: Learner, openings: Sequence[tuple[Open, Account]]) -> Collector:
+    monkeypatch.setattr(collector, "SEND_S", 0.01)
+    metrics = RouterMetrics(Places(1, 1), ("tiny", "full"))
+    made = Collector(AlignmentConfig(folder="unused"), learner, metrics)  # type: ignore[arg-type]
+    stats = Stats(1, 1, edges=(Edge("tiny", "full", corrected=3),))
+    for opening, account in openings:
+        made.offer(opening, [7, 8], Completion("", (7, 8), "length", 1, stats), account)
+    await asyncio.sleep(0.1)
+    return made
+
+
+def opening(number: int, **changes: Any) -> Open:
+    return Open("s", (number, 2, 3), 3, SamplingParams(seed=1, **changes.pop("params", {})), **changes)
+
+
+async def test_whoever_forbids_it_is_not_learnt_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards tenants: a salt, the request's own word, the key's, or an adapter keep an answer from everybody's drafters."""
+    free, kept_out = Account("alice"), Account("bob", KeyLimits(train=False))
+    learner = Learner()
+    asked = [
+        (opening(1), free),
+        (opening(2, cache_salt="mine"), free),
+        (opening(3, train=False), free),
+        (opening(4, params={"adapter": "law"}), free),
+        (opening(5), kept_out),
+    ]
+    made = await offered(monkeypatch, learner, asked)
+    await made.close()
+    assert [(one.tokens, one.tenant, one.corrected) for one in learner.taken] == [((1, 2, 3, 7, 8), "alice", 3)]
+
+
+async def test_a_learner_that_is_away_costs_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards requests and memory: what cannot be sent is held, so many at most, and sent when the learner is back."""
+    learner = Learner()
+    learner.away = True
+    made = await offered(monkeypatch, learner, [(opening(number), Account("alice")) for number in range(600)])
+    learner.away = False
+    await asyncio.sleep(0.2)
+    await made.close()
+    assert [one.tokens[0] for one in learner.taken] == list(range(600 - collector.MOST_HELD, 600))

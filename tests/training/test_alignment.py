@@ -1,0 +1,261 @@
+"""Drafters that learn from answers: what is kept, who is forgotten, what is published, what a server takes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cryptography.fernet import Fernet
+
+from cascade.engine.model import Model
+from cascade.errors import ConfigError, ModelError
+from cascade.params import SamplingParams
+from cascade.scorer import Row
+from cascade.training import alignment, reservoir
+from cascade.training.alignment import Progress, align, record, shards, student_of
+from cascade.training.reservoir import ROWS, SEALED, Limits, Reservoir, Sample
+from cascade.training.text import Shard
+from cascade.training.versions import KEPT, Versions
+from tests import small
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LIMITS = Limits(rows=32, row_tokens=48)
+
+
+def sample(number: int, tenant: str = "alice", corrected: int = 1, length: int = 40, age_s: float = 0.0) -> Sample:
+    """An answer with words of its own."""
+    tokens = tuple(np.random.default_rng(number).integers(10, 400, length).tolist())
+    return Sample(tokens, 8, 0.0, tenant, corrected, time.time() - age_s)
+
+
+def test_a_reservoir_is_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
+    """Guards memory: rows, tokens of a row and age have limits, and the newest answers are never what goes."""
+    answers, given = Reservoir(LIMITS, tmp_path), [sample(number, length=100) for number in range(200)]
+    answers.add([sample(999, age_s=LIMITS.max_age_s + 1)])
+    answers.add(given)
+    assert len(answers) == LIMITS.rows
+    assert [one.tokens for one in answers.newest] == [one.tokens[-48:] for one in given[-16:]]
+    assert all(len(one.tokens) == 48 and one.prompt_len == 1 for one in (*answers.newest, *answers.older))
+
+
+def test_corrections_are_preferred(tmp_path: Path) -> None:
+    """Guards what is learnt from: of old answers those stay that drafts were wrong about."""
+    answers = Reservoir(Limits(rows=64), tmp_path)
+    answers.add(sample(number, corrected=99 * (number % 2)) for number in range(1000))
+    assert sum(one.corrected > 0 for one in answers.older) > 28
+
+
+@pytest.mark.parametrize("key", [None, Fernet.generate_key().decode()], ids=["plain", "encrypted"])
+def test_a_tenant_is_forgotten_in_memory_and_on_disk(tmp_path: Path, key: str | None) -> None:
+    """Guards requests to forget: rows of then go everywhere, also those that come late, and those of later stay."""
+    answers = Reservoir(LIMITS, tmp_path, key)
+    mine, others = [sample(number) for number in range(5)], [sample(number, "bob") for number in range(5, 10)]
+    answers.add([*mine, *others])
+    answers.save()
+    assert ((tmp_path / ROWS).exists(), (tmp_path / SEALED).exists()) == (key is None, key is not None)
+    reservoir.forget(tmp_path, "alice")
+    assert answers.forget()
+    answers.add(mine)  # a router had them still
+    assert not answers.forget()
+    for found in (answers, Reservoir(LIMITS, tmp_path, key)):
+        assert [one.tenant for one in found.newest] == ["bob"] * 5
+    answers.add([sample(11)])
+    assert answers.newest[-1].tenant == "alice"
+
+
+def test_a_file_that_a_dead_learner_left_is_without_the_forgotten(tmp_path: Path) -> None:
+    """Guards the disk where nobody learns when somebody asks to be forgotten: reading it writes it anew."""
+    Reservoir(LIMITS, tmp_path).save()
+    answers = Reservoir(LIMITS, tmp_path)
+    answers.add([sample(1), sample(2, "bob")])
+    answers.save()
+    before = (tmp_path / ROWS).stat().st_size
+    reservoir.forget(tmp_path, "alice")
+    Reservoir(LIMITS, tmp_path)
+    assert (tmp_path / ROWS).stat().st_size < before
+
+
+def test_nothing_is_on_disk_unless_told(tmp_path: Path) -> None:
+    """Guards privacy: without ``on_disk`` nothing is written, and what an earlier server has left is removed."""
+    told = Reservoir(LIMITS, tmp_path)
+    told.add([sample(1)])
+    told.save()
+    answers = Reservoir(LIMITS, tmp_path, kept=False)
+    assert not len(answers)
+    answers.add([sample(2)])
+    answers.save()
+    assert not [path.name for path in tmp_path.iterdir()]
+
+
+def test_encrypted_rows_cannot_be_read_without_their_key(tmp_path: Path) -> None:
+    """Guards the file: neither its words nor its tokens stand in it, and another key is told so."""
+    answers = Reservoir(LIMITS, tmp_path, Fernet.generate_key().decode())
+    answers.add([sample(1)])
+    answers.save()
+    for key in (None, Fernet.generate_key().decode(), "no key"):
+        with pytest.raises(ConfigError, match=r"encrypted|cannot be read|none of Fernet's"):
+            Reservoir(LIMITS, tmp_path, key)
+
+
+def test_a_killed_writer_leaves_a_whole_version(tmp_path: Path) -> None:
+    """Guards a crash at any moment: what is current is whole, old or new, and the next writer goes on."""
+    program = """
+import sys; from pathlib import Path; from cascade.training.versions import Versions
+versions = Versions(Path(sys.argv[1]))
+def write(folder):
+    for part in ("a", "b"):
+        (folder / part).write_bytes(b"x" * 2**20)
+while True:
+    versions.choose(versions.add(write))
+"""
+    for wait_s in (0.25, 0.1, 0.15):
+        writer = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)])
+        versions, deadline = Versions(tmp_path), time.monotonic() + 30
+        known = versions.current
+        while versions.current == known and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(wait_s)
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.wait()
+        current = versions.current
+        assert current is not None
+        assert current != known
+        assert [(current / part).stat().st_size for part in ("a", "b")] == [2**20, 2**20]
+        assert len(versions.all) <= KEPT + 1  # one may wait for its turn
+
+
+def test_rollback_goes_back_one_by_one(tmp_path: Path) -> None:
+    """Guards `cascade rollback`: to the version before, at last to what the drafter began with; new ones get new numbers."""
+    versions = Versions(tmp_path)
+    for number in range(3):
+        versions.choose(versions.add(lambda folder, number=number: (folder / "x").write_text(str(number)) and None))  # type: ignore[misc]
+    assert [path.name if path else None for path in (versions.rollback(), versions.rollback())] == ["000002", "000001"]
+    assert versions.rollback() is None
+    assert versions.current is None
+    assert versions.add(lambda folder: None).name == "000004"
+
+
+class Talker:
+    """A student that says what it is told before and after it has learnt."""
+
+    tokens = 512
+
+    def __init__(self, before: float, after: float, old_after: float | None = None) -> None:
+        self._shares, self._learnt = (before, after, old_after), 0
+
+    def learn(self, shard: Shard, progress: float) -> None:
+        self._learnt += 1
+        time.sleep(0.001)
+
+    def says(self, shard: Shard) -> np.ndarray:
+        before, after, old = self._shares
+        share = before if not self._learnt else old if old is not None and shard.temperatures[0] else after
+        length = len(shard.tokens)
+        return np.arange(length) < share * length
+
+    def write(self, folder: Path) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("student", "problem"),
+    [
+        (Talker(0.5, 0.7), ""),
+        (Talker(0.5, 0.5), ""),
+        (Talker(0.5, 0.4), "worse on the newest"),
+        (Talker(0.5, 0.7, 0.3), "worse on older"),
+        (Talker(0.5, 0.7, 0.485), ""),
+    ],
+    ids=["better", "same", "worse", "forgetful", "hardly forgetful"],
+)
+def test_worse_weights_are_dropped(student: Talker, problem: str) -> None:
+    """Guards servers against weights that agree less, on what is asked now or on what was asked before."""
+    newest = [sample(number, length=60) for number in range(200)]
+    older = [Sample(one.tokens[::-1], 8, 1.0, "", 0, one.time) for one in newest]
+    outcome = align("tiny", student, newest, older, 0.02)
+    assert problem in outcome.problem
+    assert bool(problem) == bool(outcome.problem)
+    assert outcome.judged >= alignment.LEAST
+
+
+def test_too_few_answers_teach_nothing() -> None:
+    """Guards weights against a judge who has seen nothing."""
+    with pytest.raises(ConfigError, match="too few to judge tiny by"):
+        align("tiny", Talker(0.5, 0.7), [sample(number) for number in range(9)], [], 0.02)
+
+
+def answers_of_full(count: int) -> list[Sample]:
+    """What the small full model writes after the beginnings of lines."""
+    from cascade.local import Cascade
+
+    found = []
+    with small.cascade() as cascade:
+        assert isinstance(cascade, Cascade)
+        params = SamplingParams(max_tokens=56, temperature=0, ignore_eos=True)
+        for number in range(count):
+            prompt = f"class Reader{number}:\n    def read(self, name{number}):\n"
+            done = cascade.generate(prompt, params)
+            ids = cascade.tokenizer.encode(prompt)
+            found.append(Sample((*ids, *done.token_ids), len(ids), 0.0, "", 1, time.time()))
+    return found
+
+
+def score_of(model: Model, text: tuple[int, ...]) -> list[int]:
+    """Own tokens after each position but the first."""
+    cache = model.new_cache()
+    try:
+        return list(model.run([Row(cache, 0, text, len(text) - 1, SamplingParams(temperature=0, seed=0))])[0].own)
+    finally:
+        cache.free()
+
+
+@pytest.mark.parametrize("name", ["tiny", "eagle3"])
+def test_a_student_learns_and_its_weights_are_taken(tmp_path: Path, name: str) -> None:
+    """Guards the whole way: answers of the full model teach a drafter, which a model that runs takes without a new one."""
+    tiny, _, full = small.paths()
+    source = {"tiny": tiny, "eagle3": small.head()}[name]
+    student, answers = student_of(name, full, source, device="cpu"), answers_of_full(16)
+    pool, told = shards(answers, student.tokens), list[Progress]()
+    before = np.concatenate([student.says(shard) for shard in pool])
+    for step in range(24):
+        student.learn(pool[step % len(pool)], step / 24)
+    assert np.concatenate([student.says(shard) for shard in pool]).mean() > before.mean()
+    many = [one.tail(len(one.tokens) - cut) for one in answers for cut in range(8)]  # of which some are held out
+    outcome = align(name, student, many, [], 0.01, tell=told.append)
+    assert told[-1].steps == outcome.steps
+    version = Versions(tmp_path).add(record(student, outcome))
+    head: dict[str, Any] = {"drafter": source, "drafter_kind": "eagle3"} if name == "eagle3" else {}
+    model = Model.from_pretrained(full if head else source, dtype="float32", device="cpu", **head)
+    fresh = Model.from_pretrained(full if head else str(version), dtype="float32", device="cpu")
+    text = answers[0].tokens
+    own = score_of(model, text)
+    model.renew(str(version))
+    assert score_of(model, text) == score_of(fresh, text)
+    assert (score_of(model, text) == own) == bool(head)  # a head never changes what its model says
+    if head:
+        again = Model.from_pretrained(full, dtype="float32", device="cpu", drafter=str(version), drafter_kind="eagle3")
+        assert drafted(model, text) == drafted(again, text)
+
+
+def drafted(model: Model, text: tuple[int, ...]) -> tuple[int, ...]:
+    cache = model.new_cache()
+    row = Row(cache, 0, text, 1, SamplingParams(temperature=0, seed=0), guesses=4)
+    return model.run([row])[0].draft.tokens
+
+
+def test_weights_of_another_shape_are_refused() -> None:
+    """Guards a replica: it goes on with what it has where a folder holds another model, or another head."""
+    tiny, medium, full = small.paths()
+    model = Model.from_pretrained(tiny, dtype="float32", device="cpu")
+    text = tuple(range(30, 50))
+    before = score_of(model, text)
+    with pytest.raises(ModelError, match="cannot take the place"):
+        model.renew(medium)
+    assert score_of(model, text) == before
+    with pytest.raises(ModelError, match=r"cannot be used|No model can be loaded|no folder|lacks"):
+        Model.from_pretrained(full, dtype="float32", device="cpu", drafter=small.head()).renew(tiny)

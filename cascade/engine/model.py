@@ -196,7 +196,7 @@ class Model:
         network = load(source, dtype=str(self.dtype).removeprefix("torch."), device=str(self.device), draft=draft)
         if problem := _difference(network, before):
             raise ModelError(f"The weights of {source!r} cannot take the place of others: {problem}")
-        network.eval().set_attn_implementation(self._attention.name)
+        network.eval().set_attn_implementation(ATTENTION)
         llama = None if self._llama is None else Llama(network, owned=True)
         if llama is None:
             multiply_row_by_row(network)

@@ -17,7 +17,6 @@ from cascade.engine.heads.exit import Exit
 from cascade.engine.heads.head import Head
 from cascade.engine.heads.loading import load_head
 from cascade.engine.heads.mtp import Mtp, check_mtp
-from cascade.engine.heads.probe import probe
 from cascade.engine.heads.reader import Reader
 from cascade.engine.loading import load
 from cascade.engine.network.attention import ATTENTION, Attention, Native
@@ -137,10 +136,7 @@ class Model:
             )
         elif drafter is not None:
             head = load_head(drafter, network, kind=drafter_kind)
-        model = cls(network, head=head, **options)
-        if head is not None:
-            probe(model, drafter or drafter_kind)
-        return model
+        return cls(network, head=head, **options)
 
     @property
     def vocab_size(self) -> int:
@@ -200,7 +196,7 @@ class Model:
         network = load(source, dtype=str(self.dtype).removeprefix("torch."), device=str(self.device), draft=draft)
         if problem := _difference(network, before):
             raise ModelError(f"The weights of {source!r} cannot take the place of others: {problem}")
-        network.eval().set_attn_implementation(self._attention.name)
+        network.eval().set_attn_implementation(ATTENTION)
         llama = None if self._llama is None else Llama(network, owned=True)
         if llama is None:
             multiply_row_by_row(network)

@@ -74,7 +74,7 @@ class EngineKwargs(Section):
     model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
 
     # `cascade`, `vllm`, or MODULE:FUNCTION; by default `vllm` if it is installed and the tier has a GPU
-    engine: Annotated[str, Field(pattern=r"^(cascade|vllm|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")] | None = None
+    engine: str | None = None
     # of weights; by default the checkpoint's, or float32 on processors that are slow with 16 bits
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     device: str | None = None  # such as cuda:0 or cpu; by default the GPU if there is one
@@ -115,6 +115,8 @@ class EngineKwargs(Section):
             yield f"drafter {head.kind!r} reads a model without adapters, and {self.adapted}: remove one of the two"
         if self.lora_modules and self.lora_path:
             yield f"lora_modules are given and lora_path is {self.lora_path!r}: remove one of the two"
+        if not (self.plugin or self.engine in (None, "cascade", "vllm")):
+            yield f"engine is {self.engine!r}: it must be 'cascade', 'vllm' or MODULE:FUNCTION"
         if self.engine == "vllm":
             if only_ours:
                 yield f"{only_ours[0]} is for our own engine: remove it, or set engine to 'cascade'"

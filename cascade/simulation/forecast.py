@@ -98,8 +98,8 @@ class Bench:
         tiers = tuple(SimTier(c.name, TraceModel(trace, i), c.cost, c.hop_s, c.policy, c.device) for i, c in enumerate(picked))
         params = [SamplingParams(max_tokens=self.num_tokens, temperature=0, seed=i) for i in range(self.num_requests)]
         requests = tuple(Request(params=one) for one in params)
-        how = {"lockstep": lockstep, "branches": branches, "adaptive": adaptive}
-        return simulate(Scenario(tiers, requests, window=max(1, window), **how))
+        window = max(1, window)
+        return simulate(Scenario(tiers, requests, window=window, lockstep=lockstep, branches=branches, adaptive=adaptive))
 
     def prediction(self, chosen: Sequence[int], schedule: Schedule, window: int, branches: int = 0) -> Prediction:
         """Serve with the tiers ``chosen``, by index, and compare with the last one alone."""

@@ -3,15 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import asdict, fields, replace
 
-from cascade.client.wire import (
-    decode_edge,
-    decode_lane,
-    decode_parents,
-    decode_sampling,
-    encode_edge,
-    encode_lane,
-    encode_sampling,
-)
+from cascade.client import wire
 from cascade.draft import Dist, Draft
 from cascade.messages import COUPLED, Close, Commit, Failed, Logprobs, Message, Open, Proposal, Rules
 from cascade.params import RULES
@@ -49,7 +41,7 @@ def _encode(message: Message) -> pb.Message:
 
 def _encode_open(opening: Open) -> pb.Open:
     return pb.Open(
-        sampling=encode_sampling(replace(opening.params, stop=())),
+        sampling=wire.encode_sampling(replace(opening.params, stop=())),
         rules=None if opening.rules == COUPLED else pb.Rules(**asdict(opening.rules)),
         **{name: getattr(opening, name) for name in OF_OPEN},
     )
@@ -63,11 +55,11 @@ def _encode_proposal(proposal: Proposal) -> pb.Proposal:
         origins=draft.origins,
         confidences=draft.confidences,
         parents=[parent + 1 for parent in draft.parents],
-        edges=(pb.LinkEdge(**encode_edge(edge)) for edge in proposal.edges),
+        edges=(pb.LinkEdge(**wire.encode_edge(edge)) for edge in proposal.edges),
         logprobs=map(_encode_logprobs, proposal.logprobs),
         prompt_logprobs=map(_encode_logprobs, proposal.prompt_logprobs),
         skip_reason=proposal.skip_reason,
-        lanes=map(encode_lane, proposal.lanes),
+        lanes=map(wire.encode_lane, proposal.lanes),
         dists=map(_encode_dist, draft.dists),
         cached=proposal.cached,
     )
@@ -105,7 +97,7 @@ def _decode_open(session: str, opening: pb.Open) -> Open:
     plain |= {name: tuple(plain[name]) for name in LISTS_OF_OPEN}
     return Open(
         session=session,
-        params=decode_sampling(opening.sampling),
+        params=wire.decode_sampling(opening.sampling),
         rules=_decode_rules(opening.rules) if opening.HasField("rules") else COUPLED,
         **plain | {"ends": frozenset(opening.ends)},
     )
@@ -121,8 +113,8 @@ def _decode_proposal(session: str, said: pb.Proposal) -> Proposal:
     if said.logprobs and len(said.logprobs) != len(said.tokens):
         raise ValueError("a proposal has log-probabilities for all tokens or for none")
     logprobs, prompt = tuple(map(_decode_logprobs, said.logprobs)), tuple(map(_decode_logprobs, said.prompt_logprobs))
-    edges = tuple(map(decode_edge, said.edges))
-    lanes = tuple(map(decode_lane, said.lanes))
+    edges = tuple(map(wire.decode_edge, said.edges))
+    lanes = tuple(map(wire.decode_lane, said.lanes))
     draft = _decode_draft(said)
     return Proposal(session, said.start, draft, edges, logprobs, said.skip_reason, prompt, lanes, said.cached)
 
@@ -138,7 +130,7 @@ def _decode_draft(said: pb.Proposal) -> Draft:
     if said.dists and (said.parents or len(said.dists) != size):
         raise ValueError("a proposal has one distribution for each token of a line, or none at all")
     dists = tuple(Dist(tuple(one.ids), tuple(one.probs)) for one in said.dists)
-    return Draft(tuple(said.tokens), said.origins, said.confidences, decode_parents(said.parents, size), dists)
+    return Draft(tuple(said.tokens), said.origins, said.confidences, wire.decode_parents(said.parents, size), dists)
 
 
 def _decode_logprobs(one: pb.LinkLogprobs) -> Logprobs:

@@ -80,7 +80,10 @@ WRONG: dict[str, tuple[Any, str]] = {
         one(engine_kwargs={"engine": "cascade", "tensor_parallel_size": 2}),
         r"tensor_parallel_size is 2, which only vLLM can do: set engine to 'vllm'",
     ),
-    "an engine nobody knows": (one(engine_kwargs={"engine": "llama.cpp"}), r"engine is 'llama\.cpp'"),
+    "an engine nobody knows": (
+        one(engine_kwargs={"engine": "llama.cpp"}),
+        r"engine is 'llama\.cpp': it must be 'cascade', 'vllm' or MODULE:FUNCTION",
+    ),
     "an argument of vLLM without it": (
         engine(enforce_eager=True),
         r"enforce_eager is not a known key; remove it, mend its spelling, or set engine to 'vllm'",

@@ -171,7 +171,8 @@ class DFlash(Head):
         states = self.state([part[: len(positions)] for part in hidden])
         angles = self._rotary[0](states, self._where(positions))
         for layer in self.own_layers:
-            reader.write(layer.self_attn, *layer.self_attn.context(states, angles), planned)
+            key, value = layer.self_attn.context(states, angles)
+            reader.write(layer.self_attn, key, value, planned)
 
     def _where(self, positions: Sequence[int]) -> Tensor:
         return torch.tensor(positions).to(self.fc.weight.device, non_blocking=True)[None]

@@ -145,14 +145,8 @@ class Reader:
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, planned: Any) -> Tensor:
         """Attention ``[1, n, heads, head_dim]`` of ``[1, heads, n, head_dim]`` in the layer ``module.layer_idx``."""
-        out: Tensor = planned.attend(
-            int(module.layer_idx),
-            query,
-            key,
-            value,
-            Scoring(query.shape[3] ** -0.5),  # type: ignore[arg-type]
-        )
-        return out
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        return planned.attend(layer, query, key, value, Scoring(query.shape[3] ** -0.5))
 
     @contextmanager
     def guess_stores(self, texts: Sequence[Text]) -> Iterator[list[Any]]:

@@ -18,7 +18,6 @@ from cascade.engine.checkpoint import read_config
 from cascade.engine.heads import mtp as mtp_heads
 from cascade.engine.heads.loading import load_head
 from cascade.engine.heads.mtp import Mtp, check_mtp
-from cascade.engine.heads.probe import probe
 from cascade.engine.model import Model
 from cascade.errors import ModelError
 from cascade.params import SamplingParams
@@ -28,6 +27,7 @@ from tests.architectures import VOCAB, build
 from tests.cases import crossed
 from tests.heads import Made, Paper, Weights
 from tests.mtp import LAYERS, MODELS, NAMES, mtp, network_of
+from tests.probe import probe
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 TEXT = [(37 * place + 11) % VOCAB for place in range(24)]
@@ -294,7 +294,7 @@ def test_guesses_are_what_the_model_says(tmp_path: Path, temperature: float) -> 
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(small.paths()[-1]) / name, tmp_path / name)
     model = Model.from_pretrained(str(tmp_path), drafter="", drafter_kind="mtp", num_threads=1)
-    assert probe(model, "it") == 1.0
+    assert probe(model) == 1.0
     store = model.new_cache()
     [scored] = model.run([Row(store, 0, [5, 6, 7], 1, params, guesses=4)])
     [verified] = model.run([Row(store, 3, scored.own, 1, params, draft=scored.draft.trunk)])

@@ -72,7 +72,8 @@ opens = some(
     params=params,
     priority=st.integers(-1000, 1000),
     rules=st.builds(Rules, rule, rule, ids, ids),
-    affinity=st.just(""),  # which stays at the router
+    affinity=st.just(""),  # which stays at the router, as does the next
+    train=st.just(True),
 )
 probabilities = several(st.tuples(ids, st.floats(0, 1, width=32, exclude_min=True)))
 dists = probabilities.map(lambda pairs: Dist(tuple(id for id, _ in pairs), tuple(prob for _, prob in pairs)))

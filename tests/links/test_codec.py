@@ -72,7 +72,7 @@ opens = some(
     params=params,
     priority=st.integers(-1000, 1000),
     rules=st.builds(Rules, rule, rule, ids, ids),
-    affinity=st.just(""),  # which stay at the router
+    affinity=st.just(""),  # which stays at the router, as does the next
     train=st.just(True),
 )
 probabilities = several(st.tuples(ids, st.floats(0, 1, width=32, exclude_min=True)))

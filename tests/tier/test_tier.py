@@ -171,7 +171,7 @@ def alone(model: Any, **options: Any) -> Iterator[Tier]:
     try:
         yield tier
         settle([tier])
-        tier.kv_admission.check()
+        check_memory(tier.kv_admission)
     finally:
         tier.close()
 

@@ -12,6 +12,7 @@ from cascade.engine.vllm.blocks import RESERVED, Blocks, PagedCache
 from cascade.errors import ModelError
 from cascade.scorer import BLOCK
 from cascade.tier.block_manager import BlockManager
+from tests.books import check_blocks
 from tests.tier.test_block_manager import BLOCKS, Books
 
 PAGE = 16 * BLOCK
@@ -193,4 +194,4 @@ def test_pools_count_whole_blocks() -> None:
     assert not pool.fits(3 * PAGE + 1)
     held = [pool.open([place], "", 1) for place in range(4)]
     assert [allocation is not None for allocation in held] == [True, True, True, False]
-    pool.check()
+    check_blocks(pool)

@@ -152,6 +152,8 @@ class Choice:
             self._use(fastest)
             return
         others = {chain: estimate.upper_bound for chain, estimate in self.estimates.items() if chain != self.best}
+        if ALONE in others and not self.estimates[ALONE].passes:
+            others[ALONE] = alone * (1 + DOUBT / math.sqrt(MIN_PASSES))  # a prediction is worth as many
         hopeful = max(others, key=lambda chain: others[chain])  # of equal ones the first
         price_s = max(price_s, self.price_s.get(hopeful, 0.0))
         if others[hopeful] > BETTER * best and self.budget.allows(share * price_s):

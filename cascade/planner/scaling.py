@@ -7,6 +7,7 @@ servers and the simulator of fleets follow the same rules.
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from cascade.planner.chains import load_bucket
 from cascade.planner.replicas import Drafts, Gains, Goal, Layout, Speeds, TierLoad, choose, devices
@@ -109,7 +110,7 @@ class Steady:
     Replicas are whole: at some loads a waver asks for one more here and for another set of draft tiers there, for ever.
     """
 
-    _held: dict[str, float] = field(default_factory=dict)
+    _held: dict[str, Any] = field(default_factory=dict)  # numbers, by the name of the measure
 
     def follow(self, full: TierLoad) -> TierLoad:
         """``full`` with each of its measures as it was, unless that has moved."""

@@ -216,6 +216,7 @@ class Setting:
     hop_s: float
     faults: Faults = NO_FAULTS
     apart_s: float = 0.0  # between the arrivals of sessions
+    branches: int = 0
 
     @property
     def pass_s(self) -> float:
@@ -233,7 +234,8 @@ class Setting:
         num_tokens = round(seconds / self.full_s)
         asked = [SamplingParams(max_tokens=num_tokens, temperature=0, seed=i) for i in range(self.sessions)]
         queue = tuple(Request(params=params, arrive_s=i * self.apart_s) for i, params in enumerate(asked))
-        return simulate(Scenario(tiers, queue, adaptive=adaptive, faults=self.faults if adaptive else NO_FAULTS))
+        faults = self.faults if adaptive else NO_FAULTS
+        return simulate(Scenario(tiers, queue, adaptive=adaptive, faults=faults, branches=self.branches))
 
 
 SHARED = ("one", "one", "one")
@@ -243,7 +245,7 @@ any_setting = st.builds(
     full_s=st.sampled_from([0.002, 0.005, 0.01, 0.03, 0.1]),
     shares=st.tuples(st.sampled_from([0.02, 0.2, 0.9]), st.sampled_from([0.07, 0.25, 1.0])),
     agreement=st.tuples(st.floats(0, 0.97), st.floats(0, 0.97)),
-    sessions=st.sampled_from([1, 4, 16]),
+    sessions=st.sampled_from([1, 4]),
     devices=st.sampled_from([("", "", ""), ("one", "one", ""), SHARED]),
     hop_s=st.sampled_from([0.0001, 0.005]),
     faults=st.sampled_from(troubles),
@@ -259,7 +261,7 @@ def never_slower(setting: Setting, seconds: float) -> Outcome:
     return adaptive
 
 
-@settings(max_examples=12, deadline=None, phases=(Phase.explicit, Phase.generate))
+@settings(max_examples=4, deadline=None, phases=(Phase.explicit, Phase.generate))
 @given(any_setting)
 @example(Setting(0.03, (0.2, 0.07), (0.26, 0.78), 16, SHARED, 0.0001))  # 0.11 of alone when the whole chain came first
 @example(Setting(0.002, (0.02, 0.25), (0.68, 0.66), 4, SHARED, 0.0001))
@@ -268,17 +270,18 @@ def never_slower(setting: Setting, seconds: float) -> Outcome:
 def test_never_slower_in_the_first_passes(setting: Setting) -> None:
     """Guards the second promise where nothing is known yet, at each token: a first answer on busy cores came at 0.7 of alone,
     since tiers below were tried before there was time for it."""
-    outcome = never_slower(setting, 250 * setting.full_s)
-    assert setting.devices != SHARED or not any(usage.passes for usage in outcome.usage[:-1])
+    shared = setting.devices == SHARED
+    outcome = never_slower(setting, (250 if shared else 100) * setting.full_s)
+    assert not shared or not any(usage.passes for usage in outcome.usage[:-1])
 
 
-@settings(max_examples=3, deadline=None, phases=(Phase.explicit, Phase.generate))
-@given(any_setting.filter(lambda setting: setting.sessions == 1))
+@settings(max_examples=2, deadline=None, phases=(Phase.explicit, Phase.generate))
+@given(any_setting.map(lambda setting: replace(setting, sessions=1, devices=SHARED)))
 @example(Setting(0.01, (0.2, 0.25), (0.16, 0.04), 1, SHARED, 0.0001))
 @example(Setting(0.01, (0.9, 1.0), (0.26, 0.78), 1, SHARED, 0.005))
 def test_never_slower_in_the_long_run(setting: Setting) -> None:
     """Guards the second promise where trials come back: each has its price, and waits for it."""
-    never_slower(setting, 1500 * setting.full_s)
+    never_slower(setting, 1300 * setting.full_s)
 
 
 @pytest.mark.parametrize(
@@ -292,11 +295,11 @@ def test_never_slower_in_the_long_run(setting: Setting) -> None:
 )
 def test_what_pays_is_found(full_s: float, tiny: float, medium: float, agreement: tuple[float, float]) -> None:
     """Guards the first purpose: where each tier has a device, a first request gains, and later ones nearly all there is."""
-    setting = Setting(full_s, (tiny, medium), agreement, 1, ("", "", ""), 0.0005)
-    best_s = min(setting.outcome(300 * full_s, chosen).elapsed_s for chosen in [(0, 2), (1, 2), (0, 1, 2)])
-    found = setting.outcome(700 * full_s, adaptive=True).token_s
+    setting = Setting(full_s, (tiny, medium), agreement, 1, ("", "", ""), 0.0005, branches=MOST_BRANCHES)
+    fixed = [setting.outcome(400 * full_s, chosen).token_s for chosen in [(0, 2), (1, 2), (0, 1, 2)]]
+    found = setting.outcome(400 * full_s, adaptive=True).token_s
     assert found[127] < 0.85 * 128 * full_s
-    assert found[-1] - found[-301] < best_s / 0.85
+    assert found[-1] - found[128] < min(times[-1] - times[128] for times in fixed) / 0.95
 
 
 @pytest.mark.parametrize(("branches", "share"), [(0, 0.95), rare(MOST_BRANCHES, 0.95)])

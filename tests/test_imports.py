@@ -83,6 +83,7 @@ def test_routers_import_no_models() -> None:
         reached |= new
         new = {name for module in new if module in paths for name in imported(paths[module])} - reached
     assert {name for name in reached if name.startswith("cascade.engine.")} == {
+        "cascade.engine.adapter_folder",
         "cascade.engine.gguf",
         "cascade.engine.grammar",
         "cascade.engine.memory",

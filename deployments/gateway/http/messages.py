@@ -194,7 +194,7 @@ class MessagesBody(SamplingBody, PromptBody):
         switched = any(map(reads, SWITCHES))
         blocks = [*self._blocks()]
         nothing = {
-            "cache_control": any(one.cache_control for one in (self, *blocks)),
+            "cache_control": self.cache_control or any(one.cache_control for one in blocks),
             "is_error": any(isinstance(one, ResultBlock) and one.is_error for one in blocks),
             "eager_input_streaming": any(isinstance(one, MessageTool) and one.eager_input_streaming is False for one in blocks),
             "thinking": thinking is not None and thinking.type != "disabled" and not switched,

@@ -45,7 +45,6 @@ from cascade.training.versions import Versions
 from cascade.training.writing import Turns, end_tokens, given_prompts, write
 from deployments.ops.launch import APPLICATION, Server
 
-PICTURE = Path(__file__).parents[1] / "docs" / "align.svg"
 WAYS = ("Write a short text about {}.", "Explain {} to a child.", "Give me three facts about {}.", "Why is {} useful?")
 THINGS = (
     "the sea,a bicycle,bread,the moon,music,a bridge,honey,the wind,paper,a garden,chess,winter,coffee,a library,rivers,glass,"
@@ -289,33 +288,8 @@ def collecting(samples: Sequence[Sample], tokens_per_second: float) -> float:
     return seconds / sum(len(one.tokens) - one.prompt_len for one in samples) * tokens_per_second
 
 
-def draw(learnt: Mapping[str, Any], path: Path) -> None:
-    """Write the course of every drafter as SVG; raises `OSError`."""
-    from cascade.bench.picture import COLOURS
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "align", "font.family": "sans-serif"}):
-        figure = Figure(figsize=(8, 3.6), layout="constrained")
-        axes: Any = figure.subplots()
-        for (name, found), colour in zip(learnt.items(), COLOURS, strict=False):
-            seconds, new, old = zip(*found["course"], strict=True)
-            axes.plot([-20.0, 0.0], [found["old"]["before"]] * 2, color=colour)
-            axes.plot([0.0, 0.0], [found["old"]["before"], found["new"]["before"]], color=colour, linewidth=1, linestyle=":")
-            axes.plot(seconds, new, color=colour, marker="o", markersize=4, label=name)
-            axes.plot(seconds, old, color=colour, linewidth=1, linestyle="--")
-        axes.axvline(0, color="#888888", linewidth=1)
-        axes.set_xlabel("seconds of learning since traffic went from chats to Java (a dot is a swap); chats beside it (dashed)")
-        axes.set_ylabel("tokens that the verifier says, too")
-        axes.set_ylim(0, 1)
-        axes.legend(frameon=False)
-        axes.spines[["top", "right"]].set_visible(False)
-        figure.savefig(path, format="svg", metadata={"Date": None})
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     made = parser("align", "Drafters that follow the traffic.", parts=("learning", "swapping"))
-    made.add_argument("--picture", type=Path, help="where it is drawn, if not docs")
     chosen = parsed(made, arguments)
     size, parts = QUICK if chosen.quick else Size(), chosen.only or ("learning", "swapping")
     torch.set_num_threads(1)  # a spare core
@@ -326,8 +300,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if "learning" in parts:
             old, new = (timed(f"answers to {kind.__name__}", partial(answers, kind, size)) for kind in (chats, code))
             learnt = learn(size, old, new, folder)
-            if picture := chosen.picture or (None if chosen.quick else PICTURE):
-                draw(learnt, picture)
         if "swapping" in parts:
             begin(folder)
             with Server.start(config(folder), port=0, tell=console.print) as server:

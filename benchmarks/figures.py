@@ -194,7 +194,21 @@ def aligned(document: Document) -> str:
         back = "-" if found["recovered"] is None else f"{found['recovered']:.0%}"
         lines.append([f"`{name}`", *shares, back, f"{found['course'][-1][0]:.0f}"])
     columns = ("chats", "chats, after", "Java", "Java, after", "recovered", "seconds")
-    return rows(("drafter", *columns), lines)
+    return rows(("drafter", *columns), lines) + "".join(course(name, found) for name, found in document["learning"].items())
+
+
+def course(name: str, found: Document) -> str:
+    """Agreement of a drafter over the seconds that it learns, a point for each swap, as a chart of Mermaid."""
+    seconds, new, _ = zip(*found["course"], strict=True)
+    axis = ", ".join(f'"{second:.0f}"' for second in (0.0, *seconds))
+    shares = ", ".join(f"{share:.3f}" for share in (found["new"]["before"], *new))
+    lines = (
+        f'title "{name}, on Java"',
+        f'x-axis "seconds of learning" [{axis}]',
+        'y-axis "agreement" 0 --> 1',
+        f"line [{shares}]",
+    )
+    return "\n```mermaid\nxychart-beta\n" + "".join(f"    {line}\n" for line in lines) + "```\n"
 
 
 SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # title, document, command, what, table

@@ -6,7 +6,6 @@ runs the whole model. Zhao et al., FR-Spec, arXiv 2502.14856.
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +22,11 @@ class DraftHead(nn.Module):
 
     ids: Tensor
 
-    def __init__(self, whole: nn.Linear, ids: Tensor) -> None:
+    def __init__(self, whole: Tensor, ids: Tensor) -> None:
+        """``whole`` ``[vocab_size, width]``."""
         super().__init__()
-        self.vocab_size = whole.out_features
-        weight = whole.weight.detach()[ids]
+        self.vocab_size = len(whole)
+        weight = whole.detach()[ids]
         self.known = nn.Linear(weight.shape[1], len(ids), bias=False, device="meta")
         self.known.weight = nn.Parameter(weight, requires_grad=False)
         self.register_buffer("ids", ids, persistent=False)
@@ -46,8 +46,8 @@ def restrict(network: PreTrainedModel, source: str, *, revision: str | None = No
     """
     ids = said(network.config, source, revision=revision)
     if ids is not None:
-        whole: Any = network.get_output_embeddings()
-        network.set_output_embeddings(DraftHead(whole, ids.to(whole.weight.device)))
+        whole: Tensor = network.get_output_embeddings().weight
+        network.set_output_embeddings(DraftHead(whole, ids.to(whole.device)))
 
 
 def said(config: PreTrainedConfig, source: str, *, revision: str | None = None) -> Tensor | None:
@@ -55,7 +55,7 @@ def said(config: PreTrainedConfig, source: str, *, revision: str | None = None) 
     size, vocab_size = getattr(config, "draft_vocab_size", None), config.get_text_config().vocab_size
     if size is None:
         return None
-    ids = _ids(source, revision)
+    ids = draft_ids(source, revision)
     if len(ids) != size or len({*ids}) != size or not all(0 <= token < vocab_size for token in ids):
         raise ModelError(f"{FILE} of {source!r} must hold {size} different token ids below {vocab_size}: export it anew")
     return torch.tensor(ids)
@@ -66,7 +66,8 @@ def write(ids: Tensor, folder: Path) -> None:
     (folder / FILE).write_text(json.dumps(ids.tolist(), separators=(",", ":")), encoding="utf-8")
 
 
-def _ids(source: str, revision: str | None) -> list[int]:
+def draft_ids(source: str, revision: str | None = None) -> list[int]:
+    """The token ids in `FILE`; raises `ModelError` if it is not there or is no list of them."""
     try:
         path = cached_file(source, FILE, revision=revision)
         assert path is not None

@@ -1,5 +1,6 @@
 """One batched pass: rows of any sessions from any positions, packed into one input of a network, ours or Transformers'."""
 
+import copy
 import inspect
 import threading
 from collections.abc import Sequence
@@ -12,7 +13,9 @@ from transformers import PreTrainedModel
 
 from cascade.engine import devices
 from cascade.engine.checkpoint import context_len, unlike_attention
-from cascade.engine.draft_vocab import DraftHead
+from cascade.engine.draft_vocab import DraftHead, draft_ids
+from cascade.engine.gguf import converted
+from cascade.engine.heads.checkpoint import read
 from cascade.engine.heads.exit import Exit
 from cascade.engine.heads.head import Head
 from cascade.engine.heads.loading import load_head
@@ -192,16 +195,45 @@ class Model:
             with self._busy:
                 self.reader.renew(head)
             return
-        before, draft = self._network, isinstance(self._network.get_output_embeddings(), DraftHead)
-        network = load(source, dtype=str(self.dtype).removeprefix("torch."), device=str(self.device), draft=draft)
-        if problem := _difference(network, before):
-            raise ModelError(f"The weights of {source!r} cannot take the place of others: {problem}")
-        network.eval().set_attn_implementation(ATTENTION)
+        network = self._other(source)
         llama = None if self._llama is None else Llama(network, owned=True)
         if llama is None:
             multiply_row_by_row(network)
         with self._busy:
             self._network, self._llama = network, llama
+
+    @torch.no_grad()
+    def _other(self, source: str) -> PreTrainedModel:
+        """A network like this one with the weights of ``source``; raises `ModelError`.
+
+        Transformers does not load it: it changes PyTorch's default dtype meanwhile, also for a pass that runs.
+        """
+        here, weights = self._network, read(converted(source)).weights
+        memo: dict[int, Any] = {id(part): part for part in (*here.parameters(), *here.buffers())}
+        memo |= {id(kept): None for module in here.modules() if (kept := vars(module).get("forward")) is not None}
+        network = copy.deepcopy(here, memo)
+        for module in network.modules():
+            vars(module).pop("forward", None)  # by our kernels, on the weights before
+        wanted = {name: part.shape for name, part in here.state_dict().items()}
+        given = {name: part.shape for name, part in weights.items()}
+        head = here.get_output_embeddings()
+        draft = isinstance(head, DraftHead)
+        if draft and draft_ids(converted(source)) != head.ids.tolist():
+            raise ModelError(f"The weights of {source!r} cannot take the place of others: they say other tokens")
+        if draft or here.config.tie_word_embeddings:
+            for name in ("lm_head.weight", "lm_head.known.weight"):
+                wanted.pop(name, None)
+                given.pop(name, None)
+        if wrong := next((name for name in (*wanted, *given) if wanted.get(name) != given.get(name)), None):
+            raise ModelError(f"The weights of {source!r} cannot take the place of others: {wrong} is not the same there")
+        held = {name: part.to(self.device, self.dtype) for name, part in weights.items()}
+        network.load_state_dict(held, strict=False, assign=True)
+        if draft:
+            whole = held.get("lm_head.weight", network.get_input_embeddings().weight)
+            network.set_output_embeddings(DraftHead(whole, head.ids))
+        else:
+            network.tie_weights()
+        return network.eval()
 
     def new_cache(self) -> Any:
         """Keys and values of a new session: a `cascade.scorer.Store`."""
@@ -327,16 +359,3 @@ def nbytes(weight: Tensor) -> int:
         return sum(nbytes(getattr(weight, name)) for name in weight.__tensor_flatten__()[0])
     state = getattr(weight, "quant_state", None)  # bitsandbytes keeps scales beside
     return weight.nbytes + (state.absmax.nbytes if state is not None else 0)
-
-
-def _difference(network: PreTrainedModel, other: PreTrainedModel) -> str:
-    """Why one cannot run in the place of the other; "" if it can."""
-    if type(network) is not type(other):
-        return f"they are of {type(network).__name__}, not of {type(other).__name__}"
-    heads = [one.get_output_embeddings() for one in (network, other)]
-    if len({tuple(head.ids.tolist()) if isinstance(head, DraftHead) else () for head in heads}) > 1:
-        return "they say other tokens"
-    shapes, others = ({name: tuple(part.shape) for name, part in one.named_parameters()} for one in (network, other))
-    return next(
-        (f"{name} is {shapes[name]}, not {others.get(name)}" for name in shapes if shapes[name] != others.get(name)), ""
-    )

@@ -135,7 +135,7 @@ class Distillation:
         )
         limit = self.plan.hours * 3600 * ANSWERING
         whole = run.student.lm_head
-        run.student.lm_head = draft_vocab.DraftHead(whole, run.known)
+        run.student.lm_head = draft_vocab.DraftHead(whole.weight, run.known)
         texts = self._written(run.student.eval(), given_prompts(prompts), seed=run.step)
         self._store(self._answers, texts, "answering", self._spent("answering"), limit, tell)
         run.student.lm_head = whole

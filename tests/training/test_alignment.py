@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,28 @@ def drafted(model: Model, text: tuple[int, ...]) -> tuple[int, ...]:
     cache = model.new_cache()
     row = Row(cache, 0, text, 1, SamplingParams(temperature=0, seed=0), guesses=4)
     return model.run([row])[0].draft.tokens
+
+
+def test_passes_go_on_while_weights_are_renewed() -> None:
+    """Guards the heap: a loader that changes PyTorch's default dtype gave a pass half the memory that its kernels write to."""
+    tiny, _, _ = small.paths()
+    model, text = Model.from_pretrained(tiny, dtype="float32", device="cpu", num_threads=1), tuple(range(30, 60))
+    expected, found, over = score_of(model, text), list[list[int]](), threading.Event()
+
+    def work() -> None:
+        while not over.is_set():
+            found.append(score_of(model, text))
+
+    passes = threading.Thread(target=work)
+    passes.start()
+    try:
+        for _ in range(8):
+            model.renew(tiny)
+    finally:
+        over.set()
+        passes.join()
+    assert len(found) > 8
+    assert all(own == expected for own in found)
 
 
 def test_weights_of_another_shape_are_refused() -> None:

@@ -200,14 +200,9 @@ def aligned(document: Document) -> str:
 def course(name: str, found: Document) -> str:
     """Agreement of a drafter over the seconds that it learns, a point for each swap, as a chart of Mermaid."""
     seconds, new, _ = zip(*found["course"], strict=True)
-    axis = ", ".join(f'"{second:.0f}"' for second in (0.0, *seconds))
-    shares = ", ".join(f"{share:.3f}" for share in (found["new"]["before"], *new))
-    lines = (
-        f'title "{name}, on Java"',
-        f'x-axis "seconds of learning" [{axis}]',
-        'y-axis "agreement" 0 --> 1',
-        f"line [{shares}]",
-    )
+    axis, shares = ", ".join(f'"{second:.0f}"' for second in seconds), ", ".join(map(str, new))
+    scale = f'x-axis "seconds of learning" [{axis}]'
+    lines = (f'title "{name}, on Java"', scale, 'y-axis "agreement" 0 --> 1', f"line [{shares}]")
     return "\n```mermaid\nxychart-beta\n" + "".join(f"    {line}\n" for line in lines) + "```\n"
 
 

@@ -66,6 +66,23 @@ def test_a_draft_vocabulary_changes_no_text(tmp_path: Path) -> None:
         assert texts[0] == texts[1]
 
 
+def test_renewed_weights_are_said_of_the_same_tokens(tmp_path: Path) -> None:
+    """Guards drafts that learn: new weights reach the part of the embedding that is run, and other tokens are refused."""
+    old, new = (saved("llama", tmp_path / name) for name in ("old", "new"))
+    network = build("llama", seed=1)
+    network.config.draft_vocab_size = len(SAID)
+    network.save_pretrained(new)
+    renewed, expected = (Model(load(source, draft=True, dtype="float32"), owned=True) for source in (old, new))
+    renewed.renew(new)
+    found, wanted = (
+        model.logits([Row(model.new_cache(), 0, [5, 9, 40], 3, SamplingParams())]) for model in (renewed, expected)
+    )
+    torch.testing.assert_close(found, wanted)
+    (Path(new) / FILE).write_text(json.dumps([*SAID[1:], 1]))
+    with pytest.raises(ModelError, match="they say other tokens"):
+        renewed.renew(new)
+
+
 @pytest.mark.parametrize("said", [SAID[1:], [*SAID[1:], VOCAB], [*SAID[1:], SAID[1]], {}, ["a"]], ids=str)
 def test_a_wrong_file_is_refused(said: object, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=FILE):

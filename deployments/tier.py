@@ -88,8 +88,9 @@ class TierReplica:
         if student and isinstance(self._model, VllmModel):
             raise ConfigError(f"{student} learns, and tier {self._config.name} runs on vLLM: set its engine to 'cascade'")
         self._weights = ""  # version of those that have been learnt
-        known: Profile | None = getattr(self._model, "profile", None)  # of an engine that need not be timed
-        self._profile: Profile = known or await _apart(partial(measure, self._model, max_tokens=engine.max_pass_tokens))
+        self._profile: Profile = getattr(self._model, "profile", None)  # of an engine that need not be timed
+        if self._profile is None:
+            self._profile = await _apart(partial(measure, self._model, max_tokens=engine.max_pass_tokens))
         tokenizer = await asyncio.to_thread(_load_tokenizer, self._config)
         encode = None if tokenizer is None else tokenizer.encode_part
         new_state = state_maker(None if tokenizer is None else Grammars(tokenizer).matcher)

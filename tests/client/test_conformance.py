@@ -41,7 +41,11 @@ CHOSEN: dict[str, dict[str, Any]] = {  # values that are not the defaults, and t
     "logprobs": {"logprobs": 2},
     "prompt_logprobs": {"logprobs": 2, "prompt_logprobs": 2},
 }
-HANDLED: dict[str, dict[str, Any]] = {"priority": {"priority": -5}, "cache_salt": {"cache_salt": "mine"}}
+HANDLED: dict[str, dict[str, Any]] = {
+    "priority": {"priority": -5},
+    "cache_salt": {"cache_salt": "mine"},
+    "train": {"train": False},
+}
 DRAFTED: dict[str, dict[str, Any]] = {
     "tiers": {"tiers": ("tiny",)},
     "window": {"window": 3},

@@ -68,6 +68,7 @@ def test_parameters_have_their_defaults(kind: Any) -> None:
         shown = {None: "none", (): "none", "": "none", False: "false"}.get(field.default, str(field.default))
         shown = "0" if field.name in ("top_k", "min_tokens", "priority") else shown  # 0 == False
         shown = "0.0" if isinstance(field.default, float) and not field.default else shown
+        shown = "true" if field.default is True else shown  # 1 == True
         assert rows[field.name] == shown, field.name
 
 

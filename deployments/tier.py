@@ -88,7 +88,7 @@ class TierReplica:
         if student and isinstance(self._model, VllmModel):
             raise ConfigError(f"{student} learns, and tier {self._config.name} runs on vLLM: set its engine to 'cascade'")
         self._weights = ""  # version of those that have been learnt
-        self._profile: Profile = getattr(self._model, "profile", None)  # of an engine that need not be timed
+        self._profile: Any = getattr(self._model, "profile", None)  # of an engine that need not be timed
         if self._profile is None:
             self._profile = await _apart(partial(measure, self._model, max_tokens=engine.max_pass_tokens))
         tokenizer = await asyncio.to_thread(_load_tokenizer, self._config)

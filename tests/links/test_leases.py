@@ -45,7 +45,7 @@ async def test_silent_lease_is_given_up(net: Net) -> None:
         finally:
             cancelled.append(session)
 
-    def take(session: str, preferred: Sequence[str] = ()) -> Lease:
+    def take(session: str, preferred: Sequence[str] = (), affinity: str = "") -> Lease:
         lease = Held(silence(session))
         net.leases.append(lease)
         return lease
@@ -88,7 +88,7 @@ async def test_a_lease_that_is_not_given_is_asked_for_again(net: Net, monkeypatc
         async for ticket in server.lease(session):
             yield ticket
 
-    def take(session: str, preferred: Sequence[str] = ()) -> Lease:
+    def take(session: str, preferred: Sequence[str] = (), affinity: str = "") -> Lease:
         nonlocal num_asked
         num_asked += 1
         lease = Held(late(session) if num_asked % 4 else server.lease(session))  # the last of four is given at once

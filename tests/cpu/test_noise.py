@@ -23,8 +23,8 @@ def test_winners_are_among_them(size: int, number: int) -> None:
     rows, number = 3, min(number, size)
     scores, positions = scores_of(rows, size), torch.arange(9, 9 + rows)
     tokens, bits, kept, counts = contenders(scores, [(position, mixed(SEED)) for position in positions.tolist()], number)
-    best = (scores + gumbel(SEED, positions, size)).topk(number).indices
-    everything = noise_bits(SEED, positions, size)
+    best = (scores + gumbel(noise_bits(mixed(SEED), positions, size))).topk(number).indices
+    everything = noise_bits(mixed(SEED), positions, size)
     for row, count in enumerate(counts):
         found = tokens[row, :count]
         assert number <= count <= min(ROOM, size)
@@ -69,7 +69,7 @@ def test_bounds_hold_for_every_exponent_of_the_noise() -> None:
     size = 2**21
     scores = torch.zeros(1, size)
     for position in range(2):
-        noise = gumbel(SEED, torch.tensor([position]), size)
+        noise = gumbel(noise_bits(mixed(SEED), torch.tensor([position]), size))
         tokens, _, _, (count,) = contenders(scores, [(position, mixed(SEED))], 20)
         assert set(noise[0].topk(20).indices.tolist()) <= set(tokens[0, :count].tolist())
         low = torch.where(noise > -2.0, -torch.inf, scores)  # those with the least noise, near u = 1

@@ -64,7 +64,7 @@ def test_a_key_is_told_its_limits(keyed: House) -> None:
         assert alice.describe().key == KeyInfo("alice", 0)
     for path in ("/v1/models", f"/v1/models/{keyed.model}"):
         answer = ask(keyed, path, Authorization=f"Bearer {BOB}")[2]
-        assert answer.get("data", [answer])[0]["key"] == {"name": "bob", **OF_BOB}
+        assert answer.get("data", [answer])[0]["key"] == {"name": "bob", **OF_BOB, "train": True}
 
 
 def test_without_keys_priorities_are_free(served: House) -> None:

@@ -109,6 +109,7 @@ def processes() -> list[tuple[int, str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # two processes start anew meanwhile
 def test_swaps_under_load_change_nothing(aligned: Server, reference: Cascade, folder: Path) -> None:
     """Guards answers: swaps while clients stream, a replica and the learner killed meanwhile."""

@@ -85,7 +85,7 @@ proposals = st.integers(0, 8).flatmap(
         draft=st.builds(
             Draft, several(ids, length), st.binary(min_size=length, max_size=length), dists=st.just(()) | several(dists, length)
         ),
-        edges=several(some(Edge)),
+        edges=several(some(Edge, accepted_by_rank=several(ids), proposed_by_rank=several(ids))),
         logprobs=st.just(()) | several(logprobs, length),
         prompt_logprobs=several(logprobs),
         lanes=several(lanes),

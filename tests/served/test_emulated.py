@@ -20,7 +20,7 @@ from cascade import InvalidRequest, SamplingParams, Speculation
 from cascade.bench.load import Mode
 from cascade.client import AsyncClient, Client
 from deployments.ops.launch import Server
-from deployments.ops.metrics.series import AUDITS, COMMON, ROUTER, SERIES
+from deployments.ops.metrics.series import ALIGNMENT, AUDITS, COMMON, ROUTER, SERIES
 from tests.conftest import FAKE_GPUS, Cluster
 from tests.waiting import LONG_S, wait_until
 
@@ -132,7 +132,8 @@ def test_a_request_moves_what_nodes_show(server: Server) -> None:
 def test_series_are_those_of_the_list(server: Server) -> None:
     """Guards against names and labels that only the documents know, and series that never come."""
     shown = when(lambda shown: shown.total("healthy") == 4 and shown.total("tiers") == len(NAMES))
-    left_out = NEVER_YET | LATER | PERHAPS | {series.name for series in AUDITS}  # which nobody has asked for
+    unasked = {series.name for series in (*AUDITS, *ALIGNMENT)}
+    left_out = NEVER_YET | LATER | PERHAPS | unasked
     wanted = [one for one in SERIES.values() if {"router", "tier"} & {*one.places} and one.name not in left_out]
     for series in wanted:
         for sample in series.samples:

@@ -37,6 +37,9 @@ from tests.vllm.models import ARCHITECTURES, GREEDY, Pair, saved, started  # noq
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
 
+BITS = 1e-3  # nats by which logits of one text differ from engine to engine
+
+
 @dataclass
 class Text:
     """What a session holds on both engines: chunks, wrong drafts and rollbacks leave it after."""
@@ -102,11 +105,14 @@ def test_nodes_of_trees_say_what_they_say_on_our_own_engine(pair: Pair, params: 
     while len(text) < 80:
         draft = trees(rng)
         found, expected = (
-            model.run([Row(store, held, text[held:], 1, params, draft=draft)])[0]
+            model.run([Row(store, held, text[held:], 1, params, draft=draft, runner_ups=1)])[0]
             for model, store in zip((pair.vllm, pair.own), stores, strict=True)
         )
-        assert list(found.own) == list(expected.own)
+        for own, other, [second] in zip(found.own, expected.own, expected.runner_ups, strict=True):
+            assert own == other or (own == second.token and second.gap < BITS)
         new = draft.walk(list(found.own))[0]
+        if new != draft.walk(list(expected.own))[0]:  # the stores hold other paths from here on
+            break
         held, text = len(text) + len(new) - 1, [*text, *new]
     for store in stores:
         store.free()

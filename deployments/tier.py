@@ -88,9 +88,7 @@ class TierReplica:
         if student and isinstance(self._model, VllmModel):
             raise ConfigError(f"{student} learns, and tier {self._config.name} runs on vLLM: set its engine to 'cascade'")
         self._weights = ""  # version of those that have been learnt
-        self._profile: Any = getattr(self._model, "profile", None)  # of an engine that need not be timed
-        if self._profile is None:
-            self._profile = await _apart(partial(measure, self._model, max_tokens=engine.max_pass_tokens))
+        self._profile = await _apart(partial(_profile, self._model, engine.max_pass_tokens))
         tokenizer = await asyncio.to_thread(_load_tokenizer, self._config)
         encode = None if tokenizer is None else tokenizer.encode_part
         new_state = state_maker(None if tokenizer is None else Grammars(tokenizer).matcher)
@@ -107,12 +105,7 @@ class TierReplica:
         )
         self._report = LoadReport(self._tier, self._profile)
         traced = tracing(self._config.name, self._config.model_loading_config.model_id)
-        leases = LeasePool(
-            {name: lessor(handle) for name, handle in lower.items()},
-            timeout_s=LEASE_TIMEOUT_S,
-            hold_s=dict.fromkeys(spare_capacity, HELD_LEASE_S),
-            scaled_to_zero=scaled_to_zero,
-        )
+        leases = _leases(lower, spare_capacity, scaled_to_zero)
         self._downlink = Downlink(leases, self._tier.post, tls=tls, tracing=traced)
         self._tier.below = self._downlink if lower else None
         self._server = LinkServer(self._tier, tls, traced, link_ports, None if folder is None else folder.fetch)
@@ -258,6 +251,22 @@ def load_model(config: TierConfig, folder: AdapterFolder | None = None, *, draft
     if engine.adapted:
         return AdaptedModel(network, engine.lora_modules, folder=folder, most=engine.max_loras, **options)
     return Model.drafting(network, *source_and_kind(engine.drafters), owned=True, **options)
+
+
+def _profile(model: Any, max_tokens: int) -> Profile:
+    """What passes cost: what the engine says of itself, or else what is measured."""
+    known: Profile | None = getattr(model, "profile", None)
+    return measure(model, max_tokens=max_tokens) if known is None else known
+
+
+def _leases(lower: Mapping[str, DeploymentHandle], spare_capacity: Sequence[str], scaled_to_zero: Sequence[str]) -> LeasePool:
+    """Of the tiers below, by name."""
+    return LeasePool(
+        {name: lessor(handle) for name, handle in lower.items()},
+        timeout_s=LEASE_TIMEOUT_S,
+        hold_s=dict.fromkeys(spare_capacity, HELD_LEASE_S),
+        scaled_to_zero=scaled_to_zero,
+    )
 
 
 def _load_tokenizer(config: TierConfig) -> Tokenizer | None:

@@ -39,12 +39,15 @@ def deploy(values: Values) -> None:
     application = {"name": APPLICATION, "route_prefix": "/updated", "import_path": "deployments.app:build", "args": values}
     _get_global_client().deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
 
+    looks: list[bool] = []
+
     def over() -> bool:
         status = serve.status().applications.get(APPLICATION)
         states = [] if status is None else [state for one in status.deployments.values() for state in one.replica_states]
-        return status is not None and status.status == "RUNNING" and {*states} == {"RUNNING"}
+        looks.append(status is not None and status.status == "RUNNING" and {*states} == {"RUNNING"})
+        return looks[-2:] == [True, True]  # the first look may come before Serve has begun
 
-    wait_until(over, serve.status, every_s=0.5)
+    wait_until(over, serve.status, every_s=1.0)
 
 
 def pids() -> dict[str, set[int]]:

@@ -141,14 +141,24 @@ def test_who_was_not_asked_guesses_nothing(full: Tier, asked: tuple[str, ...]) -
     assert {edge.drafter for edge in answer.edges} == {"", *asked}
 
 
+class Priced(Profile):
+    """Prices that the load of this machine does not change."""
+
+    def rested(self, seconds: float) -> None:
+        pass
+
+    def record(self, num_tokens: int, num_read: int, context: int, seconds: float) -> None:
+        pass
+
+
 def test_guesses_that_are_seldom_right_are_compared_and_not_scored() -> None:
     """Guards "never slower": where tokens of a pass cost, what was wrong time and again was scored again."""
-    profile = Profile([(1, 1e-4), (2, 1.5e-4), (16, 8e-4)])
+    profile = Priced([(1, 1e-4), (2, 1.5e-4), (16, 8e-4)])
     with alone(Fickle(), profile=profile, drafters=drafters("suffix")) as tier:
         [answer], _ = answered(tier, opening(0, 0.0, 600, chain=(), drafters=("suffix",)))
     [edge] = [edge for edge in answer.edges if edge.drafter == "suffix"]
     assert edge.accepted > 200
-    assert edge.accepted > 0.5 * edge.proposed
+    assert edge.accepted > 0.6 * edge.proposed
 
 
 def test_what_was_cut_is_not_repeated() -> None:

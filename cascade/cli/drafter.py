@@ -44,7 +44,7 @@ def train(
     from cascade.training.heads import Plan, train
 
     loss = train(model, data, out, Plan(steps, batch_size, context, vocab_size), device=device)
-    console.print(f"Trained, at {loss:.2f} nats a guess. Serve it with [bold]drafter: {{kind: eagle3, source: {out}}}[/].")
+    console.print(f"Trained, at {loss:.2f} nats a guess. Serve it with [bold]drafter: {{kind: eagle3, source: {out}}}[/].", soft_wrap=True)
 
 
 @click.command()
@@ -88,7 +88,7 @@ def align(folder: Path, student: str, config: Path | None, seconds: float, key_e
     if not outcome.problem:
         version = versions.add(alignment.record(learner, outcome))
         versions.choose(version)
-        console.print(f"Its latest weights are {version}.")
+        console.print(f"Its latest weights are {version}.", soft_wrap=True)
 
 
 @click.command()
@@ -101,7 +101,7 @@ def rollback(student: str, folder: Path) -> None:
     if not (folder / student).is_dir():
         raise ConfigError(f"{student} has no weights in {folder}: it never learnt there")
     version = Versions(folder / student).rollback()
-    console.print(f"{student} goes back to {version or 'the weights that it began with'}.")
+    console.print(f"{student} goes back to {version or 'the weights that it began with'}.", soft_wrap=True)
 
 
 @click.command()

@@ -141,10 +141,10 @@ def adjust(logits: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
 
 
 def _adjusted(scores: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
-    device = scores.device
+    size, device = scores.shape[-1], scores.device
     scores = scores - scores.amax(-1, keepdim=True)
     scores /= _column([params.temperature for params in rows], device)
-    if places := [place for place, params in enumerate(rows) if params.top_k or params.top_p < 1]:
+    if places := [place for place, params in enumerate(rows) if 0 < params.top_k < size or params.top_p < 1]:
         some = [rows[place] for place in places]
         scores[places] = (filtered if device.type == "cpu" else ordered)(scores[places], some)
     if any(params.min_p > 0 for params in rows):
@@ -159,7 +159,7 @@ def _column(numbers: Sequence[float], device: torch.device, dtype: torch.dtype =
 
 
 def filtered(scores: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
-    """`ordered` on a CPU, to the bit, without ordering the whole vocabulary.
+    """`ordered` on a CPU, to the bit, without ordering the whole vocabulary. Each row removes something.
 
     Where a token is so near to the border that rounding could decide, its row is ordered.
     """

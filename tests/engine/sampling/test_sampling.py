@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cascade.engine.sampling.own_tokens import (
@@ -256,6 +256,15 @@ def test_own_tokens_of_a_seed_stay_the_same() -> None:
     seed=st.integers(0, 999),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     number=st.sampled_from([0, 2, 5]),
+)
+@example(  # top_k of the whole vocabulary removes nothing, however unlikely
+    rows=[(SamplingParams(temperature=1e-30, top_k=40, seed=0), 0, 1)],
+    size=2,
+    shape="as drawn",
+    spread=1.0,
+    seed=0,
+    dtype=torch.float32,
+    number=2,
 )
 def test_bounds_change_no_bit(
     rows: list[Asked], size: int, shape: str, spread: float, seed: int, dtype: torch.dtype, number: int

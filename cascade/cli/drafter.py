@@ -44,7 +44,8 @@ def train(
     from cascade.training.heads import Plan, train
 
     loss = train(model, data, out, Plan(steps, batch_size, context, vocab_size), device=device)
-    console.print(f"Trained, at {loss:.2f} nats a guess. Serve it with [bold]drafter: {{kind: eagle3, source: {out}}}[/].", soft_wrap=True)
+    use = f"[bold]drafter: {{kind: eagle3, source: {out}}}[/]"
+    console.print(f"Trained, at {loss:.2f} nats a guess. Serve it with {use}.", soft_wrap=True)
 
 
 @click.command()

@@ -26,8 +26,8 @@ class Prefixes:
     """Remembers which replicas have scored which prefixes, by blocks, as far as sessions were sent there from here.
 
     A replica that has keys and values of a prefix does not score it again. The least recently used are forgotten first.
-    Requests of one ``affinity``, a client's session, go where the last one went. ``routed`` is told of each session whether it
-    met such a replica.
+    Of one ``affinity``, a client's session, the replica that had it last counts alone. ``routed`` is told of each session
+    whether it met such a replica.
     """
 
     def __init__(self, most_keys: int = MOST_KEYS, routed: Callable[[Outcome], object] = lambda outcome: None) -> None:

@@ -137,7 +137,8 @@ class LeasePool:
         """
         if opening.tier in self._at_zero:
             raise Unavailable(f"tier {opening.tier} is scaled to zero")
-        lessor, preferred = self.lessors[opening.tier], self.preferred(opening)
+        lessor = self.lessors[opening.tier]
+        preferred = () if opening.affinity else self.preferred(opening)  # all routers agree on a session's replica
         asked: dict[asyncio.Task[str], tuple[str, Lease]] = {}
         try:
             async with asyncio.timeout(self.timeout_s):

@@ -259,11 +259,15 @@ def test_prompts_that_begin_alike_are_read_once(server: Server, client: Client) 
 
 
 def test_a_clients_session_meets_one_replica(server: Server, client: Client) -> None:
-    """Guards sessions that clients name, whose requests meet both routers and have nothing in common."""
+    """Guards sessions that clients name, whose requests meet both routers and have nothing in common.
+
+    A replica that is slow to answer is passed over, so a busy machine may send a few elsewhere.
+    """
 
     def asked() -> dict[int, int]:
         return {pid: state["asked"] for pid, state in replicas("full").items()}
 
+    together, every = 0, 0  # tokens of prompts
     own = [("grpc.use_local_subchannel_pool", 1)]  # connections of their own, which the kernel spreads over routers
     for session in ("one", "two", "three"):
         before = asked()
@@ -271,7 +275,9 @@ def test_a_clients_session_meets_one_replica(server: Server, client: Client) -> 
             request = encode_request(f"{number} of {session}", SHORT, None)
             with grpc.insecure_channel(server.address, options=own) as channel:
                 serving_pb2_grpc.CascadeStub(channel).Complete(request, metadata=(("x-session-id", session),))
-        assert sum(count > before[pid] for pid, count in asked().items()) == 1
+        grown = [count - before[pid] for pid, count in asked().items()]
+        together, every = together + max(grown), every + sum(grown)
+    assert together >= 0.8 * every > 0
 
 
 def test_keys_of_the_driver_alone_start_nothing(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@
 ...     completion = cascade.generate("def fibonacci(n):", SamplingParams(max_tokens=32, temperature=0))
 """
 
-import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +25,6 @@ LAZY = {
     "Client": "cascade.client",
     "AsyncClient": "cascade.client",
 }
-
-# at import torchao tells of every kernel that this machine cannot run, and PyTorch of how torchao registers its types
-for _name in ("torchao", "torch.utils._pytree"):
-    logging.getLogger(_name).setLevel(logging.ERROR)
 
 __all__ = [
     "LLM",

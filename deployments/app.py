@@ -17,7 +17,6 @@ from ray.serve import Application, Deployment
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from cascade.errors import ConfigError
-from cascade.settings.alignment import HEAD
 from cascade.settings.config import CascadeConfig, TierConfig
 from cascade.settings.deployment import DeploymentConfig, RouterDeploymentConfig
 from cascade.settings.live import OF_ROUTERS, OF_TIERS, fixed_of_router, fixed_of_tier, live
@@ -123,9 +122,6 @@ def _bind_tier(
     shared = [other.name for other in config.tiers if other.name in lower and shares_processors(tier, other)]
     spare = [name for name in lower if places[name] >= HELD_PLACES]
     bound = {**bound, "spare_capacity": spare, "draft": tier is not config.tiers[-1]}
-    head = [HEAD] if tier is config.tiers[-1] else []
-    if learns := next((name for name in (tier.name, *head) if name in config.students), None):
-        bound["student"] = learns
     known = {"level": level, "lower": list(lower), "drafters": config.drafters, **bound}
     deployment = versioned(_deployment(TierReplica, options, f"tier {tier.name}"), {"tier": fixed_of_tier(tier), **known})
     return deployment.bind(values, level, lower, config.drafters, shared=shared, **bound)

@@ -25,7 +25,7 @@ from cascade.engine.sampling.state import state_maker
 from cascade.engine.threads import apart
 from cascade.engine.tokenizer import Tokenizer
 from cascade.engine.vllm.model import VllmModel
-from cascade.errors import ConfigError, ModelError
+from cascade.errors import ModelError
 from cascade.planner.chains import Planner
 from cascade.planner.cost import Profile, measure
 from cascade.scorer import BLOCK
@@ -56,7 +56,7 @@ HELD_LEASE_S = 5.0  # sessions of a tier below use a lease one after another for
 class TierReplica:
     """One replica of a tier. ``lower`` are handles of the tiers below, by name, ``drafters`` the kinds that any has,
     ``scaled_to_zero`` tiers that may have no replica, ``spare_capacity`` those with places for leases that nobody uses,
-    ``shared`` those that may compute on the processors of this one. ``student`` is what learns here: the tier, or its head."""
+    ``shared`` those that may compute on the processors of this one."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -71,7 +71,6 @@ class TierReplica:
         spare_capacity: Sequence[str] = (),
         shared: Sequence[str] = (),
         draft: bool = False,
-        student: str = "",
     ) -> None:
         join_serves()
         check_alike(packages)
@@ -85,8 +84,6 @@ class TierReplica:
         folder = None if engine.lora_path is None else await asyncio.to_thread(AdapterFolder, engine.lora_path)
         self._model = await _apart(partial(load_model, self._config, folder, draft=draft))
         log.info("Tier %s: %s", self._config.name, self._model.summary)
-        if student and isinstance(self._model, VllmModel):
-            raise ConfigError(f"{student} learns, and tier {self._config.name} runs on vLLM: set its engine to 'cascade'")
         self._weights = ""  # version of those that have been learnt
         self._profile = await _apart(partial(_profile, self._model, engine.max_pass_tokens))
         tokenizer = await asyncio.to_thread(_load_tokenizer, self._config)
@@ -174,7 +171,6 @@ class TierReplica:
     async def renew(self, replica: str, version: str, source: str) -> bool:
         """The learner gives the replica of that name other weights, between two passes; whether it is this one."""
         if replica == self._replica:
-            assert not isinstance(self._model, VllmModel)
             await _apart(partial(self._model.renew, source))
             self._weights = version
             log.info("Tier %s goes on with weights %s", self._config.name, version or "that it began with")

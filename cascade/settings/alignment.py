@@ -83,13 +83,13 @@ def alignment_problems(engines: Mapping[str, EngineKwargs], chosen: tuple[str, .
         elif name not in (*lower, HEAD):
             yield f"alignment.students names {name!r}: it takes {', '.join((*lower, HEAD))}"
     if not students(engines, chosen):
-        yield "alignment has nobody to teach: give a lower tier on our own engine, or the full tier an eagle3 head"
+        yield "alignment has nobody to teach: give a lower tier that is not quantized, or the full tier an eagle3 head"
 
 
 def _obstacle(engine: EngineKwargs) -> str:
     """Why a tier's model cannot get new weights while it runs; "" if it can."""
-    if engine.engine == "vllm" or engine.tensor_parallel_size > 1 or engine.quantization is not None:
-        return "which runs on vLLM, where weights are not renewed: set its engine to 'cascade', or remove it"
+    if engine.quantization is not None:
+        return f"whose quantization is {engine.quantization!r}, and learnt weights are not quantized: remove one of the two"
     if any(spec.reads for spec in engine.drafters):
         return "which a head reads that would not fit it any more: remove its drafter, or remove it"
     return ""

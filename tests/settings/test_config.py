@@ -108,15 +108,17 @@ WRONG: dict[str, tuple[Any, str]] = {
     "full tier that learns": (learning("full"), r"names 'full', the full tier, whose text is the answer: remove it"),
     "nobody that learns": (learning("large"), r"alignment\.students names 'large': it takes tiny, eagle3"),
     "head that is not there": (learning("eagle3"), r"names 'eagle3', and tier 'full' has no such head"),
-    "learning on vLLM": (learning("tiny", engine="vllm"), r"names 'tiny', which runs on vLLM, .*set its engine to 'cascade'"),
-    "quantized learning": (learning("tiny", quantization="int8"), r"names 'tiny', which runs on vLLM"),
+    "quantized learning": (
+        learning("tiny", quantization="int8"),
+        r"names 'tiny', whose quantization is 'int8', .*remove one",
+    ),
     "read learning": (
         learning("tiny", drafter={"kind": "eagle3", "source": "a/b"}),
         r"names 'tiny', which a head reads that would not fit it any more",
     ),
     "nobody to teach": (
         {"tiers": [tier("full")], "alignment": {"folder": "/shared"}},
-        r"alignment has nobody to teach: give a lower tier on our own engine, or the full tier an eagle3 head",
+        r"alignment has nobody to teach: give a lower tier that is not quantized, or the full tier an eagle3 head",
     ),
     "key for nothing": (
         {"tiers": [tier("tiny"), tier("full")], "alignment": {"folder": "/shared", "key_env": "KEY"}},

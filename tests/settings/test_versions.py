@@ -89,7 +89,7 @@ CHANGES: dict[str, tuple[Callable[[Values], None], set[str], set[str]]] = {  # w
     "limits of keys": (set_at("router.access.default_limits.max_running", 3), set(), {"router"}),
     "tools": (set_at("router.tool_format", "json"), {"router"}, set()),
     "the longest text": (set_at("max_model_len", 512), {"router"}, set()),
-    "learning": (set_at("alignment", {"folder": "/shared"}), {"tiny", "medium", "router"}, set()),
+    "learning": (set_at("alignment", {"folder": "/shared"}), {"router"}, set()),
     "certificates": (set_at("link_tls", LINK_TLS), ALL, set()),
     "ports of links": (set_at("link_ports", [20_000, 20_010]), ALL, set()),
 }

@@ -10,6 +10,7 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,11 @@ from cascade.settings.check import verify
 from cascade.settings.config import CascadeConfig
 from cascade.tier.tier import Tier
 from tests import small
-from tests.architectures import VOCAB
+from tests.architectures import VOCAB, build
 
 vllm = pytest.importorskip("vllm")
 from cascade.engine.vllm.model import CHOSEN, VllmModel  # noqa: E402  # needs vLLM beside it
-from tests.vllm.models import ARCHITECTURES, GREEDY, Pair, saved, started  # noqa: E402
+from tests.vllm.models import ARCHITECTURES, GREEDY, WIDE, Pair, saved, started  # noqa: E402
 
 # vLLM and what it imports warn of themselves
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
@@ -273,6 +274,35 @@ def test_two_ranks_write_what_one_writes(tmp_path: Path, pair: Pair) -> None:
                 said.append(each.run([Row(store, 0, [3, 4, 5], 1, params, draft=Draft((6, 7), bytes(2)), runner_ups=1)])[0])
                 store.free()
             assert list(said[0].own) == list(said[1].own)
+    finally:
+        model.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_renewed_weights_are_those_of_a_fresh_model(tmp_path: Path, pair: Pair, ranks: int) -> None:
+    """Guards drafters that learn: after new weights a pass is what they say, and those of another shape change nothing."""
+    others = str(tmp_path / "others")
+    network = build("llama", **WIDE)
+    torch.manual_seed(1)
+    for weight in network.parameters():
+        torch.nn.init.normal_(weight, std=0.2)
+    network.save_pretrained(others)
+    fresh = Model.from_pretrained(others, dtype="float32", device="cpu")
+    options = {"tensor_parallel_size": ranks} if ranks > 1 else {}
+    model = started(saved("llama", tmp_path / "first"), **options)
+    try:
+        with pytest.raises(ModelError, match=r"cannot take the place of others: .* is not the same there"):
+            model.renew(saved("qwen3", tmp_path / "wrong"))
+        scores_alike(Pair(model, pair.own), seed=7)
+        with ThreadPoolExecutor(1) as thread:
+            renewing = thread.submit(model.renew, others)
+            while not renewing.done():  # passes go on meanwhile
+                store = model.new_cache()
+                store.reserve(32)
+                model.logits([Row(store, 0, [3, 4, 5], 1, GREEDY)])
+                store.free()
+            renewing.result()
+        scores_alike(Pair(model, fresh), seed=8)
     finally:
         model.close()
 

@@ -197,8 +197,7 @@ def read(source: str, *, revision: str | None = None) -> Checkpoint:
     """The files of a path or hub id; raises `ModelError`."""
     check_source(source)
     try:
-        local = Path(source if is_local(source) else snapshot_download(source, revision=revision, allow_patterns=PATTERNS))
-        check_files(local)
+        local = _local(source, revision)
         config = json.loads(file.read_text(encoding="utf-8")) if (file := local / "config.json").is_file() else {}
         weights = {name: tensor for file in _files(local) for name, tensor in _tensors(file).items()} | _mask(local / MASK)
     except ModelError:
@@ -210,6 +209,24 @@ def read(source: str, *, revision: str | None = None) -> Checkpoint:
     return Checkpoint(source, config, weights)
 
 
+def shapes(source: str, *, revision: str | None = None) -> dict[str, tuple[int, ...]]:
+    """Of the tensors of a path or hub id, told from the headers of its files; raises `ModelError`."""
+    check_source(source)
+    try:
+        return {name: shape for file in _files(_local(source, revision)) for name, shape in shapes_of(file).items()}
+    except ModelError:
+        raise
+    except Exception as error:  # of any library
+        raise ModelError(f"The weights of {source!r} cannot be read: {reason(error)}") from error
+
+
+def _local(source: str, revision: str | None) -> Path:
+    """The folder of a path, or of a hub id's files, which are fetched; raises `ModelError` if one is damaged."""
+    local = Path(source if is_local(source) else snapshot_download(source, revision=revision, allow_patterns=PATTERNS))
+    check_files(local)
+    return local
+
+
 def num_weights(source: str, *, revision: str | None = None) -> int | None:
     """Numbers in the files of a path or hub id, told from their headers; None where a hub cannot tell. Raises `ModelError`."""
     check_source(source)
@@ -217,7 +234,8 @@ def num_weights(source: str, *, revision: str | None = None) -> int | None:
         if not is_local(source):
             return sum(get_safetensors_metadata(source, revision=revision).parameter_count.values())
         check_files(Path(source))
-        return sum(size for file in _files(Path(source)) for name, size in numels(file) if name not in MAPS)
+        found = [pair for file in _files(Path(source)) for pair in shapes_of(file).items()]
+        return sum(math.prod(shape) for name, shape in found if name not in MAPS)
     except ModelError:
         raise
     except NotASafetensorsRepoError:
@@ -226,13 +244,13 @@ def num_weights(source: str, *, revision: str | None = None) -> int | None:
         raise ModelError(f"No drafter can be loaded from {source!r}: {reason(error)}") from error
 
 
-def numels(file: Path) -> list[tuple[str, int]]:
-    """Tensors of a file, and how many numbers each has; of safetensors by the header."""
+def shapes_of(file: Path) -> dict[str, tuple[int, ...]]:
+    """Of the tensors of a file; of safetensors by the header."""
     if file.suffix != ".safetensors":
         loaded: dict[str, Tensor] = torch.load(file, map_location="meta", weights_only=True)
-        return [(name, tensor.numel()) for name, tensor in loaded.items()]
+        return {name: tuple(tensor.shape) for name, tensor in loaded.items()}
     with safe_open(file, framework="pt") as opened:
-        return [(name, math.prod(opened.get_slice(name).get_shape())) for name in opened.keys()]  # noqa: SIM118  # no mapping
+        return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118  # no mapping
 
 
 def _tensors(file: Path) -> dict[str, Tensor]:

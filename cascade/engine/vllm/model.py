@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from cascade.engine.adapter_folder import AdapterFolder
 from cascade.engine.devices import HOST_SHARE
 from cascade.engine.gguf import converted
+from cascade.engine.heads.checkpoint import shapes
 from cascade.engine.memory import host_memory
 from cascade.engine.sampling.processors import report
 from cascade.engine.scoring import Packed, asked, scored, unpacked
@@ -33,6 +35,7 @@ CHOSEN = {  # engine arguments that the cascade sets itself
     "disable_hybrid_kv_cache_manager": True,
     "disable_log_stats": True,
 }
+TIED = {"lm_head.weight"}  # a checkpoint may leave it out
 OURS = {*CHOSEN, "model", "tokenizer", "enable_lora", "max_loras"}
 OURS |= {"speculative_config", "pipeline_parallel_size", "data_parallel_size"}  # the cascade drafts; a tier has neither
 # What vLLM reads from the environment: its engine runs in this process, its workers leave the binding of threads to us.
@@ -100,7 +103,9 @@ class VllmModel:
         check_options(options)
         self._folder = folder
         self._most = len(adapters or ()) if folder is None else most
-        self._engine = _start(converted(source), cache_tokens, options, self._most)
+        self._source = converted(source)
+        self._engine = _start(self._source, cache_tokens, options, self._most)
+        self._busy = threading.Lock()  # of the workers, which answer one call after the other
         _running.append(self._engine)
         facts: Facts = self._engine.collective_rpc("cascade_facts")[0]
         try:
@@ -169,6 +174,22 @@ class VllmModel:
         """Keys and values of a new session: a table of vLLM's blocks."""
         return PagedCache(self._blocks)
 
+    def renew(self, source: str) -> None:
+        """Go on with the weights of ``source`` from the next pass on, see `cascade.engine.model.Model.renew`.
+
+        vLLM writes them over those before, while no pass runs. Raises `ModelError` if the shapes are others; then nothing has
+        changed.
+        """
+        source = converted(source)
+        here, there = shapes(self._source), shapes(source)
+        if wrong := next((name for name in sorted({*here, *there} - TIED) if here.get(name) != there.get(name)), None):
+            raise ModelError(f"The weights of {source!r} cannot take the place of others: {wrong} is not the same there")
+        try:
+            with self._busy, _undisturbed():
+                self._engine.collective_rpc("reload_weights", kwargs={"weights_path": source})
+        except Exception as error:  # of any library
+            raise ModelError(f"vLLM cannot take the weights of {source!r}: {reason(error)}") from error
+
     def run(self, rows: Sequence[Row]) -> list[Scored]:
         """Own tokens of each row, see `cascade.scorer.Scorer`; one host read, or several where adapters do not fit together."""
         if self._folder is not None:
@@ -200,9 +221,6 @@ class VllmModel:
         packed = Packed.of(rows)
         for row in rows:
             row.cache.prepare(row.start, row.start + len(row.input_ids))
-        if self._blocks.copies:  # once, however often the pass is tried: their sources may be written in it
-            self._engine.collective_rpc("cascade_copy", args=(self._blocks.copies,))
-            self._blocks.copies.clear()
         numbers = {"": 0, **self._numbers}
         batch = Batch(
             tokens=packed.tokens,
@@ -214,7 +232,12 @@ class VllmModel:
             asked=asked(rows) if simple else None,
             runner_ups=number,
         )
-        return next(one for one in self._engine.collective_rpc("cascade_score", args=(batch,)) if one is not None)
+        with self._busy:
+            if self._blocks.copies:  # once, however often the pass is tried: their sources may be written in it
+                self._engine.collective_rpc("cascade_copy", args=(self._blocks.copies,))
+                self._blocks.copies.clear()
+            found = self._engine.collective_rpc("cascade_score", args=(batch,))
+        return next(one for one in found if one is not None)
 
     def close(self) -> None:
         """End the other ranks; give memory back, once all models of this process are closed."""

@@ -5,8 +5,8 @@
 Two parts. *Learning*: the full model answers chats in English, which its drafters were made for, and continues files in Java,
 which they were not; then each drafter learns in rounds, as the learner of a server does, and answers that were held out judge
 it. *Swapping*: a server of the same models takes weights of before and after, turn and turn about, while clients stream; then
-the same while replicas and the learner are killed. Every text is held against the full model's. A full run draws
-`docs/align.svg`. The last line is one JSON document.
+the same while replicas and the learner are killed. Every text is held against the full model's. The last line is one JSON
+document.
 """
 
 import asyncio

@@ -18,7 +18,7 @@ from cascade import family
 from cascade.engine.threads import apart
 from cascade.messages import RUNNER_UPS
 
-SIZE, QUICK = Size(prompts=2, tokens=96), Size(tokens=8)
+SIZE, QUICK = Size(prompts=2, tokens=96), Size(tokens=8, temperatures=(0.7,))
 EDGES = {f"{family.NAMES[i]} → {family.NAMES[j]}": (i, j) for i, j in combinations(range(len(family.NAMES)), 2)}
 
 

@@ -103,7 +103,7 @@ def test_branches_are_reported() -> None:
     for name in ("proposed", "accepted"):
         assert f'cascade_{name}_by_rank_total{{drafter="medium",rank="0",verifier="full"}}' in text
     edge = next(edge for edge in said if edge["drafter"] == "medium")
-    assert len(edge["proposed_by_rank"]) > 1
+    assert sum(edge["proposed_by_rank"]) == edge["proposed"] > 0
     assert edge["prefetched"] <= edge["corrected"]
 
 

@@ -32,7 +32,7 @@ LENGTH = 3  # tokens of a text
 WINDOW = 2
 PROMPT = (1,)
 UNLIKELY_Z = 3.72  # beyond which one case in ten thousand of a normal law is
-FEW, MANY = 500, 8_000  # texts
+FEW, MANY = 500, 4_000  # texts
 
 RATIO, BLOCK = Rules("ratio"), Rules("block")
 SETUPS = {  # tiers, and rules at the full one

@@ -162,7 +162,7 @@ CASES += [rare(style, way) for style in (*STYLES, *MTP) for way in WAYS if (styl
 def test_guesses_are_those_of_the_paper_under_any_schedule(base: Path, style: str, way: str) -> None:
     """Guards keys and values of heads: chunks, wrong drafts, trees, rollbacks and companions change no guess."""
     model, paper = served(base, style, way)
-    for seed in range(3):
+    for seed in range(2):
         rng = random.Random(seed)
         texts = [[rng.randrange(VOCAB) for _ in range(size)] for size in (2, 9, 20)]
         sessions = [

@@ -22,7 +22,7 @@ from benchmarks.document import console, finish, parsed, parser, stamp, timed
 
 RECORDING = Path(__file__).parents[1] / ".work" / "recording.json"
 PARTS = ("one", "scale", "autoscale")
-QUICK_STRETCH = 3.0
+QUICK_STRETCH = 1.0
 
 
 def measure(parts: Sequence[str], *, quick: bool) -> dict[str, Any]:

@@ -106,6 +106,7 @@ def test_replicas_are_compared_at_the_same_load_of_each() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_whole_benchmark_works(tmp_path: Path) -> None:
     """Guards `make bench-cluster`, which runs for a quarter of an hour, against parts that have changed; in its own Ray."""
     command = [sys.executable, "-m", "benchmarks.cluster", "--quick", "--results", str(tmp_path / "cluster.json")]

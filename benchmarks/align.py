@@ -68,7 +68,7 @@ class Size:
     answers: int = 64  # of each language
     tokens: int = 112  # of an answer with its prompt
     rounds: int = 3
-    seconds: Mapping[str, float] = field(default_factory=lambda: {"medium": 120.0, "tiny": 45.0, HEAD: 75.0})
+    seconds: Mapping[str, float] = field(default_factory=lambda: {"medium": 330.0, "tiny": 150.0, HEAD: 270.0})
     swaps: int = 20
     quiet_s: float = 25.0  # of load without swaps, to compare with
 

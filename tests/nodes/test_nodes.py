@@ -48,7 +48,7 @@ REQUESTS: list[dict[str, Any]] = [
 ]
 WHOLE = {"tiny": 1, "medium": 1, "full": 2}
 EDGES = {("tiny", "medium"), ("medium", "full")}
-NUM_CLIENTS = 6
+NUM_CLIENTS = 4  # more would leave no processor to replicas that start
 FAULT_S = 12.0  # a link that carries nothing is broken after ten
 
 

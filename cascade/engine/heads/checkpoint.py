@@ -210,10 +210,10 @@ def read(source: str, *, revision: str | None = None) -> Checkpoint:
 
 
 def shapes(source: str, *, revision: str | None = None) -> dict[str, tuple[int, ...]]:
-    """Of the tensors of a path or hub id, told from the headers of its files; raises `ModelError`."""
+    """Shapes of all tensors of a path or hub id by name, from the headers of its files; raises `ModelError`."""
     check_source(source)
     try:
-        return {name: shape for file in _files(_local(source, revision)) for name, shape in shapes_of(file).items()}
+        return {name: shape for file in _files(_local(source, revision)) for name, shape in file_shapes(file).items()}
     except ModelError:
         raise
     except Exception as error:  # of any library
@@ -233,9 +233,7 @@ def num_weights(source: str, *, revision: str | None = None) -> int | None:
     try:
         if not is_local(source):
             return sum(get_safetensors_metadata(source, revision=revision).parameter_count.values())
-        check_files(Path(source))
-        found = [pair for file in _files(Path(source)) for pair in shapes_of(file).items()]
-        return sum(math.prod(shape) for name, shape in found if name not in MAPS)
+        return sum(math.prod(shape) for name, shape in shapes(source).items() if name not in MAPS)
     except ModelError:
         raise
     except NotASafetensorsRepoError:
@@ -244,8 +242,8 @@ def num_weights(source: str, *, revision: str | None = None) -> int | None:
         raise ModelError(f"No drafter can be loaded from {source!r}: {reason(error)}") from error
 
 
-def shapes_of(file: Path) -> dict[str, tuple[int, ...]]:
-    """Of the tensors of a file; of safetensors by the header."""
+def file_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors of a file by name; of a safetensors file from its header."""
     if file.suffix != ".safetensors":
         loaded: dict[str, Tensor] = torch.load(file, map_location="meta", weights_only=True)
         return {name: tuple(tensor.shape) for name, tensor in loaded.items()}

@@ -38,7 +38,7 @@ from transformers import PreTrainedModel
 from cascade.engine.checkpoint import INDEX, SINGLE, check_files, read_config
 from cascade.engine.gguf import described
 from cascade.engine.heads.chain import Chain
-from cascade.engine.heads.checkpoint import SHARED, Checkpoint, shapes_of
+from cascade.engine.heads.checkpoint import SHARED, Checkpoint, file_shapes
 from cascade.engine.heads.head import Verifier
 from cascade.engine.heads.reader import Reader, decoder
 from cascade.engine.network.attention import Span
@@ -183,8 +183,8 @@ def check_mtp(source: str, *, revision: str | None = None, trust_remote_code: bo
     try:
         if is_local(source):
             check_files(Path(source))
-            found = [pair for file in Path(source).glob(f"*{SUFFIX}") for pair in shapes_of(file).items()]
-            sizes = {name: math.prod(shape) for name, shape in found}
+            files = Path(source).glob(f"*{SUFFIX}")
+            sizes = {name: math.prod(shape) for file in files for name, shape in file_shapes(file).items()}
         elif not (sizes := dict.fromkeys(_weight_map(source, revision), 0)):
             return None
     except ModelError:

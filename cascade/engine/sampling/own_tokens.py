@@ -159,7 +159,7 @@ def _column(numbers: Sequence[float], device: torch.device, dtype: torch.dtype =
 
 
 def filtered(scores: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
-    """`ordered` on a CPU, to the bit, without ordering the whole vocabulary. Each row removes something.
+    """`ordered` on a CPU, to the bit, without ordering the whole vocabulary, for rows with a top-p or a top-k below its size.
 
     Where a token is so near to the border that rounding could decide, its row is ordered.
     """

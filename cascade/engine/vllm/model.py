@@ -177,15 +177,15 @@ class VllmModel:
     def renew(self, source: str) -> None:
         """Go on with the weights of ``source`` from the next pass on, see `cascade.engine.model.Model.renew`.
 
-        vLLM writes them over those before, while no pass runs. Raises `ModelError` if the shapes are others; then nothing has
-        changed.
+        vLLM writes them over the old ones, while no pass runs. Raises `ModelError` if the shapes are others, and nothing has
+        changed; or if vLLM cannot read them, and some may have: it drafts worse until it gets whole ones.
         """
         source = converted(source)
         here, there = shapes(self._source), shapes(source)
         if wrong := next((name for name in sorted({*here, *there} - TIED) if here.get(name) != there.get(name)), None):
             raise ModelError(f"The weights of {source!r} cannot take the place of others: {wrong} is not the same there")
         try:
-            with self._busy, _undisturbed():
+            with self._busy:
                 self._engine.collective_rpc("reload_weights", kwargs={"weights_path": source})
         except Exception as error:  # of any library
             raise ModelError(f"vLLM cannot take the weights of {source!r}: {reason(error)}") from error

@@ -148,6 +148,25 @@ async def test_routers_agree_on_the_replica_of_a_session() -> None:
     assert (await Router({"a": 0, "b": 0}).ranks("s", ("b",), "1"))[0] == ["b"]
 
 
+async def test_a_session_that_was_sent_elsewhere_comes_back() -> None:
+    """Guards a session against a router that keeps sending it where it went once, while all others agree on its replica."""
+    asked: list[tuple[Sequence[str], str]] = []
+
+    async def given_at_once() -> AsyncIterator[str]:
+        yield f"{ONE} secret"
+
+    def choose(session: str, preferred: Sequence[str] = (), affinity: str = "") -> Lease:
+        asked.append((tuple(preferred), affinity))
+        return Held(given_at_once())
+
+    prefixes, plain = Prefixes(), replace(text(range(4 * BLOCK)), tier="full")
+    pool = LeasePool({"full": choose}, prefixes=prefixes)
+    for session in (plain, replace(plain, affinity="a")):
+        prefixes.sent(session, OTHER)
+        await pool.take(session)
+    assert asked == [((OTHER,), ""), ((), "a")]
+
+
 @given(st.integers(0, 300), st.integers(0, 300))
 def test_overload_is_relative(leases: int, others: int) -> None:
     """Guards replicas that are all busy against being strangers to all texts, and idle ones against small differences."""

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from cascade import family
-from cascade.engine.checkpoint import read_config
 from cascade.engine.devices import processor
+from cascade.engine.model_config import read_config
 
 RESULTS = Path(__file__).parent / "results"
 LEAF = re.compile(r"[\[{][^\[\]{}]*[\]}]")  # of JSON: what holds no other list or object

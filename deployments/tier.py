@@ -17,14 +17,10 @@ from ray.serve.handle import DeploymentHandle
 
 from cascade.drafters import make, source_and_kind
 from cascade.engine.adapter_folder import AdapterFolder
-from cascade.engine.adapters import AdaptedModel
 from cascade.engine.grammar import Grammars
-from cascade.engine.loading import load
-from cascade.engine.model import Model
 from cascade.engine.sampling.state import state_maker
 from cascade.engine.threads import apart
 from cascade.engine.tokenizer import Tokenizer
-from cascade.engine.vllm.model import VllmModel
 from cascade.errors import ModelError
 from cascade.planner.chains import Planner
 from cascade.planner.cost import Profile, measure
@@ -144,7 +140,7 @@ class TierReplica:
             "device": str(self._model.device),
             "dtype": str(self._model.dtype).removeprefix("torch."),
             "same_bits": self._model.same_bits,
-            "engine": "vllm" if isinstance(self._model, VllmModel) else "cascade",
+            "engine": self._config.engine_kwargs.runs_on(gpu=torch.cuda.is_available()),
             "pid": os.getpid(),
             "sessions": self._tier.num_sessions,
             "leases": len(self._server.leases),
@@ -217,6 +213,7 @@ def load_model(config: TierConfig, folder: AdapterFolder | None = None, *, draft
     """The model of a tier, a `cascade.scorer.Scorer`, on the engine of its configuration; raises `ModelError`.
 
     ``folder`` has adapters that are loaded when they are asked for. A ``draft`` model says its draft vocabulary alone.
+    An engine is imported where it is chosen, for each takes seconds.
     """
     engine = config.engine_kwargs
     if engine.engine is not None and engine.plugin:
@@ -226,11 +223,17 @@ def load_model(config: TierConfig, folder: AdapterFolder | None = None, *, draft
         except (ImportError, AttributeError) as error:
             raise ModelError(f"engine is {engine.engine!r}, which cannot be imported: {error}") from error
     if engine.runs_on(gpu=torch.cuda.is_available()) == "vllm":
+        from cascade.engine.vllm.model import VllmModel
+
         share = {"gpu_memory_utilization": config.gpu_memory_utilization} if torch.cuda.is_available() else {}
         source = config.model_loading_config.source
         given = {**share, **engine.vllm_options}
         adapters: dict[str, Any] = {"adapters": engine.lora_modules, "folder": folder, "most": engine.max_loras}
         return VllmModel(source, cache_tokens=engine.cache_tokens, options=given, **adapters)
+    from cascade.engine.adapters import AdaptedModel
+    from cascade.engine.loading import load
+    from cascade.engine.model import Model
+
     network = load(
         config.model_loading_config.source,
         dtype=engine.dtype,

@@ -11,7 +11,7 @@ import yaml
 from benchmarks.cluster.emulated import Device, num_gpus
 from benchmarks.cluster.recording import Recording, fake
 from benchmarks.cluster.toy_tier import ToyTier
-from cascade.engine.checkpoint import context_len, read_config
+from cascade.engine.model_config import context_len, read_config
 from cascade.engine.tokenizer import Tokenizer
 from cascade.params import DEFAULT_WINDOW, SamplingParams, Speculation
 from cascade.planner.cost import PassCost

@@ -13,8 +13,8 @@ from pydantic import Field
 
 from benchmarks.cluster.recording import fake
 from benchmarks.cluster.toy_tier import ToyTier
-from cascade.engine.checkpoint import context_len, read_config
 from cascade.engine.model import Model
+from cascade.engine.model_config import context_len, read_config
 from cascade.planner.cost import Profile
 from cascade.scorer import Row, Scored, Scorer, Store
 from cascade.settings.config import CascadeConfig, TierConfig

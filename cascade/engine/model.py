@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cascade.engine import devices
-from cascade.engine.checkpoint import context_len, unlike_attention
 from cascade.engine.draft_vocab import DraftHead, draft_ids
 from cascade.engine.gguf import converted
 from cascade.engine.heads.checkpoint import read
@@ -22,6 +21,7 @@ from cascade.engine.heads.loading import load_head
 from cascade.engine.heads.mtp import Mtp, check_mtp
 from cascade.engine.heads.reader import Reader
 from cascade.engine.loading import load
+from cascade.engine.model_config import context_len, unlike_attention
 from cascade.engine.network.attention import ATTENTION, Attention, Native
 from cascade.engine.network.contiguous import Contiguous
 from cascade.engine.network.llama import Llama, is_written_out

@@ -11,11 +11,12 @@ import torch
 from transformers import PreTrainedConfig
 
 from cascade.drafters import EXIT, head_of
-from cascade.engine.checkpoint import Anatomy, anatomy, context_len, read_config
+from cascade.engine.checkpoint import Anatomy, anatomy
 from cascade.engine.devices import ACCELERATORS, default_device, free_bytes
 from cascade.engine.heads.checkpoint import num_weights
 from cascade.engine.heads.mtp import check_mtp
 from cascade.engine.memory import GIB
+from cascade.engine.model_config import context_len, read_config
 from cascade.engine.tokenizer import Tokenizer
 from cascade.engine.vllm import batch_invariant, installed
 from cascade.errors import ConfigError, ModelError

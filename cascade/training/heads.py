@@ -12,8 +12,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from cascade.engine.checkpoint import context_len
 from cascade.engine.loading import load
+from cascade.engine.model_config import context_len
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ConfigError
 from cascade.training.eagle import EagleShape, train_eagle3

@@ -20,23 +20,16 @@ USERS_TEXT = "\ue000"  # a private character, which no template has: marks where
 CANDIDATES = 64  # the likeliest tokens, one of which is sampled
 PROMPT_MIN_P = 0.1  # of user's turns: keeps them sensible at temperature 1
 TEMPERATURES = (0.0, 0.7, 1.0)  # of answers, in turn
-# How user's turns begin, so that what is asked often is among them: a third are the model's own from the first word on.
-STARTS = (
-    *[""] * 20,
-    *(
-        "Write a Python function|Write a function in JavaScript|Write a class in Java|Write a SQL query|Write unit tests for|"
-        "Fix the bug in this code:\n\ndef|Explain what this code does:\n\nimport|Add comments to this function:\n\ndef|"
-        "What is the difference between|How do I|How does|How can I improve|Why do|What should I|What are the benefits of|"
-        "Explain to a beginner|Give me five|List the steps|Compare|Describe|Recommend|Plan|Help me decide|I have a problem with|"
-        "Write a short story about|Write a poem about|Write an email to|Write a letter to|Write a polite|Write a product description|"
-        "Solve the following problem step by step:|A shop sells|A car travels|If a person has|Calculate|Solve the equation|"
-        "What is the probability|How many|"
-        "Summarize the following text in two sentences.\n\n|Summarize this article:\n\n|Give the main points of this text:\n\n|"
-        "Shorten this message:\n\n|Rewrite this paragraph in simpler words:\n\n|Correct the mistakes in this text:\n\n|"
-        "Translate into French:|Translate into Spanish:|Translate into German:|Translate the following sentence into English:|"
-        "Read this document and answer the question.\n\n|Answer the question with the text below.\n\n|"
-        "Use the following context to answer.\n\nContext:|Which of the following"
-    ).split("|"),
+STARTS = (  # of user's turns: half are the model's own from the first word on, the others make sure of what is asked often
+    *[""] * 8,
+    "Write a Python function",
+    "Summarize the following text:",
+    "Translate",
+    "Solve the following problem:",
+    "Rewrite",
+    "Read this document and answer the question.",
+    "Explain",
+    "Fix the bug in this code:",
 )
 
 

@@ -23,9 +23,10 @@ from transformers import LlamaConfig
 from cascade import ModelError, SamplingParams
 from cascade.cli.main import main
 from cascade.cli.screen import console
-from cascade.engine.checkpoint import INDEX, anatomy, read_config
+from cascade.engine.checkpoint import INDEX, anatomy
 from cascade.engine.heads.checkpoint import MAPS, num_weights
 from cascade.engine.model import Model
+from cascade.engine.model_config import read_config
 from cascade.engine.tokenizer import Tokenizer, check_source
 from cascade.scorer import Row
 from cascade.settings.check import needs

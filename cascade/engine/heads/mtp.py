@@ -35,12 +35,13 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cascade.engine.checkpoint import INDEX, SINGLE, check_files, read_config
+from cascade.engine.checkpoint import INDEX, SINGLE, check_files
 from cascade.engine.gguf import described
 from cascade.engine.heads.chain import Chain
 from cascade.engine.heads.checkpoint import SHARED, Checkpoint, file_shapes
 from cascade.engine.heads.head import Verifier
 from cascade.engine.heads.reader import Reader, decoder
+from cascade.engine.model_config import read_config
 from cascade.engine.network.attention import Span
 from cascade.engine.network.llama import between
 from cascade.engine.network.survey import SURVEY, Survey

@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cascade import Cascade
-from cascade.engine.checkpoint import read_config
 from cascade.engine.heads import mtp as mtp_heads
 from cascade.engine.heads.loading import load_head
 from cascade.engine.heads.mtp import Mtp, check_mtp
 from cascade.engine.model import Model
+from cascade.engine.model_config import read_config
 from cascade.errors import ModelError
 from cascade.params import SamplingParams
 from cascade.scorer import Row

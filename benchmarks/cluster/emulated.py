@@ -13,7 +13,6 @@ from pydantic import Field
 
 from benchmarks.cluster.recording import fake
 from benchmarks.cluster.toy_tier import ToyTier
-from cascade.engine.model import Model
 from cascade.engine.model_config import context_len, read_config
 from cascade.planner.cost import Profile
 from cascade.scorer import Row, Scored, Scorer, Store
@@ -52,7 +51,7 @@ def load(config: TierConfig) -> "Emulated":
     device, engine, source = Device.of(config), config.engine_kwargs, config.model_loading_config.source
     if device.agreement is None:
         own = engine.model_copy(update={"engine": "cascade", "device": "cpu"})
-        model: Model = load_model(config.model_copy(update={"engine_kwargs": own}))
+        model = load_model(config.model_copy(update={"engine_kwargs": own}))
         dtype = str(model.dtype).removeprefix("torch.")
         return Emulated(model, device.cost, num_parameters=model.num_parameters, dtype=dtype, same_bits=model.same_bits)
     read = read_config(source, revision=engine.revision, trust_remote_code=engine.trust_remote_code)

@@ -27,11 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from ray import serve
 
-from benchmarks.document import console, finish, parsed, parser, stamp, timed
+from benchmarks.document import console, finish, parsed, parser, stamp, timed, titled
 from benchmarks.prompts import chat_ids
 from cascade import SamplingParams, Speculation, family
 from cascade.bench.prompts import BUILT_IN
@@ -206,7 +205,7 @@ def swap(folder: Path, wanted: int, over: asyncio.Event, loop: asyncio.AbstractE
             chosen = versions.all[turn // len(SWAPPED) % 2]
             versions.choose(chosen)
             if turn % 3 == 1 and (victim := next(killed, None)):
-                for pid in processes(victim):
+                for pid in titled(f"ray::ServeReplica:{APPLICATION}:{victim}"):
                     os.kill(pid, signal.SIGKILL)
             end = time.monotonic() + SWAP_S
             while time.monotonic() < end:
@@ -220,16 +219,6 @@ def swap(folder: Path, wanted: int, over: asyncio.Event, loop: asyncio.AbstractE
     finally:
         loop.call_soon_threadsafe(over.set)
     return done
-
-
-def processes(name: str) -> list[int]:
-    """Replicas of a deployment, by the name that Ray gives them."""
-    found = []
-    for one in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            if " ".join(one.cmdline()).startswith(f"ray::ServeReplica:{APPLICATION}:{name}"):
-                found.append(one.pid)
-    return found
 
 
 def begin(folder: Path) -> None:

@@ -8,9 +8,11 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 from rich.console import Console
 
 from cascade import family
@@ -71,6 +73,16 @@ def stamp(models: object = None) -> dict[str, Any]:
         "processor": f"{processor()}, {os.cpu_count()} cores",
         "family": models or dict(zip(family.NAMES, map(shape, family.paths()), strict=True)),
     }
+
+
+def titled(beginning: str) -> list[int]:
+    """Process ids below this process whose titles begin so: Ray's tell what runs in them."""
+    found = []
+    for one in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has ended
+            if " ".join(one.cmdline()).startswith(beginning):
+                found.append(one.pid)
+    return found
 
 
 def shape(source: str) -> str:

@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 from ray import serve
 
-from benchmarks.document import console, finish, parsed, parser, stamp
+from benchmarks.document import console, finish, parsed, parser, stamp, titled
 from cascade import Cascade, SamplingParams, Speculation
 from cascade.bench.prompts import BUILT_IN
 from cascade.client import AsyncClient
@@ -127,15 +127,15 @@ async def run(server: Server, asks: Sequence[Ask], seconds: float, num_clients: 
     """Let clients ask for so long; windows close meanwhile, and processes die."""
     course, end = Course(), time.monotonic() + seconds
     over = threading.Event()
-    killer = asyncio.to_thread(kill, course, server, over) if kills else asyncio.sleep(0)
+    killer = asyncio.to_thread(kill, course, over) if kills else asyncio.sleep(0)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(killer)
         clients = [tasks.create_task(client(server, asks, course, end, number)) for number in range(num_clients)]
         while time.monotonic() < end:
             await asyncio.sleep(min(WINDOW_S, max(0.0, end - time.monotonic())))
-            close(course, server)
+            close(course)
         await asyncio.wait(clients)
-        close(course, server)
+        close(course)
         over.set()
     return course
 
@@ -175,10 +175,10 @@ async def answered(door: AsyncClient, ask: Ask, speculation: Speculation, chance
     return text, "streamed"
 
 
-def close(course: Course, server: Server) -> None:
+def close(course: Course) -> None:
     """End a window."""
     window = course.windows[-1]
-    for kind, pids in processes(server).items():
+    for kind, pids in processes().items():
         held: list[tuple[float, int, float]] = []
         for pid in pids:
             with suppress(psutil.Error):  # it has died
@@ -195,38 +195,31 @@ def close(course: Course, server: Server) -> None:
     course.windows.append(Window())
 
 
-def processes(server: Server) -> dict[str, list[int]]:
-    """Those of each kind that are there, by the names that Ray gives them."""
-    names = {f"ray::ServeReplica:{APPLICATION}:{kind}": kind for kind in KINDS[:-1]} | {"ray::ServeController": "controller"}
-    found: dict[str, list[int]] = {kind: [] for kind in KINDS}
-    for one in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            said = " ".join(one.cmdline())
-            for name, kind in names.items():
-                if said.startswith(name):
-                    found[kind].append(one.pid)
-    return found
+def processes() -> dict[str, list[int]]:
+    """Those of each kind that are there."""
+    replicas = {kind: titled(f"ray::ServeReplica:{APPLICATION}:{kind}") for kind in KINDS[:-1]}
+    return {**replicas, "controller": titled("ray::ServeController")}
 
 
-def kill(course: Course, server: Server, over: threading.Event) -> None:
+def kill(course: Course, over: threading.Event) -> None:
     """A process of each kind in turn, each when all that were killed are back."""
     chance, turn = random.Random(0), 0
     while not over.wait(PAUSE_S):
-        kind, there = KINDS[turn % len(KINDS)], processes(server)
+        kind, there = KINDS[turn % len(KINDS)], processes()
         turn += 1
         victim = chance.choice(there[kind])
         os.kill(victim, signal.SIGKILL)
         begin = time.monotonic()
-        while not whole(server, victim) and not over.wait(0.5):
+        while not whole(victim) and not over.wait(0.5):
             if time.monotonic() - begin > BACK_S:
                 course.faults.append(f"{kind} did not come back within {BACK_S:g} s")
                 return
         course.kills[kind].append(round(time.monotonic() - begin, 1))
 
 
-def whole(server: Server, dead: int) -> bool:
+def whole(dead: int) -> bool:
     """Whether all processes are there and serve, without one that was killed."""
-    there = processes(server)
+    there = processes()
     if any(dead in pids or len(pids) < WHOLE[kind] for kind, pids in there.items()):
         return False
     with suppress(Exception):  # the controller may be the one that is away

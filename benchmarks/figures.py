@@ -44,9 +44,9 @@ def number(value: float | None, times: float | None = None) -> str:
     return f"{value:.1f}" + (f" ({value / times:.2f}x)" if times else "")
 
 
-def mode(found: Document | None) -> str:
+def mode(found: Document) -> str:
     """Speed of a mode, and over its engine alone."""
-    return f"{found['tokens_per_second']:.1f} ({found['over_alone']:.2f} ± {found['error']:.2f})" if found else "-"
+    return f"{found['tokens_per_second']:.1f} ({found['over_alone']:.2f} ± {found['error']:.2f})"
 
 
 def one(peers: Document) -> str:
@@ -64,12 +64,18 @@ def one(peers: Document) -> str:
     return rows(header, lines)
 
 
+def by_temperature(first: str, found: Mapping[str, Mapping[str, str]]) -> str:
+    """A table of cells by temperature, as documents name it, and by line; the column of lines is named ``first``."""
+    known = {key: label for key, label in TEMPERATURES.items() if key in found}
+    names = list(dict.fromkeys(name for key in known for name in found[key]))
+    lines = [[name, *(found[key].get(name, "-") for key in known)] for name in names]
+    return rows((first, *(f"temperature {label}" for label in known.values())), lines)
+
+
 def modes(peers: Document) -> str:
     """Every engine with every drafter, and both over the same engine alone."""
-    found = [peers["cells"]["one"][key] for key in TEMPERATURES]
-    names = sorted({name for cells in found for name in cells})
-    lines = [[f"`{name}`", *(mode(cells.get(name)) for cells in found)] for name in names]
-    return rows(("mode", *(f"temperature {label}" for label in TEMPERATURES.values())), lines)
+    found = {key: {f"`{name}`": mode(cells[name]) for name in sorted(cells)} for key, cells in peers["cells"]["one"].items()}
+    return by_temperature("mode", found)
 
 
 def loads(never: Document) -> str:
@@ -128,27 +134,19 @@ def emulated(cluster: Document) -> str:
 
 def trees(document: Document) -> str:
     """How often the verifier says what a drafter does, or one of its runner-ups."""
-    header = ("edge", *(f"temperature {TEMPERATURES[key]}" for key in document["acceptance"]))
-    edges = next(iter(document["acceptance"].values()))
-    lines = [
-        [name, *(", ".join(f"{share:.2f}" for share in found[name]) for found in document["acceptance"].values())]
-        for name in edges
-    ]
-    return rows(header, lines)
+    found = {
+        key: {name: ", ".join(f"{share:.2f}" for share in shares) for name, shares in edges.items()}
+        for key, edges in document["acceptance"].items()
+    }
+    return by_temperature("edge", found)
 
 
 def rules(document: Document) -> str:
     """Tokens per full pass by rules of acceptance."""
-    found = {key: {name: one["tokens_per_pass"] for name, one in modes.items()} for key, modes in document["modes"].items()}
-    return by_temperature(found, "{:.2f}")
-
-
-def by_temperature(found: Mapping[str, Mapping[str, float]], form: str) -> str:
-    """A line for each mode, a column for each temperature that was measured."""
-    known = {key: label for key, label in TEMPERATURES.items() if key in found}
-    names = list(dict.fromkeys(name for key in known for name in found[key]))
-    lines = [[name, *(form.format(found[key][name]) if name in found[key] else "-" for key in known)] for name in names]
-    return rows(("mode", *(f"temperature {label}" for label in known.values())), lines)
+    found = {
+        key: {name: f"{one['tokens_per_pass']:.2f}" for name, one in modes.items()} for key, modes in document["modes"].items()
+    }
+    return by_temperature("mode", found)
 
 
 def trio(cluster: Document) -> str:
@@ -178,12 +176,14 @@ def shipped() -> str:
 
 def drafters(document: Document) -> str:
     """Every drafter alone, and the planner's choice: speed over the full model alone, and tokens of one of its passes."""
-    header = ("mode", *(f"temperature {label}" for label in TEMPERATURES.values()))
-    lines = [
-        [name, *(f"{one[key]['speedup']:.2f}, {one[key]['accepted_len']:.2f}" for key in TEMPERATURES)]
-        for name, one in document["head"]["drafters"].items()
-    ]
-    return rows(header, lines)
+    found = {
+        key: {
+            name: f"{one[key]['speedup']:.2f}, {one[key]['accepted_len']:.2f}"
+            for name, one in document["head"]["drafters"].items()
+        }
+        for key in TEMPERATURES
+    }
+    return by_temperature("mode", found)
 
 
 def aligned(document: Document) -> str:

@@ -15,8 +15,8 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from benchmarks.peers.contract import HEAD, Models
+from benchmarks.peers.engines.ours import with_end
 from benchmarks.peers.worker import answers
-from cascade.answer import Completion
 from cascade.drafters import DrafterSpec
 from cascade.errors import CascadeError
 from cascade.local import Cascade
@@ -39,12 +39,7 @@ def answers_and_head(
     with cascade:
         completions = cascade.generate(prompts, params, speculation)
     edges = [edge for completion in completions for edge in completion.stats.edges if edge.drafter == HEAD]
-    return [_with_end(completion, end_ids) for completion in completions], first_guesses(edges)
-
-
-def _with_end(completion: Completion, end_ids: Sequence[int]) -> list[int]:
-    ended = completion.stats.completion_tokens > len(completion.token_ids)
-    return [*completion.token_ids, *(end_ids[:1] if ended else ())]
+    return [with_end(completion, end_ids) for completion in completions], first_guesses(edges)
 
 
 def first_guesses(edges: Sequence[Edge]) -> float | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from benchmarks.document import console
 from benchmarks.peers import crew, environments, report
 from benchmarks.peers.contract import BFLOAT16, FLOAT32, Models, Said, Setup, Turn, num_threads
+from benchmarks.peers.engines import ours
 from benchmarks.turns import at
 from cascade.bench.load import rotated
 
@@ -36,15 +37,6 @@ def _llama(suffix: str, dtype: str) -> Post:
     return Post("llama_cpp_python", tuple(f"llama_{way}{suffix}" for way in ways), environments.LLAMA, dtype)
 
 
-OURS = (
-    "cascade_alone",
-    "cascade_auto",
-    "cascade_suffix",
-    "cascade_lookup",
-    "cascade_tiny",
-    "cascade_medium",
-    "cascade_tiny_medium",
-)
 POSTS = (
     Post("huggingface", ("generate", "generate_lookup", "generate_assisted")),
     Post("vllm_cpu", ("vllm_alone",), environments.VLLM),
@@ -53,8 +45,8 @@ POSTS = (
     Post("vllm_cpu", ("vllm_draft",), environments.VLLM),
     _llama("", FLOAT32),
     _llama("_bf16", BFLOAT16),
-    Post("ours", OURS),
-    Post("ours", ("cascade_head", "cascade_head_suffix")),  # two cascades in one process would have more threads than cores
+    Post("ours", tuple(ours.WITHOUT_HEAD)),
+    Post("ours", tuple(ours.WITH_HEAD)),  # two cascades in one process would have more threads than cores
     Post("ours", ("cascade_alone_bf16", "cascade_auto_bf16"), dtype=BFLOAT16),
 )
 

@@ -41,15 +41,15 @@ class Mode:
 def cascade_config(models: Models) -> dict[str, Any]:
     """Three tiers in float32, with the drafters that the family is served with."""
 
-    def tier(name: str, source: str, drafter: list[Any]) -> dict[str, Any]:
-        return {
+    tiers = [
+        {
             "name": name,
             "model_loading_config": {"model_id": name, "model_source": source},
-            "engine_kwargs": {"dtype": "float32", "drafter": drafter},
+            "engine_kwargs": {"dtype": "float32", "drafter": ["suffix"]},
         }
-
-    sources = {"tiny": models.tiny, "medium": models.medium, "full": models.full}
-    return {"tiers": [tier(name, source, ["suffix"]) for name, source in sources.items()]}
+        for name, source in (("tiny", models.tiny), ("medium", models.medium), ("full", models.full))
+    ]
+    return {"tiers": tiers}
 
 
 class Arena:

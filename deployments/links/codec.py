@@ -93,6 +93,8 @@ def _decode(message: pb.Message) -> Message:
 def _decode_open(session: str, opening: pb.Open) -> Open:
     if not 0 < opening.prompt_len <= len(opening.tokens):
         raise ValueError("a text begins with its prompt")
+    if not opening.sampling.HasField("seed"):
+        raise ValueError("every tier must know the seed")
     plain = {name: getattr(opening, name) for name in OF_OPEN}
     plain |= {name: tuple(plain[name]) for name in LISTS_OF_OPEN}
     return Open(

@@ -1,5 +1,7 @@
 """The files of cluster/serve: sizes that hold, places for all who are admitted, GPUs that tiers do not take from each other."""
 
+import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +9,8 @@ import pytest
 import yaml
 
 from cascade.engine.memory import GIB
-from cascade.settings.check import needs, unpinned
+from cascade.settings import check
+from cascade.settings.check import Need, needs, unpinned
 from cascade.settings.config import CascadeConfig
 from tests.cluster.demand import num_replicas
 from tests.cluster.published import here
@@ -21,7 +24,15 @@ def config(path: Path) -> CascadeConfig:
     return CascadeConfig.parse(application["args"])
 
 
-def found(parsed: CascadeConfig, folder: Path) -> list[Any]:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the models are; each is looked at once, whatever files name it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, "anatomy", functools.cache(check.anatomy))
+        yield tmp_path_factory.mktemp("models")
+
+
+def found(parsed: CascadeConfig, folder: Path) -> list[Need]:
     """What `cascade check` finds, on GPUs of 80 GB where none is named."""
     values: dict[str, Any] = here(parsed, folder).model_dump(mode="json")
     for tier in values["tiers"]:
@@ -29,24 +40,16 @@ def found(parsed: CascadeConfig, folder: Path) -> list[Any]:
     return needs(CascadeConfig.parse(values))
 
 
-def sizes(parsed: CascadeConfig, folder: Path) -> list[str]:
-    """The lines of a file's comment."""
-    return [
-        f"#   {need.tier:<8}{need.weight_bytes / GIB:6.2f} GiB of weights, room for {need.cache_tokens:,} positions"
-        f"{'' if tier.accelerator_type is None else f' on {need.device}'}"
-        for need, tier in zip(found(parsed, folder), parsed.tiers, strict=True)
-    ]
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_sizes_hold(path: Path, tmp_path: Path) -> None:
+def test_sizes_hold(path: Path, folder: Path) -> None:
     """Guards tiers without room for what they admit: a text of the greatest length fits, and the comment is true."""
     parsed = config(path)
-    for line in sizes(parsed, tmp_path):
-        assert f"\n{line}\n" in path.read_text()
-    for need in found(parsed, tmp_path):
+    assert parsed.max_model_len is not None
+    for need, tier in zip(found(parsed, folder), parsed.tiers, strict=True):
+        where = "" if tier.accelerator_type is None else f" on {need.device}"
+        size = f"{need.weight_bytes / GIB:6.2f} GiB of weights, room for {need.cache_tokens:,} positions"
+        assert f"\n#   {need.tier:<8}{size}{where}\n" in path.read_text()
         assert need.problem is None
-        assert parsed.max_model_len is not None
         assert need.cache_tokens >= parsed.max_model_len
 
 

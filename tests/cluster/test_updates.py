@@ -141,26 +141,33 @@ def served(cluster: Cluster) -> Iterator[Served]:
         serve.delete(APPLICATION)
 
 
-def engine(level: int, **options: Any) -> Callable[[Values], object]:
-    return lambda values: values["tiers"][level]["engine_kwargs"].update(options)
+def engine(values: Values, level: int, **options: Any) -> None:
+    values["tiers"][level]["engine_kwargs"].update(options)
 
 
-def test_a_drafter_is_exchanged_and_nobody_notices(served: Served) -> None:
-    """Guards new weights of a drafter: everything was replaced, and requests were lost."""
-    assert served.update(engine(0, max_pass_tokens=256)) == {"tiny"}
+def test_drafters_are_exchanged_and_nobody_notices(served: Served) -> None:
+    """Guards new weights of drafters: everything was replaced, and requests were lost.
 
+    The new tiny replica comes first. There is no room for two medium ones: the old one goes first, and the full tier goes on
+    without it.
+    """
 
-def test_a_drafter_without_room_for_two_is_exchanged(served: Served) -> None:
-    """Guards devices that are all taken: the old replica goes first, and the tiers above go on without it."""
-    served.values["tiers"][1]["deployment_config"]["max_surge_percent"] = 0
-    assert served.update(engine(1, max_pass_tokens=256)) == {"medium"}
+    def change(values: Values) -> None:
+        engine(values, 0, max_pass_tokens=256)
+        engine(values, 1, max_pass_tokens=256)
+        values["tiers"][1]["deployment_config"]["max_surge_percent"] = 0
+
+    assert served.update(change) == {"tiny", "medium"}
 
 
 def test_the_full_tier_is_exchanged_one_replica_after_the_other(served: Served) -> None:
-    """Guards answers at a full replica that is replaced: they are handed on, whether new ones come first or old ones go."""
-    assert served.update(engine(2, max_pass_tokens=256)) == {"full"}
-    served.values["tiers"][2]["deployment_config"]["max_surge_percent"] = 0
-    assert served.update(engine(2, max_pass_tokens=512)) == {"full"}
+    """Guards answers at a full replica that is replaced: they are handed on. Old ones go first, which is the harder way."""
+
+    def change(values: Values) -> None:
+        engine(values, 2, max_pass_tokens=256)
+        values["tiers"][2]["deployment_config"]["max_surge_percent"] = 0
+
+    assert served.update(change) == {"full"}
 
 
 def test_routers_are_exchanged_and_told(served: Served) -> None:

@@ -1,7 +1,6 @@
 """Links and leases without Ray: tiers in one process, joined by real gRPC streams; lessors ask the link servers themselves."""
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -320,10 +319,3 @@ class Peer:
         if not self._arrived:
             self._arrived += decode(await asyncio.wait_for(self.call.read(), LONG_S))
         return self._arrived.pop(0)
-
-    async def end(self) -> None:
-        """Read until the link is over."""
-        with contextlib.suppress(grpc.aio.AioRpcError):
-            async with asyncio.timeout(LONG_S):
-                while await self.call.read() is not grpc.aio.EOF:
-                    pass

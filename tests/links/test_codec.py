@@ -114,19 +114,54 @@ def test_distributions_cross_processes_as_numbers() -> None:
     assert (list(sent.ids), list(sent.probs)) == ([5, 6, 2], passes[0, 1:].tolist())
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        pb.Message(open=pb.Open(tokens=[1], prompt_len=1, rules=pb.Rules(rule="lucky", above="coupled"))),
-        pb.Message(proposal=pb.Proposal(tokens=[1, 2], origins=bytes(2), dists=[pb.Dist()])),
-        pb.Message(proposal=pb.Proposal(tokens=[1, 2], origins=bytes(2), parents=[0, 0], dists=[pb.Dist(), pb.Dist()])),
-        pb.Message(proposal=pb.Proposal(tokens=[1], origins=bytes(1), dists=[pb.Dist(ids=[1])])),
-    ],
-)
-def test_rules_and_distributions_that_make_no_sense_are_refused(wrong: pb.Message) -> None:
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 1, "repetition_penalty": 1.0, "seed": 1}
+
+
+def opened(**changes: Any) -> pb.Message:
+    """A message that opens a session, spoilt."""
+    return pb.Message(open=pb.Open(**{"tokens": [1], "prompt_len": 1, "sampling": SAMPLING} | changes))
+
+
+def sampled(**changes: Any) -> pb.Message:
+    return opened(sampling=SAMPLING | changes)
+
+
+def proposed(**fields: Any) -> pb.Message:
+    return pb.Message(proposal=pb.Proposal(**{"tokens": [1, 2], "origins": bytes(2)} | fields))
+
+
+WRONG = {
+    "no kind": pb.Message(session="s"),
+    "prompt_len 0": opened(prompt_len=0),
+    "prompt_len beyond the text": opened(prompt_len=99),
+    "no tokens": opened(tokens=[]),
+    "no sampling": opened(sampling=None),
+    "NaN temperature": sampled(temperature=float("nan")),
+    "infinite temperature": sampled(temperature=float("inf")),
+    "top_p 0": sampled(top_p=0.0),
+    "max_tokens 0": sampled(max_tokens=0),
+    "seed too large": sampled(seed=2**64 - 1),
+    "no seed": sampled(seed=None),
+    "unknown rule": opened(rules={"rule": "lucky", "above": "coupled"}),
+    "origins of another length": proposed(origins=bytes(1)),
+    "confidences of another length": proposed(confidences=bytes(1)),
+    "distributions of another length": proposed(dists=[pb.Dist()]),
+    "distributions of a tree": proposed(parents=[0, 0], dists=[pb.Dist(), pb.Dist()]),
+    "a distribution without probabilities": proposed(dists=[pb.Dist(ids=[1]), pb.Dist()]),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_what_makes_no_sense_is_refused(wrong: pb.Message) -> None:
     """Guards a tier against passes that fail for what its neighbour says."""
-    with pytest.raises(ValueError, match=r"rule|distribution"):
+    with pytest.raises(ValueError, match=r"."):
         decode(pb.Batch(messages=[wrong]))
+
+
+@pytest.mark.parametrize("right", [opened(), proposed()], ids=["open", "proposal"])
+def test_what_the_wrong_messages_are_made_of_is_taken(right: pb.Message) -> None:
+    """Guards the test above, in which one thing is wrong at a time."""
+    decode(pb.Batch(messages=[right]))
 
 
 def test_every_kind_has_its_strategy() -> None:

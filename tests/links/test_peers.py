@@ -42,36 +42,9 @@ async def test_session_without_a_lease_is_refused(net: Net) -> None:
     await net.settle()
 
 
-def wire(change: Callable[[pb.Message], None]) -> Callable[[str], bytes]:
-    """A batch with one Open, spoilt."""
-
-    def make(session: str) -> bytes:
-        [message] = encode([replace(opening(14), session=session)]).messages
-        change(message)
-        return pb.Batch(messages=[message]).SerializeToString()
-
-    return make
-
-
-def wrong_origins(session: str) -> bytes:
-    proposal = pb.Proposal(start=5, tokens=[1, 2], origins=b"\0")
-    return pb.Batch(messages=[pb.Message(session=session, proposal=proposal)]).SerializeToString()
-
-
-MALFORMED: dict[str, Callable[[str], bytes]] = {
+MALFORMED: dict[str, Callable[[str], bytes]] = {  # refused by `decode`, see test_codec, and by gRPC before it
     "no kind": lambda session: pb.Batch(messages=[pb.Message(session=session)]).SerializeToString(),
-    "origins of another length": wrong_origins,
-    "prompt_len 0": wire(lambda m: setattr(m.open, "prompt_len", 0)),
-    "prompt_len beyond the text": wire(lambda m: setattr(m.open, "prompt_len", 99)),
-    "no tokens": wire(lambda m: m.open.ClearField("tokens")),
-    "NaN temperature": wire(lambda m: setattr(m.open.sampling, "temperature", float("nan"))),
-    "infinite temperature": wire(lambda m: setattr(m.open.sampling, "temperature", float("inf"))),
-    "top_p 0": wire(lambda m: setattr(m.open.sampling, "top_p", 0.0)),
-    "max_tokens 0": wire(lambda m: setattr(m.open.sampling, "max_tokens", 0)),
-    "seed too large": wire(lambda m: setattr(m.open.sampling, "seed", 2**64 - 1)),
-    "no sampling": wire(lambda m: m.open.ClearField("sampling")),
-    "not protobuf": lambda session: b"\xff" * 40,
-    "session not UTF-8": lambda session: b"\x0a\x04\x0a\x02\xff\xfe",
+    "no batch": lambda session: b"\xff" * 40,
 }
 
 
@@ -110,15 +83,14 @@ async def test_malformed_batch_breaks_its_own_link_only(net: Net, kind: str) -> 
     await net.settle()
 
 
-@pytest.mark.parametrize("commit", [Commit("bad", 4000, (1,)), Commit("bad", 0, (1,)), Commit("bad", 5, ())], ids=str)
-async def test_commit_that_does_not_join_ends_its_session_only(net: Net, commit: Commit) -> None:
+async def test_commit_that_does_not_join_ends_its_session_only(net: Net) -> None:
     """Guards the other sessions of a link, and the link, against a commit that makes no sense."""
     node = net.nodes["full"]
     async with Peer(node, net) as peer:
         for session in ("bad", "good"):
             await peer.lease(session)
         good = replace(opening(17, 0.0, 20, chain=()), session="good")
-        await peer.say(replace(opening(18, 0.0, 20, window=1), session="bad"), commit, good)
+        await peer.say(replace(opening(18, 0.0, 20, window=1), session="bad"), Commit("bad", 4000, (1,)), good)
         answer, failed = Answer(good, Silent()), None
         while not (answer.finished and failed):
             message = await peer.answer()
@@ -147,9 +119,7 @@ async def test_links_go_past_proxies_for_the_web(net: Net, monkeypatch: pytest.M
     await net.settle()
 
 
-@pytest.mark.parametrize(
-    "kind", ["no kind", "origins of another length", "NaN temperature", "not protobuf", "session not UTF-8"]
-)
+@pytest.mark.parametrize("kind", MALFORMED)
 async def test_malformed_answers_cost_only_the_drafter(net: Net, kind: str) -> None:
     """Guards a tier against a drafter that speaks nonsense: the request goes on without it."""
     rogue = Rogue(MALFORMED[kind])
@@ -176,7 +146,7 @@ async def test_malformed_answers_cost_only_the_drafter(net: Net, kind: str) -> N
     await net.settle()
 
 
-@pytest.mark.parametrize("said", [(), (("authorization", "Bearer wrong"),), (("authorization", "Bearer "),)])
+@pytest.mark.parametrize("said", [(), (("authorization", "Bearer wrong"),)])
 async def test_strangers_are_not_let_in(net: Net, said: tuple[tuple[str, str], ...]) -> None:
     """Guards the tiers against whoever reaches their ports: without the secret that a lease brings there is no link."""
     node = net.nodes["full"]

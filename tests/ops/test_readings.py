@@ -85,6 +85,7 @@ def test_routers_tell_ray_what_their_page_shows(served: House) -> None:
     assert values["request_queue_time_seconds"][0] <= values["time_to_first_token_seconds"][0]
     assert values["time_to_first_token_seconds"][0] <= values["e2e_request_latency_seconds"][0]
     assert not [one for one in metrics.readings() if SERIES[one.name].kind == "histogram"]
+    assert page.total("audited_answers_total") == page.total("audits_skipped_total") == 0  # nobody asked for audits
 
 
 def failovers(served: House) -> float:

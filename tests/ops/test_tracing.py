@@ -21,6 +21,7 @@ from cascade.params import SamplingParams, Speculation
 from cascade.v1 import serving_pb2_grpc
 from deployments.ops import tracing as export
 from deployments.ops.tracing import Tracing, exporters, parent_of, parent_of_headers, tracing
+from tests.cases import rare
 from tests.doors import House, house
 from tests.http.test_http import PROMPT, ask
 from tests.links.net import Node
@@ -316,7 +317,8 @@ def test_exporters_that_are_not_there_are_refused(
         tracing("router")
 
 
-def test_spans_go_where_the_environment_says() -> None:
+@pytest.mark.parametrize(("given", "name"), [({}, "cascade-router"), rare({"OTEL_SERVICE_NAME": "mine"}, "mine")])
+def test_spans_go_where_the_environment_says(given: dict[str, str], name: str) -> None:
     """Guards a process of its own, as a replica is: provider, exporter and the names that processes have in traces."""
     code = """
 from deployments.ops.tracing import flush, tracing
@@ -325,9 +327,8 @@ assert made.tracer is not None and made is not tracing("router")
 made.tracer.start_span("cascade.request").end()
 flush()
 """
-    for given, name in (({}, "cascade-router"), ({"OTEL_SERVICE_NAME": "mine"}, "mine")):
-        environment = os.environ | {"OTEL_TRACES_EXPORTER": "console"} | given
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-        span = json.loads(done.stdout)
-        assert span["name"] == "cascade.request"
-        assert span["resource"]["attributes"]["service.name"] == name
+    environment = os.environ | {"OTEL_TRACES_EXPORTER": "console"} | given
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    span = json.loads(done.stdout)
+    assert span["name"] == "cascade.request"
+    assert span["resource"]["attributes"]["service.name"] == name

@@ -5,16 +5,15 @@ import json
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from ray import serve
 
+from benchmarks.document import titled
 from cascade import Cascade, SamplingParams, Speculation
 from cascade.client import Client
 from cascade.params import Handling
@@ -24,7 +23,7 @@ from cascade.training.versions import Versions
 from deployments.ops.launch import Server
 from tests import small
 from tests.conftest import Cluster
-from tests.waiting import LONG_S
+from tests.waiting import wait_until
 
 NAME = "aligned"
 ANSWERS = 72
@@ -38,21 +37,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def aligned(cluster: Cluster, folder: Path) -> Iterator[Server]:
-    """A server whose tiny tier, of two replicas, learns as soon as there is anything to learn from."""
+    """Two tiers, of which the tiny one, of two replicas, learns as soon as there is anything to learn from."""
     values = small.config().model_dump(mode="json")
+    del values["tiers"][1]
     values["tiers"][0]["deployment_config"]["num_replicas"] = 2
     learning = {"students": ["tiny"], "min_rows": ANSWERS, "every_s": 0.0, "round_s": 3.0, "canary_s": 0.0}
     values["alignment"] = {"folder": str(folder), "on_disk": True, "device": "cpu", **learning}
     values["alignment"]["ray_actor_options"] = {"num_cpus": 0.5}
     with Server.start(CascadeConfig.parse(values), port=0, name=NAME) as server:
         yield server
-
-
-def wait_until(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + LONG_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.2)
 
 
 def ask(deployment: str, method: str) -> list[Any]:
@@ -87,26 +80,22 @@ def test_a_tier_learns_from_its_traffic(aligned: Server, reference: Cascade, fol
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(answer, range(ANSWERS + 8)))
     assert found[:3] == [reference.generate(prompt(number), params, Speculation("off")).text for number in range(3)]
-    wait_until(lambda: (said := ask("learner", "progress")) and said[0]["students"]["tiny"]["kept"], "nothing was learnt")
+    wait_until(
+        lambda: (said := ask("learner", "progress")) and said[0]["students"]["tiny"]["kept"],
+        lambda: "nothing was learnt",
+        every_s=0.2,
+    )
     progress = ask("learner", "progress")[0]["students"]["tiny"]
     assert progress["after"] >= progress["before"] - 0.02
-    wait_until(lambda: {one.version for one in ask("tiny", "weights")} == {"000001"}, "replicas did not take the weights")
+    wait_until(
+        lambda: {one.version for one in ask("tiny", "weights")} == {"000001"},
+        lambda: "replicas did not take the weights",
+        every_s=0.2,
+    )
     assert answer(0) == found[0]
     kept = {one.tokens[: one.prompt_len] for one in rows(folder)}
     prompts = [tuple(reference.tokenizer.encode(prompt(number))) for number in range(ANSWERS + 8)]
     assert [one in kept for one in prompts] == [True] * ANSWERS + [False] * 8
-
-
-def processes() -> list[tuple[int, str]]:
-    found = []
-    for one in psutil.Process().children(recursive=True):
-        try:
-            said = " ".join(one.cmdline())
-        except psutil.Error:
-            continue
-        if said.startswith(f"ray::ServeReplica:{NAME}:"):
-            found.append((one.pid, said))
-    return found
 
 
 @pytest.mark.slow
@@ -120,7 +109,7 @@ def test_swaps_under_load_change_nothing(aligned: Server, reference: Cascade, fo
     def stream() -> None:
         with Client(aligned.address, patience_s=60) as client:
             while not over.is_set():
-                chosen = Speculation(tiers=("tiny", "medium"))
+                chosen = Speculation(tiers=("tiny",))
                 texts.append("".join(piece.text for piece in client.stream(prompt(0), params, chosen)))
 
     with ThreadPoolExecutor(2) as threads:
@@ -130,11 +119,12 @@ def test_swaps_under_load_change_nothing(aligned: Server, reference: Cascade, fo
                 versions.choose(versions.all[0] if turn % 2 else None)
                 if turn in (3, 5):
                     kind = "tiny" if turn == 3 else "learner"
-                    os.kill(next(pid for pid, said in processes() if f":{kind}" in said), signal.SIGKILL)
+                    os.kill(titled(f"ray::ServeReplica:{NAME}:{kind}")[0], signal.SIGKILL)
                 label = "000001" if turn % 2 else ""
                 wait_until(
                     lambda label=label: len(said := ask("tiny", "weights")) == 2 and {one.version for one in said} == {label},
-                    f"swap {turn} did not come",
+                    lambda turn=turn: f"swap {turn} did not come",
+                    every_s=0.2,
                 )
         finally:
             over.set()
@@ -146,7 +136,9 @@ def test_swaps_under_load_change_nothing(aligned: Server, reference: Cascade, fo
 
 def test_a_tenant_is_forgotten_while_a_learner_runs(aligned: Server, folder: Path) -> None:
     """Guards requests to forget: no row of theirs is in memory or on disk within a minute."""
-    wait_until(lambda: ask("learner", "progress"), "there is no learner")
+    wait_until(lambda: ask("learner", "progress"), every_s=0.2)
     reservoir.forget(folder, "anonymous")
-    wait_until(lambda: (said := ask("learner", "progress")) and not said[0]["answers"], "answers are still there")
+    wait_until(
+        lambda: (said := ask("learner", "progress")) and not said[0]["answers"], lambda: "answers are still there", every_s=0.2
+    )
     assert not rows(folder)

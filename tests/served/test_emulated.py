@@ -25,7 +25,7 @@ from tests.conftest import FAKE_GPUS, Cluster
 from tests.waiting import LONG_S, wait_until
 
 APPLICATION = "emulated"  # of its own: what nodes counted of others stays
-SETUP = Setup(stretch=1.0, replicas=(1, 1, 2))
+SETUP = Setup(stretch=1.0)
 NAMES = SETUP.config.names
 EDGE = {"drafter": "medium", "verifier": "full"}
 PROMPT = list(range(20, 60))
@@ -49,7 +49,7 @@ Labels = dict[str, str]
 
 @pytest.fixture(scope="module")
 def server(cluster: Cluster) -> Iterator[Server]:
-    """Three tiers of toys, each replica with a device, of whose full one there are two."""
+    """Three tiers of toys, each with a device."""
     with Server.start(SETUP.config, port=0, name=APPLICATION) as server:
         yield server
 
@@ -101,7 +101,7 @@ def own_tokens(shown: Shown, before: Shown, least: int) -> bool:
 
 def test_a_request_moves_what_nodes_show(server: Server) -> None:
     """Guards the way from routers and replicas to Prometheus: names, labels, and values that move as much as they should."""
-    before = when(lambda shown: shown.total("healthy") == 4 and shown.total("full_replicas", tier=ROUTER) == 2)
+    before = when(lambda shown: shown.total("healthy") == 3 and shown.total("full_replicas", tier=ROUTER) == 1)
     assert {said["tier"] for said, _ in before["ray_cascade_healthy"]} == {*NAMES}
     with Client(server.address) as client:
         answer = client.generate(PROMPT, replace(PARAMS, seed=0), Speculation(tiers=("tiny", "medium")))
@@ -131,7 +131,7 @@ def test_a_request_moves_what_nodes_show(server: Server) -> None:
 
 def test_series_are_those_of_the_list(server: Server) -> None:
     """Guards against names and labels that only the documents know, and series that never come."""
-    shown = when(lambda shown: shown.total("healthy") == 4 and shown.total("tiers") == len(NAMES))
+    shown = when(lambda shown: shown.total("healthy") == 3 and shown.total("tiers") == len(NAMES))
     unasked = {series.name for series in (*AUDITS, *ALIGNMENT)}
     left_out = NEVER_YET | LATER | PERHAPS | unasked
     wanted = [one for one in SERIES.values() if {"router", "tier"} & {*one.places} and one.name not in left_out]
@@ -167,9 +167,9 @@ def test_each_replica_holds_its_device(server: Server) -> None:
     """Guards a device for each replica: Ray has given away as many GPUs as there are replicas."""
     with Client(server.address) as client:
         tiers = client.describe().tiers
-    assert [tier.replicas for tier in tiers] == [1, 1, 2]
+    assert [tier.replicas for tier in tiers] == [1, 1, 1]
     assert {(tier.device, tier.dtype) for tier in tiers} == {("emulated", "toy")}
-    assert ray.available_resources().get("GPU", 0) == FAKE_GPUS - 4
+    assert ray.available_resources().get("GPU", 0) == FAKE_GPUS - 3
 
 
 def test_passes_are_not_sooner_than_the_device(server: Server) -> None:
@@ -181,7 +181,7 @@ def test_passes_are_not_sooner_than_the_device(server: Server) -> None:
 
 
 def test_clients_that_come_and_go_get_exact_texts(server: Server) -> None:
-    """Guards the crowd of the benchmark: many at once on several replicas, broken off in the middle."""
+    """Guards the crowd of the benchmark: many at once, broken off in the middle."""
 
     async def together() -> bool:
         async with AsyncClient(server.address) as client:

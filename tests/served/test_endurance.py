@@ -20,7 +20,7 @@ def test_clients_for_some_seconds(server: Server, reference: Cascade) -> None:
     assert course.faults == []
     assert set(course.ended) <= {"whole", "streamed", "left"}
     assert course.ended["whole"] + course.ended["streamed"] > 0
-    assert {kind: len(pids) for kind, pids in endurance.processes(server).items()} == endurance.WHOLE
+    assert {kind: len(pids) for kind, pids in endurance.processes().items()} == endurance.WHOLE
     assert endurance.settled() == []
     said = endurance.report(course, [])
     assert said["first"]["token_ms"]["p95"] > 0

@@ -280,6 +280,7 @@ def test_a_clients_session_meets_one_replica(server: Server, client: Client) -> 
     assert together >= 0.8 * every > 0
 
 
+@pytest.mark.slow  # Serve tries three times
 def test_keys_of_the_driver_alone_start_nothing(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a cluster whose nodes were not told the keys of who starts the server: its routers answered everybody."""
     monkeypatch.setenv("CASCADE_API_KEYS", "alice=alice-0123456789abcdef")

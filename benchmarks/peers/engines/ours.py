@@ -1,6 +1,7 @@
 """This project's library: without a head as it is served, or with one, whose layers are read in every pass."""
 
 import time
+from collections.abc import Sequence
 from itertools import count
 
 import torch
@@ -26,7 +27,6 @@ WITH_HEAD = {
     "cascade_head": Speculation(tiers=(HEAD,)),
     "cascade_head_suffix": Speculation(tiers=(HEAD, "suffix")),
 }
-MODES = (*WITHOUT_HEAD, *WITH_HEAD)
 
 
 class Ours:
@@ -55,12 +55,17 @@ class Ours:
         said = self._cascades[turn.mode].generate(list(turn.prompt), params, speculation, handling)
         seconds = time.perf_counter() - begin
         assert isinstance(said, Completion)
-        ended = said.stats.completion_tokens > len(said.token_ids)  # the ending token is counted, and not handed out
-        return Said(seconds, [*said.token_ids, *(self._end_ids[:1] if ended else ())])
+        return Said(seconds, with_end(said, self._end_ids))
 
     def close(self) -> None:
         for cascade in set(self._cascades.values()):
             cascade.close()
+
+
+def with_end(said: Completion, end_ids: Sequence[int]) -> list[int]:
+    """All tokens of an answer: the one that ended it is counted, and not handed out."""
+    ended = said.stats.completion_tokens > len(said.token_ids)
+    return [*said.token_ids, *(end_ids[:1] if ended else ())]
 
 
 def without_dtype(mode: str) -> str:

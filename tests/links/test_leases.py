@@ -2,70 +2,43 @@
 
 import asyncio
 import gc
-import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
 
 from benchmarks.toy import ToyModel, full_text
-from cascade.messages import Close, Failed, Message
+from cascade.messages import Close
 from deployments.links.downlink import Downlink
 from deployments.links.leases import Lease, LeasePool
 from tests.links.net import SHORT_S, Held, Net, drafted, opening
 from tests.waiting import LONG_S, until
 
 
-async def test_refused_lease_leaves_the_tiers_that_are_left(net: Net) -> None:
-    """Guards a request against a tier without free replicas."""
-    net.refused = {"medium"}
-    request = opening(7, 0.0, 60)
+def silent(net: Net) -> Lease:
+    """The lease of a replica that never answers, as one that is full or still loads."""
+
+    async def silence() -> AsyncIterator[str]:
+        await asyncio.Event().wait()
+        yield ""
+
+    net.leases.append(Held(silence()))
+    return net.leases[-1]
+
+
+@pytest.mark.parametrize("medium", ["refused", "silent", "unknown"])
+async def test_a_tier_that_cannot_be_leased_is_done_without(net: Net, medium: str) -> None:
+    """Guards a request against a tier without free replicas, one whose replicas never answer, and one that nobody has."""
+    below = net.nodes["full"].downlink.leases
+    if medium == "refused":
+        net.refused = {"medium"}
+    elif medium == "silent":
+        below.lessors, below.timeout_s = {**below.lessors, "medium": lambda *of: silent(net)}, SHORT_S
+    request = opening(7, 0.0, 150, chain=("huge" if medium == "unknown" else "medium", "tiny"))
     text, answer = await net.text(request)
     assert text == full_text(ToyModel(), request)
     assert drafted(answer)["tiny"] > 0
     assert net.nodes["medium"].tier.stats.passes == 0
-    await net.settle()
-
-
-async def test_silent_lease_is_given_up(net: Net) -> None:
-    """Guards a request against a tier whose replicas never answer, as all of them full or still loading."""
-    cancelled: list[str] = []
-
-    async def silence(session: str) -> AsyncIterator[str]:
-        try:
-            await asyncio.Event().wait()
-            yield ""
-        finally:
-            cancelled.append(session)
-
-    def take(session: str, preferred: Sequence[str] = (), affinity: str = "") -> Lease:
-        lease = Held(silence(session))
-        net.leases.append(lease)
-        return lease
-
-    heard: list[tuple[float, Message]] = []
-    begin = time.monotonic()
-    downlink = Downlink(
-        LeasePool({"full": take}, timeout_s=SHORT_S),
-        lambda messages: heard.extend((time.monotonic() - begin, message) for message in messages),
-    )
-    asked = opening()
-    downlink.put([asked])
-    await until(lambda: bool(heard))
-    [(seconds, failed)] = heard
-    assert isinstance(failed, Failed)
-    assert failed.session == asked.session
-    assert SHORT_S / 2 < seconds < LONG_S / 2
-    assert downlink.num_sessions == 0
-    await until(lambda: len(cancelled) == 1)
-    await downlink.close()
-
-    below = net.nodes["full"].downlink
-    below.leases.lessors, below.leases.timeout_s = {**below.leases.lessors, "medium": take}, SHORT_S
-    request = opening(8, 0.0, 150)
-    text, answer = await net.text(request)
-    assert text == full_text(ToyModel(), request)
-    assert drafted(answer)["tiny"] > 0
     await net.settle()
 
 
@@ -95,15 +68,6 @@ async def test_a_lease_that_is_not_given_is_asked_for_again(net: Net, monkeypatc
         assert text == full_text(ToyModel(), request)
     assert num_asked == 12 or late_s < 1
     assert net.failures == []
-    await net.settle()
-
-
-async def test_unknown_tier_fails(net: Net) -> None:
-    """Guards against an Open for a tier that nobody has."""
-    request = opening(9, 0.0, 40, chain=("huge", "tiny"))
-    text, answer = await net.text(request)
-    assert text == full_text(ToyModel(), request)
-    assert drafted(answer)["tiny"] > 0
     await net.settle()
 
 

@@ -15,7 +15,7 @@ from benchmarks.toy import ToyModel, full_text
 from cascade.messages import Open
 from cascade.params import SamplingParams
 from cascade.scorer import BLOCK
-from deployments.links.affinity import LEAST_SHARE, RATIO, SLACK, PreferringRouter, Prefixes, overloaded
+from deployments.links.affinity import LEAST_SHARE, PreferringRouter, Prefixes
 from deployments.links.downlink import Downlink
 from deployments.links.leases import Lease, LeasePool
 from tests.links.net import Held, Net, Node, opening, tidy
@@ -165,12 +165,6 @@ async def test_a_session_that_was_sent_elsewhere_comes_back() -> None:
         prefixes.sent(session, OTHER)
         await pool.take(session)
     assert asked == [((OTHER,), ""), ((), "a")]
-
-
-@given(st.integers(0, 300), st.integers(0, 300))
-def test_overload_is_relative(leases: int, others: int) -> None:
-    """Guards replicas that are all busy against being strangers to all texts, and idle ones against small differences."""
-    assert overloaded(leases, others) == (leases - others > SLACK and leases > RATIO * others)
 
 
 class Twins(Net):

@@ -15,7 +15,7 @@ import pytest
 from cascade import Completion, SamplingParams, Speculation
 from tests import small
 from tests.nodes.deploy import GRPC, HTTP, OWN_GRPC, OWN_HTTP
-from tests.nodes.network import Network
+from tests.nodes.network import Network, obstacle
 from tests.nodes.nodes import HEAD, Nodes, family
 from tests.waiting import wait_until
 
@@ -63,8 +63,13 @@ def expected() -> list[Completion]:
 
 
 @pytest.fixture(scope="module")
-def nodes(needs_network: None, expected: list[Completion]) -> Iterator[Nodes]:
-    """Three nodes, a tier on each, two full replicas and two routers on two of them."""
+def nodes(expected: list[Completion]) -> Iterator[Nodes]:
+    """Three nodes, a tier on each, two full replicas and two routers on two of them.
+
+    Who may make namespaces is root, and not in every container.
+    """
+    if why := obstacle():
+        pytest.skip(f"needs root, CAP_NET_ADMIN and `ip`: {why}")
     with Nodes(Network(), RESOURCES) as nodes:
         nodes.start(HEAD, "drafting", "judging")
         nodes.deploy(family())
@@ -171,19 +176,6 @@ def test_a_partition_is_a_pause(nodes: Nodes, expected: list[Completion]) -> Non
     drafting(nodes)
 
 
-def test_a_drained_node_hands_over(nodes: Nodes, expected: list[Completion]) -> None:
-    """Guards planned ends of machines: what they hold starts elsewhere, their routers end what they write, nobody fails."""
-    nodes.start("spare")
-    with crowd(nodes, expected) as found:
-        nodes.drain("judging")
-        wait_until(lambda: "judging" not in {*nodes.replicas("full").values(), *nodes.replicas("router").values()})
-        found.answered(NUM_CLIENTS)
-        nodes.network.remove("judging")
-        found.answered(NUM_CLIENTS)
-    assert judge(nodes) == "spare"
-    drafting(nodes)
-
-
 def test_a_killed_drafter_is_done_without(nodes: Nodes, expected: list[Completion]) -> None:
     """Guards requests whose medium tier and whose router die at once, with their whole node; drafting comes back with it."""
     with crowd(nodes, expected) as found:
@@ -219,7 +211,8 @@ def test_the_head_dies_and_comes_back(nodes: Nodes, expected: list[Completion]) 
 
 
 def test_workers_are_exchanged_one_after_another(nodes: Nodes, expected: list[Completion]) -> None:
-    """Guards rolling upgrades as Kubernetes does them: one node more, then each old one is drained, goes and comes back new."""
+    """Guards planned ends of machines, and rolling upgrades as Kubernetes does them: one node more, then each old one is
+    drained, goes and comes back new. What it holds starts elsewhere, its router ends what it writes, nobody fails."""
     old = sorted(set(nodes.network.hosts) - {HEAD})
     nodes.start(*({"judging", "spare"} - set(old)))
     with crowd(nodes, expected) as found:

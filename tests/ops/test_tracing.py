@@ -187,16 +187,6 @@ def test_contexts_as_w3c_has_them() -> None:
     assert span.get_span_context().trace_state.to_header() == "a=1,b=2"  # type: ignore[attr-defined]
 
 
-def test_a_bad_context_begins_a_trace(served: House, traces: Traces) -> None:
-    """Guards requests against what stands beside them: they are served, as a trace of their own."""
-    assert generate(served, traceparent=GIVEN.upper()) == 60
-    served.settle()
-    spans = tree(traces.taken())
-    assert len(trace_ids(list(spans.values()))) == 1
-    assert trace_ids(list(spans.values())) != {TRACE}
-    assert spans["cascade.request"].parent is None
-
-
 def test_refusals_and_leavers_end_their_spans(served: House, traces: Traces) -> None:
     """Guards against spans that are kept for ever: of requests that fail, and of clients that leave."""
     with grpc.insecure_channel(served.grpc) as channel:

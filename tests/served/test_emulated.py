@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import time
 import urllib.error
 import urllib.request
 from collections import defaultdict
@@ -16,12 +15,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.cluster.crowd import AUTO, THREE, crowd
 from benchmarks.cluster.devices import Asked, Setup, simulated
 from benchmarks.cluster.one import ALONE, PAIRS
-from cascade import InvalidRequest, SamplingParams, Speculation
+from cascade import SamplingParams, Speculation
 from cascade.bench.load import Mode
 from cascade.client import AsyncClient, Client
 from deployments.ops.launch import Server
 from deployments.ops.metrics.series import ALIGNMENT, AUDITS, COMMON, ROUTER, SERIES
-from tests.conftest import FAKE_GPUS, Cluster
+from tests.conftest import Cluster
 from tests.waiting import LONG_S, wait_until
 
 APPLICATION = "emulated"  # of its own: what nodes counted of others stays
@@ -163,23 +162,6 @@ def test_every_mode_writes_what_the_toy_writes_alone(server: Server) -> None:
                 assert found.token_ids == expected[seed], mode.name
 
 
-def test_each_replica_holds_its_device(server: Server) -> None:
-    """Guards a device for each replica: Ray has given away as many GPUs as there are replicas."""
-    with Client(server.address) as client:
-        tiers = client.describe().tiers
-    assert [tier.replicas for tier in tiers] == [1, 1, 1]
-    assert {(tier.device, tier.dtype) for tier in tiers} == {("emulated", "toy")}
-    assert ray.available_resources().get("GPU", 0) == FAKE_GPUS - 3
-
-
-def test_passes_are_not_sooner_than_the_device(server: Server) -> None:
-    """Guards the table in a real replica: an answer alone takes a pass of the device for each token at least."""
-    begin = time.monotonic()
-    with Client(server.address) as client:
-        client.generate(PROMPT, replace(PARAMS, max_tokens=12, seed=0), Speculation("off"))
-    assert time.monotonic() - begin >= 12 * SETUP.full_pass_s
-
-
 def test_clients_that_come_and_go_get_exact_texts(server: Server) -> None:
     """Guards the crowd of the benchmark: many at once, broken off in the middle."""
 
@@ -194,9 +176,3 @@ def test_clients_that_come_and_go_get_exact_texts(server: Server) -> None:
         return clients.exact and clients.tokens > 0
 
     assert asyncio.run(together())
-
-
-def test_what_toys_do_not_honour_is_refused(server: Server) -> None:
-    """Guards against penalties and biases that a toy would ignore without a word."""
-    with Client(server.address) as client, pytest.raises(InvalidRequest, match="honours temperature and the filters"):
-        client.generate(PROMPT, replace(PARAMS, seed=0, presence_penalty=1.0))

@@ -1,4 +1,4 @@
-"""Clients and load generators of others, against the published model behind `cascade serve`."""
+"""Load generators of others, against the published model behind `cascade serve`."""
 
 import json
 import subprocess
@@ -11,8 +11,6 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 
 from cascade import family
@@ -132,41 +130,3 @@ def test_outside_generators_agree(request: pytest.FixtureRequest, generator: Any
     expected: float = request.getfixturevalue("tokens_per_second")
     measured = generator(request.getfixturevalue("served"), str(ROOT / program))
     assert expected / APART < measured < expected * APART
-
-
-SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Rome", "Paris"]}}, "required": ["city"]} | {
-    "additionalProperties": False
-}
-
-
-def test_outside_clients_agree(served: Served) -> None:
-    """Guards agents: what the real packages put together of streams is the same over all three APIs, words and calls."""
-    asked: dict[str, Any] = {"model": served.model, "stream": True, "extra_body": {"temperature": 0}}
-    said: Any = [{"role": "user", "content": "Where is the Colosseum?"}]
-    function = {"name": "visit", "parameters": SCHEMA}
-    with (
-        openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as one,
-        anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0) as other,
-    ):
-        pieces = list(one.chat.completions.create(messages=said, max_tokens=TOKENS, **asked))
-        words = "".join(piece.choices[0].delta.content or "" for piece in pieces)
-        assert words
-        *_, last = one.responses.create(input=said, max_output_tokens=TOKENS, **asked)
-        assert last.response.output_text == words
-        events = list(other.messages.create(messages=said, max_tokens=TOKENS, **asked))
-        assert "".join(event.delta.text for event in events if event.type == "content_block_delta") == words
-
-        called: Any = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
-        pieces = list(one.chat.completions.create(messages=said, parallel_tool_calls=False, **called, **asked))
-        deltas = [call for piece in pieces for call in piece.choices[0].delta.tool_calls or ()]
-        assert deltas[0].function.name == "visit"
-        arguments = json.loads("".join(call.function.arguments for call in deltas))
-        assert arguments["city"] in ("Rome", "Paris")
-        called = {"tools": [{"type": "function", **function}], "tool_choice": "required", "parallel_tool_calls": False}
-        *_, last = one.responses.create(input=said, **called, **asked)
-        assert [json.loads(item.arguments) for item in last.response.output] == [arguments]
-        called = {"tools": [{"name": "visit", "input_schema": SCHEMA}], "max_tokens": 200}
-        choice: Any = {"type": "any", "disable_parallel_tool_use": True}
-        events = list(other.messages.create(messages=said, tool_choice=choice, **called, **asked))
-        written = "".join(event.delta.partial_json for event in events if event.type == "content_block_delta")
-        assert json.loads(written) == arguments

@@ -49,12 +49,7 @@ def build(args: CascadeConfig | Mapping[str, Any] | None = None) -> Application:
 
     Raises `ConfigError` if the configuration is wrong or its tiers do not belong together.
     """
-    from cascade.settings.check import limits, verify
-
-    config = parse(args)
-    if config.verify:
-        verify(config)
-    return bind(config, limits(config))
+    return _verified(parse(args))
 
 
 def bind_models(configs: Mapping[str, CascadeConfig], options: Mapping[str, Any]) -> Application:
@@ -62,18 +57,22 @@ def bind_models(configs: Mapping[str, CascadeConfig], options: Mapping[str, Any]
 
     Deployments of a model bear its name before their own. Raises `ConfigError` as `build` does.
     """
-    from cascade.settings.check import limits, verify
     from deployments.models import Models
 
-    routers: dict[str, Any] = {}
-    for name, config in configs.items():
-        if config.verify:
-            verify(config)
-        routers[name] = bind(config, limits(config), f"{name.replace('/', '--')}:")
+    routers: dict[str, Any] = {name: _verified(config, f"{name.replace('/', '--')}:") for name, config in configs.items()}
     actor = {"num_cpus": 0} | _environment(options.get("ray_actor_options") or {})
     first = RouterDeploymentConfig().model_dump(exclude_none=True) | {"name": "models"}
     deployment = _deployment(serve.ingress()(Models), {**first, **options, "ray_actor_options": actor}, "models")
     return versioned(deployment, {"models": list(configs)}).bind(routers)
+
+
+def _verified(config: CascadeConfig, prefix: str = "") -> Application:
+    """`bind` a configuration that is verified first, if it asks for that."""
+    from cascade.settings.check import limits, verify  # with PyTorch
+
+    if config.verify:
+        verify(config)
+    return bind(config, limits(config), prefix)
 
 
 def bind(config: CascadeConfig, limits: Mapping[str, Mapping[str, int]], prefix: str = "") -> Application:
@@ -83,13 +82,12 @@ def bind(config: CascadeConfig, limits: Mapping[str, Mapping[str, int]], prefix:
     """
     at_zero = scaled_to_zero(config)
     config = scaled(config, replica_devices(config))
-    bound: dict[str, Any] = {} if config.link_tls is None else {"link_tls": config.link_tls.model_dump(mode="json")}
-    if config.verify:
-        bound["packages"] = packages()
-    if config.link_ports is not None:
-        bound["link_ports"] = config.link_ports
-    if at_zero:
-        bound["scaled_to_zero"] = at_zero
+    bound = {
+        "link_tls": None if config.link_tls is None else config.link_tls.model_dump(mode="json"),
+        "link_ports": config.link_ports,
+        "packages": packages() if config.verify else {},
+        "scaled_to_zero": at_zero,
+    }
     handles: dict[str, Any] = {}
     for level, tier in enumerate(config.tiers, start=len(config.drafters)):
         handles[tier.name] = _bind_tier(config, tier, level, dict(handles), bound, prefix)
@@ -117,7 +115,7 @@ def _bind_tier(
 
     values = tier.model_dump(mode="json")
     preferring = PREFERRING if config.affine and tier is config.tiers[-1] else {}
-    options = preferring | _surging(tier_options(tier)) | {"user_config": live(values, OF_TIERS), "name": prefix + tier.name}
+    options = preferring | _surging(tier_options(tier)) | {"user_config": live(tier, OF_TIERS), "name": prefix + tier.name}
     places = {other.name: other.deployment_config.max_ongoing_requests for other in config.tiers}
     shared = [other.name for other in config.tiers if other.name in lower and shares_processors(tier, other)]
     spare = [name for name in lower if places[name] >= HELD_PLACES]
@@ -139,7 +137,7 @@ def _bind_router(
     options = config.router.deployment_config.model_dump(exclude_none=True)
     options["ray_actor_options"] = {"num_cpus": 0} | _environment(options["ray_actor_options"])
     values = config.model_dump(mode="json")
-    options = {"name": f"{prefix}router", **options, "user_config": live(values, OF_ROUTERS)}
+    options = {"name": f"{prefix}router", **options, "user_config": live(config, OF_ROUTERS)}
     ingress = Router if prefix else serve.ingress()(Router)  # an application has one: `Models`, where it has several routers
     deployment = _deployment(ingress, options, "router")
     deployment = versioned(deployment, {"router": fixed_of_router(config), "limits": limits})

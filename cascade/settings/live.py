@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from cascade.errors import ConfigError
 from cascade.settings.config import CascadeConfig, TierConfig
-from cascade.settings.section import sentence
+from cascade.settings.section import Section, sentence
 
 OF_ROUTERS = (
     "window",
@@ -39,31 +39,24 @@ READ_OF_ENGINES = ("revision", "trust_remote_code", "lora_modules", "lora_path")
 READ_OF_MODELS = ("model_id", "model_source")
 
 
-def live(values: Mapping[str, Any], paths: Iterable[str]) -> dict[str, Any]:
-    """Of the configuration ``values``, what stands at the dotted ``paths``."""
-    found: dict[str, Any] = {}
-    for path in paths:
-        *sections, key = path.split(".")
-        part, target = values, found
-        for section in sections:
-            part, target = part[section], target.setdefault(section, {})
-        target[key] = part[key]
-    return found
+def live(section: Section, paths: Iterable[str]) -> dict[str, Any]:
+    """Of a configuration, what stands at the dotted ``paths``, as JSON values."""
+    return section.model_dump(mode="json", include=_tree(paths))
 
 
 def fixed_of_tier(tier: TierConfig) -> dict[str, Any]:
     """What a replica of ``tier`` cannot change while it runs."""
-    return _without(tier.model_dump(mode="json"), (*OF_TIERS, *SERVES))
+    return tier.model_dump(mode="json", exclude=_tree((*OF_TIERS, *SERVES)))
 
 
 def fixed_of_router(config: CascadeConfig) -> dict[str, Any]:
     """What a router cannot change while it runs: of tiers whose drafts it never sees, little more than their names."""
-    values = _without(config.model_dump(mode="json"), (*OF_ROUTERS, "router.deployment_config", "verify"))
+    values = config.model_dump(mode="json", exclude=_tree((*OF_ROUTERS, "router.deployment_config", "verify", "tiers")))
     full = config.tiers[-1]
     # a lease is held ahead, and a tier that may sleep not looked at, by these
     serves = {"max_ongoing_requests": full.deployment_config.max_ongoing_requests}
     asleep = [tier.name for tier in config.tiers if (tier.deployment_config.autoscaling_config or {}).get("min_replicas") == 0]
-    tiers = [_seen_by_router(tier, is_full=name == full.name) for name, tier in zip(config.names, values["tiers"], strict=True)]
+    tiers = [_seen_by_router(tier, is_full=tier is full) for tier in config.tiers]
     return values | {"tiers": tiers, "drafters": config.drafters, "full": serves, "asleep": asleep}
 
 
@@ -93,24 +86,24 @@ def digest(parts: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _seen_by_router(tier: dict[str, Any], *, is_full: bool) -> dict[str, Any]:
-    engine, model = tier["engine_kwargs"], tier["model_loading_config"]
+def _seen_by_router(tier: TierConfig, *, is_full: bool) -> dict[str, Any]:
     engines, models = (READ_OF_ENGINES, READ_OF_MODELS) if is_full else ((), READ_OF_MODELS[:1])
-    return _without(tier, SERVES) | {
-        "engine_kwargs": {name: engine[name] for name in engines},
-        "model_loading_config": {name: model[name] for name in models},
+    return tier.model_dump(mode="json", exclude={*SERVES, "engine_kwargs", "model_loading_config"}) | {
+        "engine_kwargs": tier.engine_kwargs.model_dump(mode="json", include={*engines}),
+        "model_loading_config": tier.model_loading_config.model_dump(mode="json", include={*models}),
     }
 
 
-def _without(values: Mapping[str, Any], paths: Iterable[str]) -> dict[str, Any]:
-    left = copy.deepcopy(dict(values))
+def _tree(paths: Iterable[str]) -> dict[str, Any]:
+    """Dotted paths as pydantic takes them."""
+    tree: dict[str, Any] = {}
     for path in paths:
         *sections, key = path.split(".")
-        part = left
+        part = tree
         for section in sections:
-            part = part[section]
-        part.pop(key, None)
-    return left
+            part = part.setdefault(section, {})
+        part[key] = True
+    return tree
 
 
 def _leaves(changes: Any, paths: Sequence[str], prefix: str = "") -> Iterable[tuple[str, Any]]:

@@ -1,24 +1,33 @@
 """Who judges new weights on the way to replicas, and whose answers a router keeps."""
 
 import asyncio
+import json
+import time
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cascade.answer import Completion, Stats
+from cascade.engine.tokenizer import Tokenizer
 from cascade.messages import Edge, Open
 from cascade.params import SamplingParams
 from cascade.settings.alignment import AlignmentConfig
 from cascade.settings.router import KeyLimits
-from cascade.training.reservoir import Sample
+from cascade.training import reservoir
+from cascade.training.reservoir import Limits, Reservoir, Sample
+from cascade.training.versions import Versions
 from deployments.gateway.admission.access import Account
 from deployments.gateway.admission.metrics import RouterMetrics
 from deployments.gateway.admission.places import Places
-from deployments.ops import collector
+from deployments.ops import collector, learner
 from deployments.ops.collector import Collector
-from deployments.ops.learner import Canary, Weights
+from deployments.ops.learner import Canary, Learner, Weights
+from tests import small
+from tests.waiting import until
 
 WAIT_S = 60.0
 
@@ -53,7 +62,61 @@ def test_a_canary_is_believed_when_it_has_seen_enough(
     assert canary.verdict(after, 100.0 + seconds, WAIT_S) == verdict
 
 
-class Learner:
+class Tier:
+    """What a handle of a tier with two replicas is, for a learner."""
+
+    def __init__(self) -> None:
+        self.versions = {"a": "", "b": ""}
+        self.sources = list[str]()  # of weights that replicas were given
+
+    def broadcast(self, method: str, *args: str) -> Any:
+        return SimpleNamespace(results_async=partial(self._answers, method, *args))
+
+    async def _answers(self, method: str, *args: str, return_exceptions: bool) -> list[Any]:
+        if method == "weights":
+            return [Weights(name, version, 0, 0) for name, version in self.versions.items()]
+        replica, self.versions[replica], source = args
+        self.sources.append(source)
+        return [name == replica for name in self.versions]
+
+
+class Stoppable(Learner):
+    """Stopped by the test, not when it is collected."""
+
+    def __del__(self) -> None:  # type: ignore[override]
+        pass
+
+
+async def test_a_tier_learns_from_its_traffic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the way from answers to weights that serve, and back: both of a rollback and of a tenant that is forgotten."""
+    monkeypatch.setattr(learner, "POLL_S", 0.02)
+    alignment = {"folder": str(tmp_path), "students": ["tiny"], "on_disk": True, "device": "cpu"}
+    values = small.config().model_dump(mode="json")
+    values["alignment"] = alignment | {"min_rows": 72, "every_s": 0.0, "round_s": 1.0, "canary_s": 0.0}
+    text = Tokenizer.from_pretrained(small.paths()[-1]).encode(Path(json.__file__).with_name("decoder.py").read_text())
+    answers = [Sample(tuple(text[at : at + 64]), 16, 0.0, "alice", 1, time.time()) for at in range(0, 72 * 32, 32)]
+    tiers = {name: Tier() for name in small.NAMES}
+    made = Stoppable.__new__(Stoppable)
+    await Learner.__init__(made, values, tiers)  # type: ignore[arg-type]
+    try:
+        await made.take("router", answers, [])
+        await until(lambda: set(tiers["tiny"].versions.values()) == {"000001"}, made.progress)
+        progress = made.progress()["students"]["tiny"]
+        assert (progress["kept"], progress["dropped"], progress["swaps"]) == (1, 0, 2)
+        assert progress["after"] >= progress["before"] - 0.02
+        assert {*tiers["tiny"].sources} == {str(tmp_path / "tiny" / "000001")}
+        Versions(tmp_path / "tiny").rollback()
+        await until(lambda: set(tiers["tiny"].versions.values()) == {""})
+        assert tiers["tiny"].sources[2:] == [small.paths()[0]] * 2
+        reservoir.forget(tmp_path, "alice")
+        await until(lambda: not made.progress()["answers"])
+    finally:
+        await Learner.__del__(made)
+    assert Reservoir(Limits(), tmp_path, None).newest == []
+    assert [tiers[name].sources for name in ("medium", "full")] == [[], []]
+
+
+class Away:
     """What a handle of the learner is, for a collector: it may be away."""
 
     def __init__(self) -> None:
@@ -68,10 +131,10 @@ class Learner:
         return {"answers": len(self.taken), "students": {}}
 
 
-async def offered(monkeypatch: pytest.MonkeyPatch, learner: Learner, openings: Sequence[tuple[Open, Account]]) -> Collector:
+async def offered(monkeypatch: pytest.MonkeyPatch, away: Away, openings: Sequence[tuple[Open, Account]]) -> Collector:
     monkeypatch.setattr(collector, "SEND_S", 0.01)
     metrics = RouterMetrics(Places(1, 1), ("tiny", "full"))
-    made = Collector(AlignmentConfig(folder="unused"), learner, metrics)  # type: ignore[arg-type]
+    made = Collector(AlignmentConfig(folder="unused"), away, metrics)  # type: ignore[arg-type]
     stats = Stats(1, 1, edges=(Edge("tiny", "full", corrected=3),))
     for opening, account in openings:
         made.offer(opening, [7, 8], Completion("", (7, 8), "length", 1, stats), account)
@@ -86,7 +149,7 @@ def opening(number: int, **changes: Any) -> Open:
 async def test_whoever_forbids_it_is_not_learnt_from(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards tenants: a salt, the request's own word, the key's, or an adapter keep an answer from everybody's drafters."""
     free, kept_out = Account("alice"), Account("bob", KeyLimits(train=False))
-    learner = Learner()
+    away = Away()
     asked = [
         (opening(1), free),
         (opening(2, cache_salt="mine"), free),
@@ -94,17 +157,17 @@ async def test_whoever_forbids_it_is_not_learnt_from(monkeypatch: pytest.MonkeyP
         (opening(4, params={"adapter": "law"}), free),
         (opening(5), kept_out),
     ]
-    made = await offered(monkeypatch, learner, asked)
+    made = await offered(monkeypatch, away, asked)
     await made.close()
-    assert [(one.tokens, one.tenant, one.corrected) for one in learner.taken] == [((1, 2, 3, 7, 8), "alice", 3)]
+    assert [(one.tokens, one.tenant, one.corrected) for one in away.taken] == [((1, 2, 3, 7, 8), "alice", 3)]
 
 
 async def test_a_learner_that_is_away_costs_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards requests and memory: what cannot be sent is held, so many at most, and sent when the learner is back."""
-    learner = Learner()
-    learner.away = True
-    made = await offered(monkeypatch, learner, [(opening(number), Account("alice")) for number in range(600)])
-    learner.away = False
+    away = Away()
+    away.away = True
+    made = await offered(monkeypatch, away, [(opening(number), Account("alice")) for number in range(600)])
+    away.away = False
     await asyncio.sleep(0.2)
     await made.close()
-    assert [one.tokens[0] for one in learner.taken] == list(range(600 - collector.MOST_HELD, 600))
+    assert [one.tokens[0] for one in away.taken] == list(range(600 - collector.MOST_HELD, 600))

@@ -25,6 +25,8 @@ from tests import small
 from tests.conftest import Cluster
 from tests.waiting import wait_until
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # by default tests/ops/test_learner.py, without Ray
+
 NAME = "aligned"
 ANSWERS = 72
 SWAPS = 8
@@ -98,8 +100,6 @@ def test_a_tier_learns_from_its_traffic(aligned: Server, reference: Cascade, fol
     assert [one in kept for one in prompts] == [True] * ANSWERS + [False] * 8
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)  # two processes start anew meanwhile
 def test_swaps_under_load_change_nothing(aligned: Server, reference: Cascade, folder: Path) -> None:
     """Guards answers: swaps while clients stream, a replica and the learner killed meanwhile."""
     versions, params = Versions(folder / "tiny"), SamplingParams(max_tokens=300, temperature=0.9, seed=7, ignore_eos=True)
@@ -132,13 +132,3 @@ def test_swaps_under_load_change_nothing(aligned: Server, reference: Cascade, fo
             client.result()
     assert len(texts) >= 2
     assert set(texts) == {wanted}
-
-
-def test_a_tenant_is_forgotten_while_a_learner_runs(aligned: Server, folder: Path) -> None:
-    """Guards requests to forget: no row of theirs is in memory or on disk within a minute."""
-    wait_until(lambda: ask("learner", "progress"), every_s=0.2)
-    reservoir.forget(folder, "anonymous")
-    wait_until(
-        lambda: (said := ask("learner", "progress")) and not said[0]["answers"], lambda: "answers are still there", every_s=0.2
-    )
-    assert not rows(folder)

@@ -1,7 +1,10 @@
 """Ray Serve LLM's configurations: what becomes of each key of theirs, and several models behind one API."""
 
-from collections.abc import Callable, Iterator
+from asyncio import run_coroutine_threadsafe, wrap_future
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -13,15 +16,20 @@ from ray import serve
 from cascade import Cascade, SamplingParams
 from cascade.errors import ConfigError
 from cascade.settings.config import CascadeConfig
+from cascade.settings.router import ListenConfig, RequestLimits
+from deployments.gateway.http.server import HttpServer
 from deployments.llm import build_openai_app, cascades
+from deployments.models import Models
+from deployments.ops.launch import free_port
 from tests import small
 from tests.conftest import Cluster
+from tests.doors import House, house
 from tests.http.test_http import ask
 from tests.served.test_serve import PROMPT
+from tests.tier.test_tier import CountingModel
 from tests.waiting import LONG_S, wait_until
 
 Values = dict[str, Any]
-PARAMS = SamplingParams(max_tokens=32, temperature=0.8, seed=11)
 GPU = {"num_gpus": 1}
 
 
@@ -155,9 +163,107 @@ def test_models_are_read_from_files(tmp_path: Path) -> None:
             cascades(args)
 
 
+class Router:
+    """What a handle of the router of a `House` is, from whatever event loop it is asked."""
+
+    def __init__(self, house: House) -> None:
+        self.house = house
+        self.relay = SimpleNamespace(remote=partial(Relayed, house))
+
+    def options(self, **options: object) -> "Router":
+        return self
+
+
+class Relayed:
+    """The messages of a call, which ends when it is cancelled."""
+
+    def __init__(self, house: House, scope: Values, body: bytes) -> None:
+        self._loop, self._messages = house.loop, house.router.relay(scope, body)
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        async def following() -> Any:
+            return await anext(self._messages, None)
+
+        while (message := await wrap_future(run_coroutine_threadsafe(following(), self._loop))) is not None:
+            yield message
+
+    def cancel(self) -> None:
+        async def close() -> None:
+            await self._messages.aclose()  # type: ignore[attr-defined]
+
+        run_coroutine_threadsafe(close(), self._loop)
+
+
 @pytest.fixture(scope="module")
-def url(cluster: Cluster) -> Iterator[str]:
-    """Two models: one with a tier below, one by itself; their keys are as Ray Serve LLM has them."""
+def models() -> Iterator[tuple[SimpleNamespace, dict[str, House]]]:
+    """A server of two models whose languages differ, and the house of each, without Ray."""
+    listen = ListenConfig(http_port=free_port())
+    with (
+        house(served_model_name="full") as full,
+        house(model=partial(CountingModel, seed=1), served_model_name="other") as other,
+    ):
+        houses = {"full": full, "other": other}
+        routers: Any = {name: Router(one) for name, one in houses.items()}
+        server = HttpServer(Models(routers).__serve_build_asgi_app__(), listen, RequestLimits())
+        full.call(server.open())
+        yield SimpleNamespace(url=f"http://{listen.host}:{listen.http_port}"), houses
+        full.call(server.close(0))
+
+
+ASKED: Values = {"prompt": PROMPT, "max_tokens": 32, "temperature": 0.8, "seed": 11}
+
+
+def test_each_model_writes_its_own_text(models: tuple[Any, dict[str, House]]) -> None:
+    """Guards requests against the model of somebody else, whole and streamed."""
+    server, houses = models
+    expected = {name: ask(one, "/v1/completions", ASKED)[2]["choices"][0]["text"] for name, one in houses.items()}
+    assert expected["full"] != expected["other"]
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        for name, text in expected.items():
+            assert client.completions.create(model=name, **ASKED).choices[0].text == text
+            pieces = client.completions.create(model=name, **ASKED, stream=True)
+            assert "".join(piece.choices[0].text for piece in pieces) == text
+            assert client.models.retrieve(name).id == name
+
+
+def test_what_names_no_model_is_told(models: tuple[Any, dict[str, House]]) -> None:
+    """Guards the list of models, and sentences for requests that name none of them."""
+    server, _ = models
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        assert [one.id for one in client.models.list()] == ["full", "other"]
+        with pytest.raises(openai.NotFoundError, match="model is 'third': this server has 'full', 'other'"):
+            client.completions.create(model="third", prompt="x")
+        with pytest.raises(openai.BadRequestError, match="max_tokens"):  # what a router refuses, as it does
+            client.completions.create(model="full", prompt="x", max_tokens=-1)
+    for body in ({"prompt": "x"}, {"prompt": "x", "model": 3}, b"{"):
+        status, _, answer = ask(server, "/v1/completions", body)
+        assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):  # told in its own form, by whoever refuses
+        for body, status, kind in (
+            (b"{", 400, "invalid_request_error"),
+            ({"model": "third"}, 404, "not_found_error"),
+            ({"model": "full", "messages": 3}, 400, "invalid_request_error"),
+        ):
+            found, _, answer = ask(server, path, body)
+            assert (found, answer["type"], answer["error"]["type"], len(answer["error"])) == (status, "error", kind, 2)
+    assert [ask(server, path)[0] for path in ("/health", "/", "/metrics")] == [200, 200, 404]
+
+
+def test_a_client_that_leaves_frees_the_tiers(models: tuple[Any, dict[str, House]]) -> None:
+    """Guards against work for clients that are gone: the request ends at the router of its model, too."""
+    server, houses = models
+    asked: Any = {"model": "other", "prompt": PROMPT, "max_tokens": 900, "extra_body": {"ignore_eos": True}}
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        with client.completions.create(**asked, stream=True) as stream:
+            next(iter(stream))
+        with pytest.raises(openai.APITimeoutError):
+            client.with_options(timeout=0.1).completions.create(**asked)
+    houses["other"].settle()
+
+
+@pytest.mark.slow
+def test_models_are_served_side_by_side(cluster: Cluster) -> None:
+    """Guards the same behind Ray Serve: names of deployments, handles of routers, one of two models with a tier below."""
 
     def model(number: int, **more: Any) -> Values:
         return {
@@ -170,12 +276,12 @@ def url(cluster: Cluster) -> Iterator[str]:
 
     application = build_openai_app({"llm_configs": [model(2, tiers=[model(0)]), model(1)]})
     serve.run(application, name="models", route_prefix="/models")
-    yield f"{cluster.url}/models"
-    serve.delete("models")
-
-
-def settle() -> None:
-    """Wait until no tier of either model has a session or a lease."""
+    with OpenAI(base_url=f"{cluster.url}/models/v1", api_key="none", max_retries=0) as client:
+        for number in (2, 1):
+            with Cascade.from_pretrained([small.paths()[number]], dtype="float32", device="cpu") as alone:
+                expected = alone.generate(PROMPT, SamplingParams(max_tokens=32, temperature=0.8, seed=11)).text
+            pieces = client.completions.create(model=f"small/{small.NAMES[number]}", **ASKED, stream=True)
+            assert "".join(piece.choices[0].text for piece in pieces) == expected
     handles = [serve.get_deployment_handle(f"small--{name}", "models") for name in ("full:tier0", "full:full", "medium:full")]
 
     def left() -> list[int]:
@@ -183,52 +289,4 @@ def settle() -> None:
         return [state["sessions"] + state["leases"] for state in states]
 
     wait_until(lambda: not any(left()), left, every_s=0.1)
-
-
-@pytest.mark.parametrize("number", [2, 1])
-def test_each_model_writes_its_own_text(url: str, number: int) -> None:
-    """Guards requests against the model of somebody else, whole and streamed."""
-    with Cascade.from_pretrained([small.paths()[number]], dtype="float32", device="cpu") as alone:
-        expected = alone.generate(PROMPT, PARAMS).text
-    asked: Any = {"model": f"small/{small.NAMES[number]}", "prompt": PROMPT, "max_tokens": 32, "temperature": 0.8, "seed": 11}
-    with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        assert client.completions.create(**asked).choices[0].text == expected
-        assert "".join(piece.choices[0].text for piece in client.completions.create(**asked, stream=True)) == expected
-        assert client.models.retrieve(asked["model"]).id == asked["model"]
-    settle()
-
-
-def test_what_names_no_model_is_told(url: str, cluster: Cluster) -> None:
-    """Guards the list of models, and sentences for requests that name none of them."""
-    with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        assert [one.id for one in client.models.list()] == ["small/full", "small/medium"]
-        with pytest.raises(openai.NotFoundError, match="model is 'other': this server has 'small/full', 'small/medium'"):
-            client.completions.create(model="other", prompt="x")
-        with pytest.raises(openai.BadRequestError, match="max_tokens"):  # what a router refuses, as it does
-            client.completions.create(model="small/full", prompt="x", max_tokens=-1)
-    for body in ({"prompt": "x"}, {"prompt": "x", "model": 3}, b"{"):
-        status, _, answer = ask(cluster, "/models/v1/completions", body)
-        assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
-    for path in ("/v1/messages", "/v1/messages/count_tokens"):  # told in its own form, by whoever refuses
-        for body, status, kind in (
-            (b"{", 400, "invalid_request_error"),
-            ({"model": "other"}, 404, "not_found_error"),
-            ({"model": "small/full", "messages": 3}, 400, "invalid_request_error"),
-        ):
-            found, _, answer = ask(cluster, f"/models{path}", body)
-            assert (found, answer["type"], answer["error"]["type"], len(answer["error"])) == (status, "error", kind, 2)
-    assert [ask(cluster, f"/models{path}")[0] for path in ("/health", "/", "/metrics")] == [200, 200, 404]
-
-
-def test_a_client_that_leaves_frees_the_tiers(url: str) -> None:
-    """Guards against work for clients that are gone: the request ends at the router of its model, too."""
-    with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        with client.completions.create(
-            model="small/full", prompt=PROMPT, max_tokens=900, stream=True, extra_body={"ignore_eos": True}
-        ) as stream:
-            next(iter(stream))
-        with pytest.raises(openai.APITimeoutError):
-            client.with_options(timeout=0.3).completions.create(
-                model="small/full", prompt=PROMPT, max_tokens=900, extra_body={"ignore_eos": True}
-            )
-    settle()
+    serve.delete("models")

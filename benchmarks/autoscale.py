@@ -147,7 +147,6 @@ def table(found: dict[str, Any]) -> Table:
 def main(arguments: Sequence[str] | None = None) -> None:
     made = parser("autoscale", "Replicas by what they are worth, simulated.", tuple(TRACES), quick=False)
     made.add_argument("--start", type=float, default=60.0, help="seconds that a replica takes to start")
-    made.add_argument("--hours", type=float, help="of each trace")
     made.add_argument("--gains", action="store_true", help="measure the gains of draft tiers, and nothing else")
     chosen = parsed(made, arguments)
     if chosen.gains:
@@ -156,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = {}
     for name in chosen.only or TRACES:
         make, most, hours = TRACES[name]
-        trace = make(most, (chosen.hours or hours) * HOUR_S, TOKENS)
+        trace = make(most, hours * HOUR_S, TOKENS)
         found[name] = timed(name, partial(compare, trace, fleet(chosen.start), Goal(1).slowdown))
     console.print(table(found))
     line = {"start_s": chosen.start, "traces": found}

@@ -13,7 +13,6 @@ import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from math import prod
 from statistics import median
 from typing import Any
@@ -127,12 +126,8 @@ def guess_cost(kind: str) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    made = parser("drafters", "Every drafter beside every other.")
-    made.add_argument("--prompts", type=int, metavar="N", help=f"of each kind ({Size().prompts})")
-    made.add_argument("--tokens", type=int, metavar="N", help=f"of an answer ({Size().tokens})")
-    chosen = parsed(made, arguments)
+    chosen = parsed(parser("drafters", "Every drafter beside every other."), arguments)
     size = QUICK if chosen.quick else Size()
-    size = replace(size, prompts=chosen.prompts or size.prompts, tokens=chosen.tokens or size.tokens)
     found: dict[str, Sequence[Cell]] = {}
     with family_in_process() as stream:
         for temperature in size.temperatures:

@@ -32,8 +32,9 @@ from cascade.engine.tokenizer import Tokenizer
 
 PARTS = ("agreement", "one", "served")
 LAST_LINE = ("family", "one", "served", "agreement")
-ENGINES = tuple(dict.fromkeys(post.engine for post in contest.POSTS))
-TEMPERATURES = (0.0, 0.7, 1.0)
+PROMPTS, TOKENS = 6, 48  # of one request at a time, kinds in turn; of an answer at most
+TEMPERATURES = (0.0, 0.7, 1.0)  # of one request
+SERVED_TEMPERATURE = 0.7  # of requests over HTTP
 AT_ONCE = {1: 6, 8: 24, 32: 96}  # requests in all
 AGREEMENT_PROMPTS = 24
 SERVED_S = 180.0  # that the served part is given of the minutes
@@ -42,30 +43,12 @@ HEADLINE = ("alone", "auto", "best", "vllm_alone", "vllm_best", "llama_alone", "
 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     made = parser("peers", "This project against other engines.", PARTS)
-    made.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="of one request")
-    made.add_argument("--temperatures", nargs="+", type=float, default=list(TEMPERATURES), help="of one request")
-    made.add_argument("--all-modes", action="store_true", help="at all temperatures, not only those that pay at the first")
-    made.add_argument("--prompts", type=int, default=6, help="of one request, kinds in turn (%(default)s)")
-    made.add_argument("--tokens", type=int, default=48, help="of an answer at most (%(default)s)")
     made.add_argument("--minutes", type=float, default=10, help="after which fewer prompts are asked (%(default)g)")
-    made.add_argument("--served-temperature", type=float, default=0.7, help="of requests over HTTP (%(default)s)")
-    made.add_argument("--full", help="folder of the full model, if not the family's")
-    made.add_argument("--family", type=Path, help="folder with tiny, medium and eagle3, if not those that ship")
     chosen = parsed(made, arguments)
-    if chosen.quick:
-        chosen.prompts, chosen.tokens = min(chosen.prompts, 2), min(chosen.tokens, 8)
+    chosen.prompts, chosen.tokens = (2, 8) if chosen.quick else (PROMPTS, TOKENS)
     name = contest.WORK / "peers-quick.json" if chosen.quick else RESULTS / "peers.json"  # each part is kept
     chosen.results, chosen.only = chosen.results or name, chosen.only or PARTS
     return chosen
-
-
-def models_of(chosen: argparse.Namespace) -> Models:
-    """Folders of the family that is measured."""
-    full = chosen.full or str(family.full())
-    if chosen.family:
-        return Models(full, *(str(chosen.family / name) for name in ("tiny", "medium", "eagle3")))
-    tiny, medium = family.paths()[:2]
-    return Models(full, tiny, medium, family.head())
 
 
 def identity(models: Models) -> dict[str, str]:
@@ -146,7 +129,7 @@ def agreement(document: dict[str, Any], chosen: argparse.Namespace, subject: Sub
 
 def one(document: dict[str, Any], chosen: argparse.Namespace, subject: Subject, end: float) -> bool:
     """Fill in what one request at a time gives until ``end``; whether all texts of this project are the same."""
-    ids, posts = subject.ids[: chosen.prompts], [post for post in contest.POSTS if post.engine in chosen.engines]
+    ids = subject.ids[: chosen.prompts]
     same: list[bool] = []
 
     def tell(name: str, turns: report.Turns) -> None:
@@ -160,10 +143,10 @@ def one(document: dict[str, Any], chosen: argparse.Namespace, subject: Subject, 
 
     with ExitStack() as stack:
         workers = contest.Crew()
-        workers.hire(posts, subject.models, subject.ends, stack)
-        plan = contest.Plan(ids, chosen.tokens, chosen.temperatures, end - time.monotonic(), chosen.all_modes)
+        workers.hire(contest.POSTS, subject.models, subject.ends, stack)
+        plan = contest.Plan(ids, chosen.tokens, TEMPERATURES, end - time.monotonic())
         contest.measure(workers, plan, tell)
-    wanted = {mode for post in posts for mode in post.modes}
+    wanted = {mode for post in contest.POSTS for mode in post.modes}
     document["missing"] = {mode: why for mode, why in document["missing"].items() if mode not in wanted} | workers.missing
     document["versions"] |= workers.versions
     return all(same)
@@ -174,7 +157,7 @@ def serve(document: dict[str, Any], chosen: argparse.Namespace, subject: Subject
     known = [report.best_drafter(cells, "vllm") for cells in document["cells"]["one"].values()]
     drafter = next((mode for mode in known if mode), "vllm_ngram")
     requests = {at_once: min(2, number) if chosen.quick else number for at_once, number in AT_ONCE.items()}
-    plan = served.Plan(subject.prompts, chosen.tokens, chosen.served_temperature, requests, drafter)
+    plan = served.Plan(subject.prompts, chosen.tokens, SERVED_TEMPERATURE, requests, drafter)
 
     def tell(at_once: int, cells: Mapping[str, Any]) -> None:
         document["cells"]["served"][str(at_once)], document["served"][str(at_once)] = dict(cells), served.headline(cells)
@@ -194,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen, begin = options(arguments), time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("bench-peers was told to end"))  # and ends what it has started
     contest.WORK.mkdir(exist_ok=True)
-    models = models_of(chosen)
+    models = Models(str(family.full()), *family.paths()[:2], family.head())
     subject, document, same = Subject.of(models), begun(chosen.results, models), True
     if "agreement" in chosen.only:
         agreement(document, chosen, subject)

@@ -59,7 +59,6 @@ class Plan:
     tokens: int  # of an answer at most
     temperatures: Sequence[float]  # ascending
     seconds: float  # after which no round begins, but for the first `LEAST` of a temperature
-    all_modes: bool = False  # at every temperature, not only those that pay at the first
 
 
 def settings(environment: environments.Environment | None) -> dict[str, str]:
@@ -147,7 +146,7 @@ def measure(crew_: Crew, plan: Plan, tell: Callable[[str, report.Turns], None]) 
     found: dict[str, report.Turns] = {}
     for temperature in sorted(plan.temperatures):
         modes = list(crew_.workers)
-        if found and not plan.all_modes:
+        if found:
             paying = report.paying(next(iter(found.values())))
             modes = [mode for mode in modes if mode in paying]
         name = at(temperature)

@@ -13,7 +13,7 @@ from cascade.client import AsyncClient, Client
 from cascade.client.connection import CHANNEL_OPTIONS, is_near
 from cascade.errors import Aborted, DeadlineExceeded, NotFound, Unauthenticated
 from tests.client.canned import Canned
-from tests.links.net import Relay
+from tests.links.net import relay
 from tests.waiting import LONG_S
 
 STATUSES = [
@@ -149,10 +149,10 @@ async def test_host_that_vanishes_ends_the_call(server: Canned, monkeypatch: pyt
     quick = [(name, sooner.get(name, value)) for name, value in CHANNEL_OPTIONS]
     monkeypatch.setattr("cascade.client.connection.CHANNEL_OPTIONS", quick)
     server.silent = True
-    async with Relay(server.address) as relay, AsyncClient(relay.address, patience_s=0) as client:
+    async with relay(server.address) as (address, die), AsyncClient(address, patience_s=0) as client:
         chunks = client.stream("p")
         assert (await anext(chunks)).text == "a"
-        relay.die()
+        die()
         with pytest.raises(Unavailable):
             await asyncio.wait_for(anext(chunks), LONG_S)
 

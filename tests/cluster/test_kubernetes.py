@@ -131,7 +131,9 @@ def test_answers_end_before_pods_do(spec: Any, config: CascadeConfig) -> None:
 
 
 def test_routers_are_two_and_have_keys(spec: Any, config: CascadeConfig) -> None:
-    """Guards against a single router, and against ports that are open to all: without the secret no pod starts."""
+    """Guards against a single router, and ports that are open to all: without the secret no pod starts, and whoever reaches
+    Ray's dashboard without its token runs code on no node."""
+    assert spec["rayClusterConfig"]["authOptions"] == {"mode": "token"}
     assert config.router.deployment_config.num_replicas == 2
     for pod in pods(spec):
         variables = {variable["name"]: variable for variable in pod["containers"][0]["env"]}
@@ -140,40 +142,27 @@ def test_routers_are_two_and_have_keys(spec: Any, config: CascadeConfig) -> None
         assert f"create secret generic {secret['name']} --from-literal={secret['key']}=" in PAGE
 
 
-def test_nodes_notice_broken_connections(spec: Any) -> None:
-    """Guards drafting across nodes that did not hear each other for a while: by Ray's own settings it takes minutes."""
-    for pod in pods(spec):
-        assert KEEPALIVE.items() <= {one["name"]: one.get("value") for one in pod["containers"][0]["env"]}.items()
-
-
-def test_what_is_written_is_on_a_volume(spec: Any) -> None:
-    """Guards pods whose image is read-only: models and temporary files have volumes, and need no claim that many may write."""
+def test_pods_write_to_volumes_and_are_not_root(spec: Any) -> None:
+    """Guards images that are read-only, and mounts: what is written has a volume, the user is the image's, certificates are
+    optional and where the page has them; and connections between nodes are noticed when they break, as Ray's own are not."""
+    [number] = re.findall(r"^USER (\d+):", (CLUSTER / "Dockerfile").read_text(), re.MULTILINE)
+    page = (CLUSTER.parent / "docs" / "howto" / "secure.md").read_text()
     assert "PersistentVolumeClaim" not in documents()
     for pod in pods(spec):
         [container] = pod["containers"]
-        assert container["securityContext"]["readOnlyRootFilesystem"] is True
-        written = {volume["name"] for volume in pod["volumes"] if "emptyDir" in volume}
-        places = {mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] in written}
-        assert {"name": "HF_HOME", "value": "/models"} in container["env"]
-        assert places == {"/models", "/tmp"}
-
-
-def test_pods_are_not_root_and_read_what_is_mounted(spec: Any) -> None:
-    """Guards volumes: the image's user is that of the pods, and certificates are optional and where the page has them."""
-    [number] = re.findall(r"^USER (\d+):", (CLUSTER / "Dockerfile").read_text(), re.MULTILINE)
-    for pod in pods(spec):
-        user = pod["securityContext"]
+        security, user = container["securityContext"], pod["securityContext"]
+        assert (security["readOnlyRootFilesystem"], security["allowPrivilegeEscalation"]) == (True, False)
         assert (user["runAsNonRoot"], user["runAsUser"], user["fsGroup"]) == (True, int(number), int(number))
-        [container] = pod["containers"]
-        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        variables = {one["name"]: one.get("value") for one in container["env"]}
+        assert {**KEEPALIVE, "HF_HOME": "/models"}.items() <= variables.items()
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
-        assert volumes.keys() == {mount["name"] for mount in container["volumeMounts"]}
+        places = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        assert volumes.keys() == places.keys()
+        assert {places[name] for name, volume in volumes.items() if "emptyDir" in volume} == {"/models", "/tmp"}
         secret = volumes["link-tls"]["secret"]
         assert secret["optional"]
-        [mount] = [mount for mount in container["volumeMounts"] if mount["name"] == "link-tls"]
-        tls = (CLUSTER.parent / "docs" / "howto" / "secure.md").read_text()
-        assert f"secretName: {secret['secretName']}" in tls
-        assert f"certificate: {mount['mountPath']}/tls.crt" in tls
+        assert f"secretName: {secret['secretName']}" in page
+        assert f"certificate: {places['link-tls']}/tls.crt" in page
 
 
 def test_images_can_be_pulled(spec: Any) -> None:
@@ -185,11 +174,6 @@ def test_images_can_be_pulled(spec: Any) -> None:
     assert build in (CLUSTER / "Dockerfile").read_text()
     assert build in PAGE
     assert spec["rayClusterConfig"]["rayVersion"] == ray.__version__
-
-
-def test_nobody_speaks_to_ray_without_its_token(spec: Any) -> None:
-    """Guards every node against who reaches the dashboard, and so runs code on all of them."""
-    assert spec["rayClusterConfig"]["authOptions"] == {"mode": "token"}
 
 
 def test_policies_are_about_the_pods(spec: Any) -> None:

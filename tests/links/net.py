@@ -1,6 +1,7 @@
 """Links and leases without Ray: tiers in one process, joined by real gRPC streams; lessors ask the link servers themselves."""
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -209,58 +210,34 @@ def drafted(answer: Answer) -> dict[str, int]:
     return {edge.drafter: edge.passes for edge in answer.edges if edge.verifier == "full"}
 
 
-class Relay:
-    """A network between a caller and a node that can go dead without a word."""
+@contextlib.asynccontextmanager
+async def relay(address: str) -> AsyncIterator[tuple[str, Callable[[], None]]]:
+    """A network in front of a node: its address, and what lets nothing through from then on, without a word."""
+    dead, ends, joining = asyncio.Event(), list[asyncio.StreamWriter](), set[Any]()
 
-    def __init__(self, address: str) -> None:
-        self._host, self._port = address.split(":")
-        self._dead = False
-        self._connecting: set[Any] = set()
-        self._pumps: list[asyncio.Task[None]] = []
-        self._ends: list[asyncio.StreamWriter] = []
+    async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(2**16):
+            if not dead.is_set():
+                sink.write(data)
 
-    async def __aenter__(self) -> "Relay":
-        self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
-        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-        return self
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        joining.add(asyncio.current_task())
+        ends.append(writer)
+        there, back = await asyncio.open_connection(*address.split(":"))
+        ends.append(back)
+        await asyncio.gather(pump(reader, back), pump(there, writer))
 
-    async def __aexit__(self, *error: object) -> None:
-        self.die()
-        for _ in range(3):  # what the kernel has taken reaches `_connect`
+    async with await asyncio.start_server(connect, "127.0.0.1", 0) as server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", dead.set
+        server.close()
+        for _ in range(3):  # what the kernel has taken reaches `connect`
             await asyncio.sleep(0)
-        await asyncio.gather(*self._connecting, return_exceptions=True)
-        for end in self._ends:
+        for task in joining:
+            task.cancel()
+        await asyncio.gather(*joining, return_exceptions=True)
+        for end in ends:
             end.transport.abort()
-        await asyncio.gather(*self._pumps, *(end.wait_closed() for end in self._ends), return_exceptions=True)
-
-    def die(self) -> None:
-        """From now on nothing arrives, and nobody gets a connection; those that are there stay."""
-        self._dead = True
-        self._server.close()
-        for pump in self._pumps:
-            pump.cancel()
-
-    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        self._connecting.add(task)
-        try:
-            there, back = await asyncio.open_connection(self._host, int(self._port))
-        except OSError:
-            writer.transport.abort()
-            return
-        finally:
-            self._connecting.discard(task)
-        if self._dead:  # a caller that connected again just then: nobody else would close this
-            writer.transport.abort()
-            back.transport.abort()
-            return
-        self._ends += writer, back
-        self._pumps += asyncio.create_task(_pump(reader, back)), asyncio.create_task(_pump(there, writer))
-
-
-async def _pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-    while data := await source.read(2**16):
-        sink.write(data)
+        await asyncio.gather(*(end.wait_closed() for end in ends), return_exceptions=True)
 
 
 def entry(node: Node) -> tuple[tuple[str, str], ...]:

@@ -16,7 +16,7 @@ from deployments.links.downlink import Downlink
 from deployments.links.leases import LeasePool
 from deployments.links.uplink import CHANNEL_OPTIONS, LinkServer
 from deployments.ops.launch import free_port
-from tests.links.net import Net, Node, Relay, drafted, opening
+from tests.links.net import Net, Node, drafted, opening, relay
 from tests.tier.test_tier import CountingModel
 from tests.waiting import LONG_S, until
 
@@ -143,13 +143,13 @@ async def test_host_that_vanishes_fails_its_sessions(empty: Net, monkeypatch: py
     quick = [(name, sooner.get(name, value)) for name, value in CHANNEL_OPTIONS]
     monkeypatch.setattr("deployments.links.downlink.CHANNEL_OPTIONS", quick)
     node = await empty.add("full")
-    async with Relay(node.server.address) as relay:
-        monkeypatch.setattr(node.server, "address", relay.address)
+    async with relay(node.server.address) as (address, die):
+        monkeypatch.setattr(node.server, "address", address)
         heard: list[Message] = []
         downlink = Downlink(LeasePool({"full": empty.lessor("full")}), heard.extend)
         downlink.send([opening(chain=(), window=4)])
         await until(lambda: len(heard) > 0)
-        relay.die()
+        die()
         await until(lambda: isinstance(heard[-1], Failed), lambda: heard)
         assert downlink.num_sessions == 0
         await downlink.close()

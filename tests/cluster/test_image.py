@@ -78,7 +78,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file in copied(stages()["wheel"]):
         (source / file).parent.mkdir(parents=True, exist_ok=True)
         (source / file).write_bytes((ROOT / file).read_bytes())
-    build = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+    quick = {"--build-option": ["--compression=stored"]}  # to pack weights takes seconds
+    build = f"import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1], {quick}))"
     folder = tmp_path_factory.mktemp("wheels")
     subprocess.run([sys.executable, "-c", build, str(folder)], cwd=source, env=alone(), capture_output=True, check=True)
     [made] = folder.iterdir()

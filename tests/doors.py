@@ -130,7 +130,8 @@ async def _let_go(loop: Any) -> None:
     """Until connections that the doors have closed have let go of their sockets, which a slow reader may put off."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(5):
-            await until(lambda: all(one._sock is None for one in loop._transports.values()))  # closed ones wait to be collected
+            # those that are closed stay until the garbage is collected
+            await until(lambda: not any(transport._sock for transport in loop._transports.values()))
             return
     for transport in list(loop._transports.values()):
         transport.abort()

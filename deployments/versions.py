@@ -40,14 +40,11 @@ def versioned(deployment: Deployment, fixed: Mapping[str, Any]) -> Deployment:
     """
     plain = deployment._deployment_config
     config = Versioned.model_construct(plain.model_fields_set, **dict(plain))
-    config._own = digest({"fixed": fixed, "package": version("cascade-serve"), "runtime_env": _runtime_env()})
+    # the application's environment is that of the task in which Serve builds it
+    environment = dict(ray.get_runtime_context().runtime_env) if ray.is_initialized() else {}
+    config._own = digest({"fixed": fixed, "package": version("cascade-serve"), "runtime_env": environment})
     deployment._deployment_config = config
     return deployment
-
-
-def _runtime_env() -> dict[str, Any]:
-    """The application's: that of the task in which Serve builds it."""
-    return dict(ray.get_runtime_context().runtime_env) if ray.is_initialized() else {}
 
 
 def packages() -> dict[str, str]:

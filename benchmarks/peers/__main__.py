@@ -177,7 +177,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen, begin = options(arguments), time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("bench-peers was told to end"))  # and ends what it has started
     contest.WORK.mkdir(exist_ok=True)
-    models = Models(str(family.full()), *family.paths()[:2], family.head())
+    tiny, medium, full = family.paths()
+    models = Models(full, tiny, medium, family.head())
     subject, document, same = Subject.of(models), begun(chosen.results, models), True
     if "agreement" in chosen.only:
         agreement(document, chosen, subject)

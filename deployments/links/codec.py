@@ -60,14 +60,9 @@ def _encode_proposal(proposal: Proposal) -> pb.Proposal:
         prompt_logprobs=map(_encode_logprobs, proposal.prompt_logprobs),
         skip_reason=proposal.skip_reason,
         lanes=map(wire.encode_lane, proposal.lanes),
-        dists=map(_encode_dist, draft.dists),
+        dists=(pb.Dist(ids=ids, probs=probs) for ids, probs in (dist.listed for dist in draft.dists)),
         cached=proposal.cached,
     )
-
-
-def _encode_dist(dist: Dist) -> pb.Dist:
-    ids, probs = dist.listed
-    return pb.Dist(ids=ids, probs=probs)
 
 
 def _encode_logprobs(one: Logprobs) -> pb.LinkLogprobs:

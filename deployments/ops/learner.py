@@ -66,13 +66,12 @@ class Canary:
         if now < self.since + wait_s:
             return "wait"
         others = [state for state in states if state.replica != self.replica and state.version != self.version]
-        new = _since(here, self.before.get(self.replica))
-        if others:
-            counts = [_since(state, self.before.get(state.replica)) for state in others]
-            old = sum(right for right, _ in counts), sum(wrong for _, wrong in counts)
-        else:
-            known = self.before.get(self.replica)
-            old = (known.right, known.wrong) if known is not None else (0, 0)
+        itself = self.before.get(self.replica)
+        new = _since(here, itself)
+        counts = [_since(state, self.before.get(state.replica)) for state in others]
+        if not others and itself is not None:
+            counts = [(itself.right, itself.wrong)]
+        old = sum(right for right, _ in counts), sum(wrong for _, wrong in counts)
         if min(sum(new), sum(old)) < LEAST_JUDGED:
             return "wait" if sum(new) and now < self.since + PATIENCE * wait_s else "good"
         share = (new[0] + old[0]) / (sum(new) + sum(old))

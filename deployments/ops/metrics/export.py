@@ -34,7 +34,9 @@ class RayExport:
         for name, values, value in readings:
             series = SERIES[name]
             tags = self._common | dict(zip(series.labels, values, strict=True))
-            match self._metric(series):
+            if name not in self._made:
+                self._made[name] = _made(series)
+            match self._made[name]:
                 case Counter() as counter:
                     grown = value - self._exported.get((name, values), 0.0)
                     if grown > 0:
@@ -44,11 +46,6 @@ class RayExport:
                     gauge.set(value, tags)
                 case Histogram() as histogram:
                     histogram.observe(value, tags)
-
-    def _metric(self, series: Series) -> Counter | Gauge | Histogram:
-        if series.name not in self._made:
-            self._made[series.name] = _made(series)
-        return self._made[series.name]
 
 
 def _made(series: Series) -> Counter | Gauge | Histogram:

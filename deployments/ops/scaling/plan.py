@@ -32,21 +32,22 @@ def scaled(config: CascadeConfig, devices: Mapping[str, float]) -> CascadeConfig
     first = _first(bounds, devices, chosen.max_devices)
     known = [{"name": name, "devices": devices[name], "least": least, "most": most} for name, (least, most) in bounds.items()]
     shared = {"tiers": known, "autoscaling": chosen.model_dump(mode="json")}
-    update = {
-        name: {
+    tiers = []
+    for tier in config.tiers:
+        least, most = bounds[tier.name]
+        scaling = {
             "min_replicas": least,
             "max_replicas": most,
-            "initial_replicas": first[name],
+            "initial_replicas": first[tier.name],
             "upscale_delay_s": 0.0,  # delays are those of the layout as a whole
             "downscale_delay_s": 0.0,
             "metrics_interval_s": METRICS_S,
             "look_back_period_s": LOOK_BACK_S,
-            "policy": {"policy_function": POLICY, "policy_kwargs": {"tier": name, **shared}},
+            "policy": {"policy_function": POLICY, "policy_kwargs": {"tier": tier.name, **shared}},
         }
-        for name, (least, most) in bounds.items()
-    }
-    changed = tuple(_with(tier, update[tier.name]) for tier in config.tiers)
-    return config.model_copy(update={"tiers": changed, "autoscaling": None})
+        deployment = tier.deployment_config.model_copy(update={"autoscaling_config": scaling})
+        tiers.append(tier.model_copy(update={"deployment_config": deployment}))
+    return config.model_copy(update={"tiers": tuple(tiers), "autoscaling": None})
 
 
 def scaled_to_zero(config: CascadeConfig) -> list[str]:
@@ -83,8 +84,3 @@ def _first(bounds: Mapping[str, tuple[int, int]], devices: Mapping[str, float], 
         if not first[name] and taken + devices[name] <= max_devices + ROUNDING:
             first[name], taken = 1, taken + devices[name]
     return first
-
-
-def _with(tier: TierConfig, scaling: dict[str, Any]) -> TierConfig:
-    deployment = tier.deployment_config.model_copy(update={"autoscaling_config": scaling})
-    return tier.model_copy(update={"deployment_config": deployment})

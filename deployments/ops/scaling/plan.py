@@ -5,7 +5,6 @@ policy, and these share a `cascade.planner.scaling.Scaler` in Serve's controller
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from cascade.errors import ConfigError
 from cascade.settings.config import CascadeConfig, TierConfig

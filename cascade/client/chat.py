@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeAlias, TypedDict
 
 from cascade.answer import Chunk, Completion
-from cascade.client.responses import CompletionBuilder, build_completion
+from cascade.client.responses import Builder, build_completion
 from cascade.client.wire import encode_sampling, encode_speculation
 from cascade.errors import InvalidRequest
 from cascade.params import Handling, SamplingParams, Speculation
@@ -76,29 +76,17 @@ class TurnPiece:
     reasoning_content: str = ""
 
 
-class TurnBuilder:
+class TurnBuilder(Builder[TurnPiece]):
     """Makes pieces of the responses of a stream; the last piece brings the turn."""
 
     def __init__(self) -> None:
-        self._completion = CompletionBuilder()
+        super().__init__()
         self._content: list[str] = []
         self._thoughts: list[str] = []
         self._calls: dict[int, ToolCall] = {}
 
-    def check(self) -> None:
-        """Raise `Unavailable` if the stream has ended before its text."""
-        self._completion.check()
-
-    @property
-    def complete(self) -> bool:
-        return self._completion.complete
-
-    def resume(self, request: pb.ChatRequest) -> bool:
-        """Let ``request`` go on after what came; False if the server did not say by which seed."""
-        return self._completion.resume(request)
-
     def add(self, response: pb.ChatResponse) -> TurnPiece:
-        chunk = self._completion.add(response, response.text if response.HasField("text") else response.content)
+        chunk = self._chunk(response, response.text if response.HasField("text") else response.content)
         calls = _tool_calls(response.tool_calls)
         self._content.append(response.content)
         self._thoughts.append(response.reasoning_content)

@@ -17,8 +17,8 @@ import grpc
 from cascade.answer import Chunk, Completion
 from cascade.client.chat import ChatOptions, Messages, Turn, TurnPiece
 from cascade.client.connection import Connection
-from cascade.client.exchange import Exchange, Piece, Prompt, Whole, chat_exchange, text_exchange
-from cascade.client.responses import ServerInfo, read_server_info
+from cascade.client.exchange import Exchange, Prompt, Whole, chat_exchange, text_exchange
+from cascade.client.responses import Piece, ServerInfo, read_server_info
 from cascade.errors import Unavailable
 from cascade.params import Handling, SamplingParams, Speculation
 from cascade.v1 import serving_pb2 as pb

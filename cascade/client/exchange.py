@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from cascade.answer import Chunk, Completion
 from cascade.client.chat import ChatOptions, Messages, Turn, TurnBuilder, TurnPiece, encode_chat, read_turn
-from cascade.client.responses import CompletionBuilder, read_completion
+from cascade.client.responses import Builder, CompletionBuilder, Piece, read_completion
 from cascade.client.wire import encode_sampling, encode_speculation
 from cascade.errors import InvalidRequest
 from cascade.params import Handling, SamplingParams, Speculation
@@ -15,25 +15,6 @@ from cascade.v1 import serving_pb2 as pb
 
 Prompt: TypeAlias = str | Sequence[int]
 Whole = TypeVar("Whole")
-Piece = TypeVar("Piece")
-Piece_co = TypeVar("Piece_co", covariant=True)
-
-
-class Builder(Protocol[Piece_co]):
-    """Puts the responses of one stream together."""
-
-    def add(self, response: Any) -> Piece_co:
-        """What the next response brings."""
-
-    def check(self) -> None:
-        """Raise `Unavailable` if the stream has ended before its answer."""
-
-    @property
-    def complete(self) -> bool:
-        """The whole answer has come."""
-
-    def resume(self, request: Any) -> bool:
-        """Let the request go on after what came; False if that cannot be."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """A server's responses, as the values that the library has for them."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, get_args
+from typing import Any, Generic, TypeVar, get_args
 
 from cascade.answer import Chunk, Completion, FinishReason, PromptToken, Stats, Undrafted
 from cascade.client.wire import decode_edge, decode_lane
@@ -12,6 +13,7 @@ from cascade.params import RULES, Rule
 from cascade.planner.chains import Worth
 from cascade.v1 import serving_pb2 as pb
 
+Piece = TypeVar("Piece")
 UNDRAFTED: tuple[Undrafted, ...] = get_args(Undrafted)
 
 
@@ -59,8 +61,8 @@ class ServerInfo:
     key: KeyInfo = KeyInfo()  # the caller's
 
 
-class CompletionBuilder:
-    """Makes chunks of the responses of a stream; the last chunk brings the completion."""
+class Builder(ABC, Generic[Piece]):
+    """Puts the responses of one stream together."""
 
     def __init__(self) -> None:
         self._text: list[str] = []
@@ -83,9 +85,12 @@ class CompletionBuilder:
         request.resume.token_ids[:] = [token.id for token in self._tokens]
         return request.sampling.HasField("seed")
 
-    def add(self, response: pb.GenerateResponse | pb.ChatResponse, text: str | None = None) -> Chunk:
-        """What the next response brings; ``text`` takes the place of the response's own."""
-        text = response.text if text is None else text
+    @abstractmethod
+    def add(self, response: Any) -> Piece:
+        """What the next response brings."""
+
+    def _chunk(self, response: pb.GenerateResponse | pb.ChatResponse, text: str) -> Chunk:
+        """The next response as a piece of the model's ``text``; the last one brings the completion."""
         if response.HasField("seed"):
             self._seed = response.seed
         self._text.append(text)
@@ -101,6 +106,13 @@ class CompletionBuilder:
         prompt, lanes = _prompt_tokens(response.prompt), tuple(map(decode_lane, response.lanes))
         seed = response.seed if response.HasField("seed") else None
         return Chunk(text, ids, ends, origins, completion, logprobs=logprobs, prompt=prompt, lanes=lanes, seed=seed)
+
+
+class CompletionBuilder(Builder[Chunk]):
+    """Makes chunks of the responses of a stream."""
+
+    def add(self, response: pb.GenerateResponse) -> Chunk:
+        return self._chunk(response, response.text)
 
 
 def read_completion(response: pb.CompleteResponse) -> Completion:

@@ -13,7 +13,7 @@ from cascade.answer import Chunk, Completion, Stats
 from deployments.gateway.chat.calls import CallParser
 from deployments.gateway.chat.formats import FORMATS
 from deployments.gateway.chat.reader import TurnReader
-from deployments.gateway.http.reply import Echo, Form, whole
+from deployments.gateway.http.reply import CompletionReply, Echo, Form
 
 NAMES = frozenset({"get_weather", "add"})
 PARIS = '{"city": "Paris }\\" {", "days": [1, {"a": "\\\\"}]}'
@@ -107,8 +107,8 @@ def reader(name: str, hidden: dict[int, str] | None = None) -> TurnReader:
 
 def message(name: str, pieces: list[Chunk]) -> dict[str, Any]:
     form = Form("chat", "1", "m", reader=lambda: reader(name))
-    choice: dict[str, Any] = whole(form, [pieces], [Echo()])["choices"][0]
-    return choice
+    whole = CompletionReply(form, [Echo()]).whole([(0, piece) for piece in pieces])
+    return dict(whole["choices"][0])
 
 
 @pytest.mark.parametrize("name", CALLED)

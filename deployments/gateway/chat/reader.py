@@ -1,6 +1,6 @@
 """An answer taken apart as it comes: thoughts, words, and calls of tools."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from cascade.answer import Chunk, Completion
 from deployments.gateway.chat.calls import CallParser
@@ -69,6 +69,13 @@ def read(chunks: Iterable[Chunk], completion: Completion, reader: TurnReader | N
     for chunk in chunks:
         said.add(reader.take(chunk))
     return said, finish_reason(completion, reader)
+
+
+def ending(chunks: Sequence[Chunk]) -> Completion:
+    """What the last piece of an answer brings."""
+    completion = chunks[-1].completion
+    assert completion is not None, "the last piece brings the completion"
+    return completion
 
 
 def finish_reason(completion: Completion, reader: TurnReader | None) -> str:

@@ -12,6 +12,7 @@ from cascade.errors import InvalidRequest
 from cascade.messages import origin_corrected, origin_level
 from cascade.params import Handling, SamplingParams, Speculation
 from cascade.v1 import serving_pb2 as pb
+from deployments.gateway.chat.reader import ending
 
 Asked: TypeAlias = pb.GenerateRequest | pb.ChatRequest
 
@@ -122,13 +123,6 @@ def whole(chunks: Sequence[Chunk]) -> pb.CompleteResponse:
     """The answer of these pieces."""
     end = ending(chunks)
     return pb.CompleteResponse(text=end.text, tokens=all_tokens(chunks), finish=finish(end), prompt=prompt(chunks[0]))
-
-
-def ending(chunks: Sequence[Chunk]) -> Completion:
-    """What the last piece of an answer brings."""
-    completion = chunks[-1].completion
-    assert completion is not None, "the last piece brings the completion"
-    return completion
 
 
 def finish(completion: Completion, reason: str | None = None) -> pb.Finish:

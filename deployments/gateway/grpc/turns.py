@@ -14,8 +14,8 @@ from cascade.v1 import serving_pb2 as pb
 from deployments.gateway.chat.assistant import Assistant, ChatTask
 from deployments.gateway.chat.conversation import MAX_MESSAGES, MAX_TOOLS, Conversation, parsed_object
 from deployments.gateway.chat.delta import Delta
-from deployments.gateway.chat.reader import TurnReader, finish_reason, read
-from deployments.gateway.grpc.requests import all_tokens, ending, finish, parse_sampling, prompt, refuse_unknown, tokens
+from deployments.gateway.chat.reader import TurnReader, ending, finish_reason, read
+from deployments.gateway.grpc.requests import all_tokens, finish, parse_sampling, prompt, refuse_unknown, tokens
 
 T = TypeVar("T")
 PLAIN = (  # the same in both protocols

@@ -7,16 +7,16 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_core import from_json
 
-from cascade.answer import Chunk, Completion
+from cascade.answer import Completion
 from cascade.errors import InvalidRequest
 from cascade.params import Structured
 from deployments.gateway.admission.status import Refusal
 from deployments.gateway.chat.assistant import ChatTask
 from deployments.gateway.chat.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body, Conversation, Sparse, Text
-from deployments.gateway.chat.delta import Delta
 from deployments.gateway.chat.reader import finish_reason
 from deployments.gateway.http.events import event, finite
 from deployments.gateway.http.openai import SamplingBody, Stops
+from deployments.gateway.http.parts import PartsReply, Said
 from deployments.gateway.http.reply import report, usage
 
 PATH = "/v1/messages"
@@ -252,15 +252,16 @@ def _text(content: str | Sequence[TextBlock]) -> str:
     return content if isinstance(content, str) else "".join(block.text for block in content)
 
 
-class MessageReply:
-    """The one answer to a request, as blocks that grow one after another; ``id`` names it, and ``model`` what wrote it."""
+class MessageReply(PartsReply):
+    """Its parts are blocks; ``id`` names the message, and ``model`` what wrote it."""
+
+    THOUGHTS, WORDS = "thinking", "text"  # also the fields that hold them
 
     def __init__(self, task: ChatTask, id: str, model: str) -> None:
-        self._reader = None if task.reader is None else task.reader()
         self._blocks: list[dict[str, Any]] = []
         self._open = False  # the last block grows
         self._arguments = ""  # of the call that grows
-        self._message: dict[str, Any] = {
+        message: dict[str, Any] = {
             "id": f"msg_{id}",
             "type": "message",
             "role": "assistant",
@@ -270,61 +271,30 @@ class MessageReply:
             "stop_sequence": None,
             "usage": {"input_tokens": len(task.ids), "output_tokens": 0},
         }
-        self._begun = False
-
-    def whole(self, pieces: Sequence[tuple[int, Chunk]]) -> dict[str, Any]:
-        """The message at once."""
-        for _, chunk in pieces:
-            for _ in self._events(chunk):
-                pass
-        return self._message | {"content": self._blocks}
-
-    def piece(self, index: int, chunk: Chunk) -> bytes:
-        """Events of the next piece of the answer."""
-        return b"".join(event(said, said["type"]) for said in self._events(chunk))
-
-    def end(self) -> bytes:
-        """Nothing: the last piece has ended the stream."""
-        return b""
+        super().__init__(task, message)
 
     def failed(self, refused: Refusal) -> bytes:
         """What comes in place of the end."""
         return event(error_body(refused), "error")
 
-    def _events(self, chunk: Chunk) -> Iterator[dict[str, Any]]:
-        """Events of a piece, each to be written before the next is asked for: blocks grow meanwhile."""
-        said = Delta(chunk.text) if self._reader is None else self._reader.take(chunk)
-        if not self._begun:
-            self._begun = True
-            yield {"type": "message_start", "message": self._message}
-        for call in said.calls.values():
-            if "id" not in call:  # the one that was begun before
-                yield from self._argue(call["function"]["arguments"])
-        if said.thoughts:
-            yield from self._write("thinking", "thinking", said.thoughts, signature="")
-        if said.content:
-            yield from self._write("text", "text", said.content)
-        for call in said.calls.values():
-            if "id" in call:
-                yield from self._begin("tool_use", id=call["id"], name=call["function"]["name"], input={})
-                yield from self._argue(call["function"]["arguments"])
-        if chunk.completion is not None:
-            yield from self._finish(chunk.completion)
+    def _start(self) -> Said:
+        yield {"type": "message_start", "message": self._answer}
 
-    def _write(self, kind: str, field: str, text: str, **more: str) -> Iterator[dict[str, Any]]:
-        """A piece of thoughts or words."""
+    def _write(self, kind: str, text: str) -> Said:
         if not self._open or self._blocks[-1]["type"] != kind:
-            yield from self._begin(kind, **{field: ""}, **more)
-        self._blocks[-1][field] += text
-        yield self._grown({"type": f"{kind}_delta", field: text})
+            yield from self._begin(kind, **{kind: ""}, **({"signature": ""} if kind == self.THOUGHTS else {}))
+        self._blocks[-1][kind] += text
+        yield self._grown({"type": f"{kind}_delta", kind: text})
 
-    def _argue(self, arguments: str) -> Iterator[dict[str, Any]]:
-        """A piece of a call's arguments."""
+    def _call(self, id: str, name: str) -> Said:
+        yield from self._begin("tool_use", id=id, name=name, input={})
+
+    def _argue(self, arguments: str) -> Said:
         self._arguments += arguments
         if arguments:
             yield self._grown({"type": "input_json_delta", "partial_json": arguments})
 
-    def _begin(self, kind: str, **fields: Any) -> Iterator[dict[str, Any]]:
+    def _begin(self, kind: str, **fields: Any) -> Said:
         yield from self._close()
         self._open, self._arguments = True, ""
         self._blocks.append({"type": kind, **fields})
@@ -333,7 +303,7 @@ class MessageReply:
     def _grown(self, delta: dict[str, Any]) -> dict[str, Any]:
         return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
 
-    def _close(self) -> Iterator[dict[str, Any]]:
+    def _close(self) -> Said:
         """The block that grows is whole; of a call that was cut its input is what has come."""
         if not self._open:
             return
@@ -345,8 +315,7 @@ class MessageReply:
                 self._blocks[-1]["input"] = {"INVALID_JSON": self._arguments}
         yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
 
-    def _finish(self, end: Completion) -> Iterator[dict[str, Any]]:
-        """The last piece has come."""
+    def _finish(self, end: Completion) -> Said:
         yield from self._close()
         told = usage([end], [self._reader])
         cached = told["prompt_tokens_details"]["cached_tokens"]
@@ -360,7 +329,7 @@ class MessageReply:
             counted["output_tokens_details"] = {"thinking_tokens": details["reasoning_tokens"]}
         why = "stop_sequence" if end.stop_string is not None else STOP_REASONS[finish_reason(end, self._reader)]
         delta = {"stop_reason": why, "stop_sequence": end.stop_string}
-        self._message |= {**delta, "usage": counted, "cascade": report(end)}
+        self._answer |= {**delta, "usage": counted, "cascade": report(end), "content": self._blocks}
         yield {"type": "message_delta", "delta": delta, "usage": counted}
         yield {"type": "message_stop"}
 

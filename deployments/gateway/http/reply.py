@@ -9,7 +9,7 @@ from typing import Any, Literal
 from cascade.answer import Chunk, Completion, PromptToken
 from cascade.messages import Logprobs
 from deployments.gateway.admission.status import Refusal
-from deployments.gateway.chat.reader import TurnReader, finish_reason, read
+from deployments.gateway.chat.reader import TurnReader, ending, finish_reason, read
 from deployments.gateway.http.events import event
 
 Name = Callable[[int], str]  # the text of a token alone, which may be half a character
@@ -63,89 +63,105 @@ class CompletionReply:
 
     def whole(self, pieces: Sequence[tuple[int, Chunk]]) -> dict[str, Any]:
         """The answers at once."""
+        form = self._form
         answers: list[list[Chunk]] = [[] for _ in self._echoes]
         for index, chunk in pieces:
             answers[index].append(chunk)
-        return whole(self._form, answers, self._echoes)
+        choices = []
+        for index, (chunks, echo, reader) in enumerate(zip(answers, self._echoes, self._readers, strict=True)):
+            completion = ending(chunks)
+            self._ended.append(completion)
+            if form.kind == "chat":
+                why, message = _message(reader, chunks, completion)
+                body: dict[str, Any] = {"message": message, "finish_reason": why}
+            else:
+                body = {"text": echo.text + completion.text, "finish_reason": completion.finish_reason}
+            logprobs = self._logprobs(chunks, len(echo.text))
+            if logprobs is not None and (before := self._prompt_logprobs(chunks[0], echo)) is not None:
+                logprobs = {key: before[key] + logprobs[key] for key in before}
+            extra = report(completion) | (history(chunks) if form.history else {})
+            choices.append({"index": index, **body, "logprobs": logprobs, "cascade": extra})
+        return form.head(False) | {"choices": choices} | self._costs()
 
     def piece(self, index: int, chunk: Chunk) -> bytes:
         """The next piece of a choice."""
-        form, echo = self._form, self._echoes[index]
-        head = None if index in self._lengths else opening(form, index, echo, chunk)
+        echo, said = self._echoes[index], []
+        if index not in self._lengths:
+            said.append(self._opening(index, chunk))
         offset = self._lengths.setdefault(index, len(echo.text))
         self._lengths[index] += len(chunk.text)
         self._num_tokens += len(chunk.token_ids)
         if chunk.completion is not None:
             self._ended.append(chunk.completion)
-        said = [part for part in (head, piece(form, index, chunk, offset, self._readers[index])) if part is not None]
-        if form.prompt_tokens is not None:
-            said = [part | {"usage": counted(form.prompt_tokens, self._num_tokens)} for part in said]
-        return b"".join(map(event, said))
+        said.append(self._piece(index, chunk, offset))
+        told = [part for part in said if part is not None]
+        if (prompt_tokens := self._form.prompt_tokens) is not None:
+            told = [part | {"usage": counted(prompt_tokens, self._num_tokens)} for part in told]
+        return b"".join(map(event, told))
 
     def end(self) -> bytes:
         """What comes after the last piece."""
-        return (event(closing(self._form, self._ended, self._readers)) if self._form.usage else b"") + DONE
+        closing = self._form.head(True) | {"choices": []} | self._costs()
+        return (event(closing) if self._form.usage else b"") + DONE
 
     def failed(self, refused: Refusal) -> bytes:
         """What comes in place of the end."""
         return event(refused.body)
 
-
-def whole(form: Form, answers: Sequence[Sequence[Chunk]], echoes: Sequence[Echo]) -> dict[str, Any]:
-    """The answers at once, from all their pieces."""
-    choices = []
-    completions = [_end(chunks) for chunks in answers]
-    readers = [None if form.reader is None else form.reader() for _ in answers]
-    for index, (completion, echo) in enumerate(zip(completions, echoes, strict=True)):
-        if form.kind == "chat":
-            why, message = _message(readers[index], answers[index], completion)
-            body: dict[str, Any] = {"message": message, "finish_reason": why}
-        else:
-            body = {"text": echo.text + completion.text, "finish_reason": completion.finish_reason}
-        logprobs = _logprobs(form, answers[index], len(echo.text))
-        if logprobs is not None and form.name is not None and completion.prompt:
-            before = prompt_logprobs(completion.prompt, echo.begins, form.name)
-            logprobs = {key: before[key] + logprobs[key] for key in before}
-        extra = {"cascade": report(completion) | (history(answers[index]) if form.history else {})}
-        choices.append({"index": index, **body, "logprobs": logprobs, **extra})
-    return form.head(False) | {"choices": choices, "usage": usage(completions, readers), **drafted(completions)}
-
-
-def opening(form: Form, index: int, echo: Echo, first: Chunk) -> dict[str, Any] | None:
-    """What comes before the ``first`` piece of a choice."""
-    if form.kind == "chat":
-        return _choice(form, index, {"delta": {"role": "assistant", "content": None if form.reader else ""}})
-    if not echo.text:
-        return None
-    said = prompt_logprobs(first.prompt, echo.begins, form.name) if first.prompt and form.name is not None else None
-    return _choice(form, index, {"text": echo.text}, extra={"logprobs": said})
-
-
-def piece(form: Form, index: int, chunk: Chunk, offset: int, reader: TurnReader | None = None) -> dict[str, Any] | None:
-    """A piece of a choice, ``offset`` characters after its begin; ``None`` if there is nothing to say yet."""
-    end = chunk.completion
-    if reader is not None:
-        delta = reader.take(chunk)
-        text: dict[str, Any] = {"delta": delta.body}
-        if not (delta or end or form.history or form.name or chunk.lanes or chunk.seed is not None):
+    def _opening(self, index: int, first: Chunk) -> dict[str, Any] | None:
+        """What comes before the ``first`` piece of a choice."""
+        if self._form.kind == "chat":
+            return self._choice(index, {"delta": {"role": "assistant", "content": None if self._form.reader else ""}})
+        echo = self._echoes[index]
+        if not echo.text:
             return None
-    else:
-        text = {"delta": {"content": chunk.text}} if form.kind == "chat" else {"text": chunk.text}
-    extra = (history([chunk]) if form.history else {}) | ({} if end is None else report(end))
-    extra |= {"lanes": [asdict(lane) for lane in chunk.lanes]} if chunk.lanes else {}
-    extra |= {} if chunk.seed is None else {"seed": chunk.seed}
-    return _choice(
-        form,
-        index,
-        text,
-        None if end is None else finish_reason(end, reader),
-        {"logprobs": _logprobs(form, [chunk], offset)} | ({"cascade": extra} if extra else {}),
-    )
+        return self._choice(index, {"text": echo.text}, logprobs=self._prompt_logprobs(first, echo))
 
+    def _piece(self, index: int, chunk: Chunk, offset: int) -> dict[str, Any] | None:
+        """A piece of a choice, ``offset`` characters after its begin; ``None`` if there is nothing to say yet."""
+        form, reader, end = self._form, self._readers[index], chunk.completion
+        if reader is not None:
+            delta = reader.take(chunk)
+            text: dict[str, Any] = {"delta": delta.body}
+            if not (delta or end or form.history or form.name or chunk.lanes or chunk.seed is not None):
+                return None
+        else:
+            text = {"delta": {"content": chunk.text}} if form.kind == "chat" else {"text": chunk.text}
+        extra = history([chunk]) if form.history else {}
+        if end is not None:
+            extra |= report(end)
+        if chunk.lanes:
+            extra["lanes"] = [asdict(lane) for lane in chunk.lanes]
+        if chunk.seed is not None:
+            extra["seed"] = chunk.seed
+        why = None if end is None else finish_reason(end, reader)
+        return self._choice(index, text, why, self._logprobs([chunk], offset), extra)
 
-def closing(form: Form, completions: Sequence[Completion], readers: Sequence[TurnReader | None] = ()) -> dict[str, Any]:
-    """What the whole answer took, after the last piece."""
-    return form.head(True) | {"choices": [], "usage": usage(completions, readers), **drafted(completions)}
+    def _choice(
+        self,
+        index: int,
+        text: dict[str, Any],
+        finish_reason: str | None = None,
+        logprobs: dict[str, Any] | None = None,
+        extra: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        choice = {"index": index, **text, "finish_reason": finish_reason, "logprobs": logprobs}
+        return self._form.head(True) | {"choices": [choice | ({"cascade": extra} if extra else {})]}
+
+    def _costs(self) -> dict[str, Any]:
+        """What all answers took, once they have ended."""
+        return {"usage": usage(self._ended, self._readers), **drafted(self._ended)}
+
+    def _logprobs(self, chunks: Sequence[Chunk], offset: int) -> dict[str, Any] | None:
+        name = self._form.name
+        if name is None:
+            return None
+        return chat_logprobs(chunks, name) if self._form.kind == "chat" else text_logprobs(chunks, name, offset)
+
+    def _prompt_logprobs(self, first: Chunk, echo: Echo) -> dict[str, Any] | None:
+        """Those of the prompt, which come with the ``first`` piece if they were asked for."""
+        name = self._form.name
+        return prompt_logprobs(first.prompt, echo.begins, name) if first.prompt and name is not None else None
 
 
 def usage(completions: Sequence[Completion], readers: Sequence[TurnReader | None] = ()) -> dict[str, Any]:
@@ -262,22 +278,3 @@ def _entries(chunks: Sequence[Chunk]) -> list[tuple[int, Logprobs, int]]:
 
 def _named(text: str, logprob: float) -> dict[str, Any]:
     return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-
-def _logprobs(form: Form, chunks: Sequence[Chunk], offset: int) -> dict[str, Any] | None:
-    if form.name is None:
-        return None
-    return chat_logprobs(chunks, form.name) if form.kind == "chat" else text_logprobs(chunks, form.name, offset)
-
-
-def _end(chunks: Sequence[Chunk]) -> Completion:
-    completion = chunks[-1].completion
-    assert completion is not None, "the last piece brings the completion"
-    return completion
-
-
-def _choice(
-    form: Form, index: int, text: dict[str, Any], finish_reason: str | None = None, extra: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    choice = {"index": index, **text, "finish_reason": finish_reason, "logprobs": None, **(extra or {})}
-    return form.head(True) | {"choices": [choice]}

@@ -3,20 +3,20 @@
 Nothing is kept between requests, as with ``store: false``: the conversation comes whole each time.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from time import time
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
-from cascade.answer import Chunk, Completion
+from cascade.answer import Completion
 from cascade.params import Structured
 from deployments.gateway.admission.status import Refusal
 from deployments.gateway.chat.assistant import ChatTask
 from deployments.gateway.chat.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body, Conversation, Sparse, Text
-from deployments.gateway.chat.delta import Delta
 from deployments.gateway.http.events import event, finite
 from deployments.gateway.http.openai import SamplingBody
+from deployments.gateway.http.parts import PartsReply, Said
 from deployments.gateway.http.reply import drafted, report, usage
 
 PARTS = {"reasoning": "reasoning_text", "message": "output_text"}  # what the items that hold a text hold it as
@@ -120,9 +120,6 @@ class TextConfig(Sparse):
 
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None  # no effect
-
-
-PLAIN = TextConfig(format=TextFormat(type="text"))
 
 
 class Reasoning(Sparse):
@@ -242,11 +239,12 @@ def _text(content: str | Sequence[TextPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-class ResponseReply:
-    """The one answer to a request, as items that grow one after another; ``id`` names it, and ``model`` what wrote it."""
+class ResponseReply(PartsReply):
+    """Its parts are items; ``id`` names the response, and ``model`` what wrote it."""
+
+    THOUGHTS, WORDS = "reasoning", "message"
 
     def __init__(self, body: ResponsesBody, task: ChatTask, id: str, model: str) -> None:
-        self._reader = None if task.reader is None else task.reader()
         self._id = id
         self._items: list[dict[str, Any]] = []
         self._num_events = 0
@@ -278,61 +276,30 @@ class ResponseReply:
             "previous_response_id": None,
             "metadata": body.metadata or {},
         }
-        self._response: dict[str, Any] = finite(response)
-
-    def whole(self, pieces: Sequence[tuple[int, Chunk]]) -> dict[str, Any]:
-        """The response at once."""
-        for _, chunk in pieces:
-            for _ in self._events(chunk):
-                pass
-        return self._response
-
-    def piece(self, index: int, chunk: Chunk) -> bytes:
-        """Events of the next piece of the answer."""
-        return b"".join(map(self._event, self._events(chunk)))
-
-    def end(self) -> bytes:
-        """Nothing: the last piece has ended the stream."""
-        return b""
+        super().__init__(task, finite(response))
 
     def failed(self, refused: Refusal) -> bytes:
-        """What comes in place of the end."""
         error = {"code": "server_error", "message": refused.message}
-        response = self._response | {"status": "failed", "error": error, "output": self._items}
+        response = self._answer | {"status": "failed", "error": error, "output": self._items}
         return self._event({"type": "response.failed", "response": response})
 
     def _event(self, said: dict[str, Any]) -> bytes:
         self._num_events += 1
         return event(said | {"sequence_number": self._num_events - 1}, said["type"])
 
-    def _events(self, chunk: Chunk) -> Iterator[dict[str, Any]]:
-        """Events of a piece, each to be written before the next is asked for: items grow meanwhile."""
-        said = Delta(chunk.text) if self._reader is None else self._reader.take(chunk)
-        if not self._num_events:
-            for kind in ("response.created", "response.in_progress"):
-                yield {"type": kind, "response": self._response}
-        for call in said.calls.values():
-            if "id" not in call:  # the one that was begun before
-                yield from self._argue(call["function"]["arguments"])
-        if said.thoughts:
-            yield from self._write("reasoning", said.thoughts)
-        if said.content:
-            yield from self._write("message", said.content)
-        for call in said.calls.values():
-            if "id" in call:
-                yield from self._begin("function_call", call_id=call["id"], name=call["function"]["name"], arguments="")
-                yield from self._argue(call["function"]["arguments"])
-        if chunk.completion is not None:
-            yield from self._finish(chunk.completion)
+    def _start(self) -> Said:
+        for kind in ("response.created", "response.in_progress"):
+            yield {"type": kind, "response": self._answer}
 
-    def _argue(self, arguments: str) -> Iterator[dict[str, Any]]:
-        """A piece of a call's arguments."""
+    def _call(self, id: str, name: str) -> Said:
+        yield from self._begin("function_call", call_id=id, name=name, arguments="")
+
+    def _argue(self, arguments: str) -> Said:
         self._items[-1]["arguments"] += arguments
         if arguments:
             yield self._grown("response.function_call_arguments.delta", delta=arguments)
 
-    def _write(self, kind: Literal["reasoning", "message"], text: str) -> Iterator[dict[str, Any]]:
-        """A piece of thoughts or words."""
+    def _write(self, kind: str, text: str) -> Said:
         more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
         shape: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
         last = self._items[-1] if self._items else {}
@@ -345,14 +312,14 @@ class ResponseReply:
             self._items[-1]["content"][0]["text"] += text
             yield self._grown(f"response.{PARTS[kind]}.delta", content_index=0, delta=text, **more)
 
-    def _begin(self, kind: str, **fields: Any) -> Iterator[dict[str, Any]]:
+    def _begin(self, kind: str, **fields: Any) -> Said:
         yield from self._close("completed")
         prefix = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[kind]
         item = {"id": f"{prefix}_{self._id}_{len(self._items)}", "type": kind, "status": "in_progress", **fields}
         self._items.append(item)
         yield {"type": "response.output_item.added", "output_index": len(self._items) - 1, "item": item}
 
-    def _close(self, status: str) -> Iterator[dict[str, Any]]:
+    def _close(self, status: str) -> Said:
         """The item that grows is whole."""
         if not self._items or self._items[-1]["status"] != "in_progress":
             return
@@ -371,7 +338,7 @@ class ResponseReply:
         """An event of the item that grows."""
         return {"type": kind, "item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, **fields}
 
-    def _finish(self, end: Completion) -> Iterator[dict[str, Any]]:
+    def _finish(self, end: Completion) -> Said:
         """The last piece has come; an answer that says nothing is an empty message."""
         status = "completed" if end.finish_reason == "stop" else "incomplete"
         if not self._items:
@@ -386,6 +353,6 @@ class ResponseReply:
             "total_tokens": told["total_tokens"],
         }
         cut = None if status == "completed" else {"reason": "max_output_tokens"}
-        self._response |= {"status": status, "incomplete_details": cut, "output": self._items, "usage": counted}
-        self._response |= {"cascade": report(end), **drafted([end])}
-        yield {"type": f"response.{status}", "response": self._response}
+        self._answer |= {"status": status, "incomplete_details": cut, "output": self._items, "usage": counted}
+        self._answer |= {"cascade": report(end), **drafted([end])}
+        yield {"type": f"response.{status}", "response": self._answer}

@@ -70,12 +70,6 @@ def categories(cells: Sequence[Cell]) -> Table:
     return table
 
 
-def acceptance(cell: Cell, edge: tuple[str, str]) -> float | None:
-    """Share of the guesses on ``edge``, drafter and verifier, that were accepted; ``None`` if none was scored."""
-    total = cell.edges.get(edge)
-    return total.accepted / total.proposed if total is not None and total.proposed else None
-
-
 def _entry(cell: Cell, cells: Sequence[Cell]) -> dict[str, Any]:
     return {
         "mode": cell.mode.name,

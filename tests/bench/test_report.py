@@ -25,11 +25,11 @@ from tests.waiting import LONG_S, wait_until
 served = serving()
 
 
-def test_grpc_reports_positions_and_reasons(served: House) -> None:
-    """Guards the way from the full tier to the client: counts by position, time to first token, the reason."""
+def test_positions_and_reasons_are_reported(served: House) -> None:
+    """Guards the way from the full tier to the client: counts by position, time to first token, the reason; over HTTP, too."""
     with Client(served.grpc) as client:
         drafted = client.generate(
-            PROMPT, SamplingParams(max_tokens=200, seed=3), Speculation(schedule="lockstep", window=4)
+            PROMPT, SamplingParams(max_tokens=60, seed=3, ignore_eos=True), Speculation(schedule="lockstep", window=4)
         ).stats
         alone = client.generate(PROMPT, SamplingParams(max_tokens=8, seed=3), Speculation("off")).stats
     top = [edge for edge in drafted.edges if edge.verifier == "full"]
@@ -37,12 +37,7 @@ def test_grpc_reports_positions_and_reasons(served: House) -> None:
     assert all(sum(edge.accepted_by_position) <= edge.accepted for edge in drafted.edges)
     assert all(edge.accepted_by_position[0] <= edge.passes for edge in drafted.edges if edge.accepted)
     assert (drafted.undrafted, alone.undrafted) == (None, "disabled")
-    assert drafted.first_token_s is not None
-    assert drafted.first_token_s > 0
-
-
-def test_http_reports_the_same(served: House) -> None:
-    """Guards the extension of the final piece."""
+    assert (drafted.first_token_s or 0) > 0
     body = {"prompt": PROMPT, "max_tokens": 8, "seed": 3, "speculation": {"mode": "off"}}
     status, _, answer = ask(served, "/v1/completions", body)
     assert status == 200, answer
@@ -85,11 +80,11 @@ def test_speculation_counts_before_the_first_answer(caplog: pytest.LogCaptureFix
 
 def test_branches_are_reported() -> None:
     """Guards what a tree was worth, on its way from the tiers to whoever asks: runner-ups, corrections, what was prepared."""
-    params, tiers = SamplingParams(max_tokens=40, seed=3, ignore_eos=True), ("tiny", "medium")
-    body = {"prompt": PROMPT, "max_tokens": 40, "seed": 3, "ignore_eos": True, "speculation": {"tiers": tiers}}
+    params, tiers = SamplingParams(max_tokens=20, seed=3, ignore_eos=True), ("tiny", "medium")
+    body = {"prompt": PROMPT, "max_tokens": 20, "seed": 3, "ignore_eos": True, "speculation": {"tiers": tiers}}
     with house(pass_s=0.002, pace=(1, 10, 50)) as built, Client(built.grpc) as client:
         trees = client.generate(PROMPT, params, Speculation(tiers=tiers)).stats
-        lines = client.generate(PROMPT, replace(params, max_tokens=20), Speculation(tiers=tiers, branches=0)).stats
+        lines = client.generate(PROMPT, replace(params, max_tokens=8), Speculation(tiers=tiers, branches=0)).stats
         said = ask(built, "/v1/completions", body)[2]["choices"][0]["cascade"]["edges"]
         text = ask(built, "/metrics")[2].decode()
     top = next(edge for edge in trees.edges if edge.drafter == "medium")

@@ -103,8 +103,9 @@ def test_loads_are_level() -> None:
         asyncio.run(serve(31))
 
 
-def test_crowds_are_compared() -> None:
+def test_crowds_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards `make bench-never-slower`: a ratio with its error for each load, and an alarm where texts differ."""
+    monkeypatch.setattr(never_slower, "QUIET_S", 0.0)
     size = never_slower.Size(tokens=8, rounds=2, loads=((1, 16), (3, 30)))
     found = asyncio.run(never_slower.measure(stream, [[1, 2], [3]], size, lambda line: None))
     assert document.lossless(found)

@@ -194,13 +194,6 @@ def test_results_go_back_to_the_model(served: tuple[House, str]) -> None:
     assert '"city": "Rome"' in prompt
 
 
-def test_cut_calls_say_so(served: tuple[House, str]) -> None:
-    """Guards `max_tokens` within a call: `length`, never `tool_calls`."""
-    house, name = served
-    choice, pieces = create(house, SAID[name], tools=TOOLS, temperature=0, max_tokens=10)
-    assert choice.finish_reason == joined(pieces)[2] == "length"
-
-
 def test_base_models_call_only_when_told() -> None:
     """Guards models whose template shows no tools: `auto` is refused, a named function enforced; results join the text."""
     with house() as built:

@@ -98,7 +98,7 @@ def test_options_say_everything(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_log_probabilities_are_shown() -> None:
+def test_log_probabilities_are_shown(small_demo: None) -> None:
     """Guards `--logprobs` against being ignored."""
     code, output = run("generate", "--max-tokens", "4", "--logprobs", "2", "--choice", "yes", "--choice", "no", PROMPT)
     assert code == 0
@@ -142,7 +142,7 @@ def test_simulate_predicts_every_choice_of_tiers(monkeypatch: pytest.MonkeyPatch
         (["serve", "--port", "9000"], "port 9000 is named for HTTP and for gRPC"),
     ],
 )
-def test_mistakes_get_one_sentence(arguments: list[str], words: str) -> None:
+def test_mistakes_get_one_sentence(small_demo: None, arguments: list[str], words: str) -> None:
     """Guards users against tracebacks: a mistake names itself and exits with an error."""
     code, output = run(*arguments)
     assert code != 0

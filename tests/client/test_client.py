@@ -109,16 +109,6 @@ def test_requests_say_everything(server: Canned) -> None:
     assert not speculation.HasField("rule"), "older servers do not know it"
 
 
-def test_rules_are_said(server: Canned) -> None:
-    """Guards the fields of rules, which a default leaves out."""
-    with Client(server.address) as client:
-        client.generate("x", speculation=Speculation(rule="block", draft_top_k=7))
-    [request] = server.requests
-    asked = request.speculation
-    assert (asked.rule, asked.draft_top_k, asked.HasField("schedule")) == ("block", 7, False)
-    assert parse_speculation(request) == Speculation(rule="block", draft_top_k=7)
-
-
 @pytest.mark.parametrize(
     "structured",
     [
@@ -136,26 +126,17 @@ def test_requests_say_what_a_text_has_to_be(structured: Structured) -> None:
     assert decode_sampling(encode_request("p", params, None).sampling) == params
 
 
-def test_no_tiers_is_not_all_tiers() -> None:
-    """Guards the difference that a repeated field cannot say: no lower tiers at all, and all of them."""
-    assert encode_request("p", None, Speculation(tiers=())).speculation.mode == "off"
-    everything = encode_request("p", None, Speculation()).speculation
-    assert (everything.mode, list(everything.tiers), everything.HasField("window")) == ("auto", [], False)
-
-
-def test_no_branches_is_not_the_default() -> None:
-    """Guards lines: a request that wants none must not get as many as pay."""
-    assert not encode_request("p", None, Speculation()).speculation.HasField("branches")
-    asked = encode_request("p", None, Speculation(branches=0))
-    assert asked.speculation.HasField("branches")
-    assert parse_speculation(asked) == Speculation(branches=0)
-
-
-def test_no_seed_is_not_seed_0() -> None:
-    """Guards random seeds: what is not set must not arrive as 0."""
-    assert not encode_request("p", None, None).sampling.HasField("seed")
-    assert encode_request("p", SamplingParams(seed=0), None).sampling.HasField("seed")
-    assert encode_request("", None, None).WhichOneof("input") == "prompt"
+def test_what_is_not_set_is_not_nought() -> None:
+    """Guards values that protobuf has no sign for: no tiers are not all tiers, no seed is not 0, no branches are not as many as
+    pay."""
+    unset = encode_request("p", None, Speculation())
+    assert (unset.speculation.mode, list(unset.speculation.tiers)) == ("auto", [])
+    assert not any(unset.speculation.HasField(name) for name in ("window", "branches"))
+    assert not unset.sampling.HasField("seed")
+    none = encode_request("", SamplingParams(seed=0), Speculation(tiers=(), branches=0))
+    assert (none.speculation.mode, none.WhichOneof("input")) == ("off", "prompt")
+    assert none.sampling.HasField("seed")
+    assert parse_speculation(none) == Speculation("off", branches=0)
     assert encode_request([], None, None).WhichOneof("input") == "token_ids"
 
 

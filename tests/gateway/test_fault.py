@@ -14,7 +14,6 @@ from cascade.planner.chains import ALONE, Planner
 from cascade.session.session import Session
 from cascade.tier.drafting import Drafting
 from cascade.tier.slot import Slot
-from deployments.links.codec import decode, encode
 from tests.doors import House
 from tests.http.test_http import ask
 from tests.planner.test_chains import ALLOWED
@@ -67,9 +66,3 @@ def test_who_is_too_much_for_a_drafter_goes_on_alone() -> None:
     assert drafting.draft(hard, 100.0) is None
     assert drafting.draft(easy, 1.0) is None
     assert [type(message).__name__ for message in sent] == ["Open", "Open", "Close"]
-
-
-def test_links_say_whose_fault_it_is() -> None:
-    """Guards the way up: a router that is not told asks another replica."""
-    messages = [Failed("s", "too hard", "full", fault=True), Failed("t", "died", "full")]
-    assert decode(encode(messages)) == messages

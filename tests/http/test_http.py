@@ -119,33 +119,19 @@ def test_echo_stop_and_token_ids(served: House, client: OpenAI) -> None:
         assert (cut.text, cut.finish_reason) == (plain[: plain.find(stop)], "stop")
 
 
-@pytest.mark.parametrize(
-    "speculation", [{"mode": "off"}, {"tiers": ["tiny"]}, {"window": 3, "schedule": "lockstep"}, {"branches": 0}]
-)
-def test_speculation_changes_nothing_but_speed(served: House, client: OpenAI, speculation: dict[str, Any]) -> None:
-    """Guards the extension: it is honoured, and the text stays."""
-    extra = {"speculation": speculation, "history": True, "ignore_eos": True}
-    answer = client.completions.create(
-        model=served.model, prompt=PROMPT, max_tokens=30, temperature=0.9, seed=2, extra_body=extra
-    )
-    choice: Any = answer.choices[0]
-    assert choice.text == expected(served, SamplingParams(max_tokens=30, temperature=0.9, seed=2, ignore_eos=True))
-    used = {edge["drafter"] for edge in choice.cascade["edges"]} - {""}
-    allowed = {"off": set(), "auto": {"tiny", "medium"}}[speculation.get("mode", "auto")]
-    assert used <= set(speculation.get("tiers", allowed))
+def test_history_says_who_wrote_what(served: House, client: OpenAI) -> None:
+    """Guards what the page draws: the characters and the lowest author of each token, whole and in pieces."""
+    extra = {"speculation": {"tiers": ["tiny"]}, "history": True, "ignore_eos": True}
+    asked: dict[str, Any] = {"model": served.model, "messages": MESSAGES, "max_tokens": 30, "seed": 4, "extra_body": extra}
+    choice: Any = client.chat.completions.create(**asked).choices[0]
+    assert {edge["drafter"] for edge in choice.cascade["edges"]} <= {"", "tiny"}
     assert len(choice.cascade["token_ids"]) == len(choice.cascade["origins"]) == len(choice.cascade["ends"]) == 30
-    assert choice.cascade["ends"][-1] == len(choice.text)
-
-
-def test_history_of_pieces_joins(served: House, client: OpenAI) -> None:
-    """Guards what the page draws: each piece says who wrote which characters."""
-    stream = client.chat.completions.create(
-        model=served.model, messages=MESSAGES, max_tokens=40, seed=4, stream=True, extra_body={"history": True}
-    )
-    pieces: list[Any] = [piece.choices[0] for piece in stream]
+    assert choice.cascade["ends"][-1] == len(choice.message.content)
+    pieces: list[Any] = [piece.choices[0] for piece in client.chat.completions.create(stream=True, **asked)]
     written = [piece for piece in pieces if piece.delta.content]
     assert all(piece.cascade["ends"][-1] == len(piece.delta.content) for piece in written)
-    assert {level >> 1 for piece in written for level in piece.cascade["origins"]} <= {0, 1, 2}
+    assert [token for piece in pieces[1:] for token in piece.cascade["token_ids"]] == choice.cascade["token_ids"]
+    assert {level >> 1 for piece in written for level in piece.cascade["origins"]} <= {0, 2}
     assert pieces[-1].cascade["seed"] == 4
 
 
@@ -169,11 +155,9 @@ def test_models_tokenize_health_metrics(served: House, client: OpenAI) -> None:
 
 BAD: dict[str, tuple[str, Any, int, str]] = {
     "no JSON": ("/v1/completions", b"{", 400, "not JSON"),
-    "no body": ("/v1/completions", b"", 400, "body"),
     "deep JSON": ("/v1/completions", b"[" * 100_000, 400, "bod"),
     "huge number": ("/v1/completions", b'{"prompt": "x", "max_tokens": ' + b"9" * 5000 + b"}", 400, "bod"),
     "NaN": ("/v1/completions", b'{"prompt": "x", "temperature": NaN}', 400, "temperature"),
-    "array": ("/v1/completions", [], 400, "The body"),
     "unknown field": ("/v1/completions", {"prompt": "x", "best_off": 2}, 400, "best_off is not a known field"),
     "unknown in speculation": ("/v1/completions", {"prompt": "x", "speculation": {"speed": 9}}, 400, "speculation.speed"),
     "no prompt": ("/v1/completions", {}, 400, "prompt is missing"),
@@ -182,15 +166,10 @@ BAD: dict[str, tuple[str, Any, int, str]] = {
     "empty ids": ("/v1/completions", {"prompt": [[]]}, 400, "empty"),
     "id out of range": ("/v1/completions", {"prompt": [VOCAB]}, 400, f"Token id {VOCAB}"),
     "negative id": ("/v1/completions", {"prompt": [-1]}, 400, "prompt"),
-    "half a character": ("/v1/completions", b'{"prompt": "\\ud800"}', 400, "half a character"),
-    "max_tokens absurd": ("/v1/completions", {"prompt": "x", "max_tokens": 10**9}, 400, "1000000000"),
     "n": ("/v1/completions", {"prompt": "x", "n": 17}, 400, "n is 17"),
     "prompts": ("/v1/completions", {"prompt": ["x"] * 65}, 400, "65 prompts"),
     "model": ("/v1/completions", {"prompt": "x", "model": "gpt-4"}, 404, "gpt-4"),
     "stream_options": ("/v1/completions", {"prompt": "x", "stream_options": {}}, 400, "stream_options"),
-    "no messages": ("/v1/chat/completions", {"messages": []}, 400, "messages"),
-    "role": ("/v1/chat/completions", {"messages": [{"role": "king", "content": "x"}]}, 400, "messages.0.role"),
-    "image": ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0"),
     "two limits": ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 2, "max_completion_tokens": 3}, 400, "differ"),
     "functions": ("/v1/chat/completions", {"messages": MESSAGES, "functions": []}, 400, "functions is not a known field"),
     "detokenize": ("/detokenize", {"tokens": [VOCAB]}, 400, f"Token id {VOCAB}"),
@@ -212,13 +191,6 @@ def test_bad_requests_get_one_sentence(served: House, name: str) -> None:
     assert "Traceback" not in json.dumps(answer)
     assert len(answer["error"]["message"]) < 400
     assert headers["x-request-id"]
-
-
-def test_long_prompts_are_refused_with_numbers(served: House) -> None:
-    """Guards the models' context: the sentence names the numbers."""
-    status, _, answer = ask(served, "/v1/completions", {"prompt": "x y " * 5000, "max_tokens": 5})
-    assert status == 400
-    assert "4096" in answer["error"]["message"]
 
 
 def test_client_that_leaves_frees_every_tier(served: House, client: OpenAI) -> None:
@@ -246,7 +218,7 @@ def test_crowd_of_streams(served: House, client: OpenAI) -> None:
         return "".join(piece.choices[0].text for piece in pieces)
 
     with ThreadPoolExecutor(16) as pool:
-        assert list(pool.map(stream, range(32))) == texts * 8
+        assert list(pool.map(stream, range(16))) == texts * 4
 
 
 def test_request_id_comes_back(served: House, client: OpenAI) -> None:

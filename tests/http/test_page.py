@@ -1,11 +1,9 @@
 """The page at `/`, a chat, in a real Chromium, against a whole server in this process."""
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -17,7 +15,6 @@ from tests.http.test_http import ask
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
-SHOT = os.environ.get("CASCADE_SCREENSHOT")  # a path to write a picture to
 CHAT = "/v1/chat/completions"
 FIRST, SECOND = "def pop(self):", "And now <b>push</b>"
 LEVELS = ("suffix", "tiny", "medium", "full")
@@ -374,25 +371,3 @@ CONTRAST = """() => {
   }
   return found;
 }"""
-
-
-@pytest.mark.skipif(SHOT is None, reason="set CASCADE_SCREENSHOT to a path, and CASCADE_URL to a running server")
-def test_picture(browser: Browser) -> None:
-    """Takes the picture of the README from a running server, with the answer to `CASCADE_QUESTION`; it must stay small."""
-    page = browser.new_page(viewport={"width": 1200, "height": 1000}, device_scale_factor=1)
-    page.goto(os.environ["CASCADE_URL"])
-    choose(page, max="200", temperature=os.environ.get("CASCADE_TEMPERATURE", "0"))
-    page.click("form summary")
-    for question in ("What is a lease?", os.environ.get("CASCADE_QUESTION", "Why is the sky blue?")):  # the first warms it
-        page.click("#new")
-        page.fill("#prompt", question)
-        page.click("#go")
-        settled(page)
-        page.locator(".compare").click()
-        settled(page)
-    page.set_viewport_size({"width": 1200, "height": page.evaluate("document.documentElement.scrollHeight")})
-    page.wait_for_timeout(500)
-    page.evaluate("scrollTo(0, 0)")
-    assert SHOT is not None
-    page.screenshot(path=SHOT)
-    assert Path(SHOT).stat().st_size < 300_000

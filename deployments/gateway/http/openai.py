@@ -1,7 +1,7 @@
 """The bodies of OpenAI's API, with extensions. Unknown fields, and values that cannot be honoured, are errors."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AliasChoices, Field, field_validator, model_validator
@@ -25,20 +25,8 @@ from deployments.gateway.chat.template import Style
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own
 
-SAMPLING_FIELDS = (  # fields that mean the same as those of `SamplingParams`
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop_token_ids",
-    "ignore_eos",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_tokens",
-    "adapter",
-)
+CONVERTED = ("max_tokens", "stop", "logit_bias", "logprobs", "prompt_logprobs", "structured")  # of another form in some body
+SAME_FIELDS = tuple(field.name for field in fields(SamplingParams) if field.name not in CONVERTED)
 
 Stops = Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
@@ -224,7 +212,7 @@ class SamplingBody(IgnoredFields):
 
     def params(self, max_tokens: int) -> SamplingParams:
         """Sampling parameters; raises `InvalidRequest`."""
-        chosen = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        chosen = {name: value for name in SAME_FIELDS if (value := getattr(self, name)) is not None}
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return SamplingParams(max_tokens=max_tokens, stop=stop, **chosen, **self.shaping())
 

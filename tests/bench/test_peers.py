@@ -16,7 +16,6 @@ from benchmarks.peers import __main__ as peers
 from benchmarks.peers import contest, crew, environments, gguf_file, report, served
 from benchmarks.peers.agreement import agreement, first_guesses
 from benchmarks.peers.contract import Models, Said, Setup, Turn, vllm_drafts
-from cascade.bench.prompts import Prompt
 from cascade.messages import Edge
 from cascade.settings.config import CascadeConfig
 from tests.waiting import wait_until
@@ -98,24 +97,6 @@ def test_another_text_of_the_cascade_is_noticed() -> None:
     assert [report.lossless(turns) for turns in (same, other, of_another_dtype)] == [True, False, True]
     assert report.cells(same, compared=True)["cascade_auto"]["same_text_as_generate"] == 0
     assert report.cells(same, compared=False)["cascade_auto"]["same_text_as_generate"] is None
-
-
-def test_few_prompts_are_of_all_kinds() -> None:
-    """Guards short runs against prompts of one kind only."""
-    prompts = [Prompt(f"{kind}{number}", kind) for kind in "ab" for number in range(2)]
-    assert [prompt.text for prompt in peers.in_turn(prompts)] == ["a0", "b0", "a1", "b1"]
-
-
-def test_all_modes_answer_the_same_prompts_and_begin_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against modes that are compared on other prompts, and one that is always asked first."""
-    asked: list[Turn] = []
-    workers = contest.Crew(workers=dict.fromkeys(("generate", "vllm_alone"), None))  # type: ignore[arg-type]
-    monkeypatch.setattr(contest.Crew, "ask", lambda _, turn: asked.append(turn) or said(1))
-    found = contest.measure(workers, contest.Plan([[1], [2], [3]], 8, (0.7, 0.0), seconds=0.0), lambda *_: None)
-    assert list(found) == ["t0", "t0.7"]
-    order = [(turn.temperature, turn.prompt[0], turn.mode) for turn in asked[2:6]]
-    assert order == [(0, 1, "generate"), (0, 1, "vllm_alone"), (0, 2, "vllm_alone"), (0, 2, "generate")]
-    assert {(turn.prompt[0], turn.seed) for turn in asked[2:]} == {(1, 1), (2, 2)}  # the time is over
 
 
 def test_a_part_keeps_what_an_earlier_run_said_of_this_family(model: str, tmp_path: Path) -> None:

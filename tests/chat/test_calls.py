@@ -166,26 +166,9 @@ def test_hidden_marks_are_put_back() -> None:
 def test_nothing_breaks_a_reader(form: str) -> None:
     """Guards against models that write nonsense: no error, and without a call nothing is lost."""
     dice = random.Random(1)
-    marks = [
-        "<tool_call>",
-        "</tool_call>",
-        "[TOOL_CALLS]",
-        "[ARGS]",
-        "[CALL_ID]",
-        "[",
-        "]",
-        "{",
-        "}",
-        '"',
-        "\\",
-        ",",
-        ";",
-        " ",
-        "\n",
-        ":",
-    ]
+    marks = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", *'[]{}"\\,; \n:']
     words = [*marks, '"name"', '"arguments"', '"parameters"', '"add"', '"x"', "add", "{}", '{"name": "add", ']
-    for _ in range(3000):
+    for _ in range(1000):
         text = "".join(dice.choices(words, k=dice.randrange(20)))
         pieces = chunks(text, [dice.randrange(100) for _ in range(4)])
         said = message(form, pieces)["message"]

@@ -6,13 +6,11 @@ from typing import Any
 
 import grpc
 import pytest
-from google.protobuf.descriptor_pool import DescriptorPool
-from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from openai import OpenAI
 
 from cascade.client import AsyncClient, Client
-from cascade.client.chat import Turn, TurnBuilder, TurnPiece
-from cascade.errors import InvalidRequest, Unavailable
+from cascade.client.chat import Turn, TurnPiece
+from cascade.errors import InvalidRequest
 from cascade.params import Handling, SamplingParams, Speculation, Structured
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
@@ -311,14 +309,6 @@ def test_what_cannot_be_sent_is_said(client: Client, messages: Any) -> None:
         client.chat(messages)
 
 
-def test_a_stream_that_breaks_off_is_no_answer() -> None:
-    """Guards half an answer that looked whole."""
-    pieces = TurnBuilder()
-    pieces.add(pb.ChatResponse(content="a", text="a"))
-    with pytest.raises(Unavailable):
-        pieces.check()
-
-
 async def test_event_loops_have_conversations(served: House) -> None:
     """Guards the asynchronous client: the same turns; watched ones with lanes."""
     async with AsyncClient(served.grpc) as client:
@@ -336,26 +326,3 @@ def test_log_probabilities_are_of_the_models_own_text(client: Client) -> None:
     completion = turn.completion
     assert len(completion.logprobs) == len(completion.token_ids)
     assert len(completion.prompt) == completion.stats.prompt_tokens
-
-
-def test_the_service_shows_its_conversations(served: House) -> None:
-    """Guards grpcurl: reflection knows both calls and what they take."""
-    with grpc.insecure_channel(served.grpc) as channel:
-        service = DescriptorPool(ProtoReflectionDescriptorDatabase(channel)).FindServiceByName("cascade.v1.Cascade")
-        assert {"Chat", "CompleteChat"} <= set(service.methods_by_name)
-        assert "messages" in service.methods_by_name["Chat"].input_type.fields_by_name
-
-
-def test_a_turn_is_a_message() -> None:
-    """Guards calls that come in pieces: joined, they may be sent back, in OpenAI's form."""
-    pieces = TurnBuilder()
-    pieces.add(pb.ChatResponse(tool_calls=[pb.ToolCall(id="a", function=pb.CalledFunction(name="f", arguments='{"x"'))]))
-    rest = pb.ToolCall(function=pb.CalledFunction(arguments=": 1}"))
-    turn = pieces.add(pb.ChatResponse(tool_calls=[rest], finish=pb.Finish(reason="tool_calls"))).turn
-    assert turn is not None
-    assert turn.finish_reason == "tool_calls"
-    assert turn.message == {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}],
-    }

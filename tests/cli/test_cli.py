@@ -108,7 +108,7 @@ def test_log_probabilities_are_shown(small_demo: None) -> None:
 
 def test_simulate_predicts_every_choice_of_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the table: every subset of lower tiers, lockstep, lines and trees, beside the full tier alone."""
-    short = partial(forecast.prediction_rows, num_tokens=60)
+    short = partial(forecast.prediction_rows, num_tokens=10)
     monkeypatch.setattr(forecast, "prediction_rows", short)
     asked = ("--tier", "a=1", "--tier", "b=5", "--tier", "c=40", "--accept", "0.7", "--accept", "0.8")
     code, output = run("simulate", *asked)

@@ -118,22 +118,20 @@ def test_calls_are_enforced(served: tuple[House, str], choice: Any, temperature:
     The text is that of the full tier alone, with and without drafts.
     """
     house, _ = served
-    answers = []
-    for mode in ("auto", "off"):
-        extra = {"speculation": {"mode": mode}, "logit_bias": {"11": 0.5}}
-        one, pieces = create(
-            house, "Rome, 3 days?", tools=TOOLS, tool_choice=choice, temperature=temperature, seed=8, extra_body=extra
-        )
-        calls = [(call.function.name, call.function.arguments) for call in one.message.tool_calls]
-        assert one.finish_reason == "tool_calls"
-        assert not one.message.content
-        for name, arguments in calls:
-            jsonschema.validate(json.loads(arguments), CITY if name == "get_weather" else {"maxProperties": 0})
-        assert choice == "required" or [name for name, _ in calls] == ["get_weather"]
-        content, streamed, reason = joined(pieces)
-        assert (content, [tuple(call[1:]) for call in streamed], reason) == ("", calls, "tool_calls")
-        answers.append(calls)
-    assert answers[0] == answers[1]
+    extra: dict[str, Any] = {"logit_bias": {"11": 0.5}}
+    asked = {"tools": TOOLS, "tool_choice": choice, "temperature": temperature, "seed": 8}
+    one, pieces = create(house, "Rome, 3 days?", **asked, extra_body=extra)
+    calls = [(call.function.name, call.function.arguments) for call in one.message.tool_calls]
+    assert one.finish_reason == "tool_calls"
+    assert not one.message.content
+    for name, arguments in calls:
+        jsonschema.validate(json.loads(arguments), CITY if name == "get_weather" else {"maxProperties": 0})
+    assert choice == "required" or [name for name, _ in calls] == ["get_weather"]
+    content, streamed, reason = joined(pieces)
+    assert (content, [tuple(call[1:]) for call in streamed], reason) == ("", calls, "tool_calls")
+    body = {"messages": [{"role": "user", "content": "Rome, 3 days?"}], "max_tokens": 200, **asked, **extra}
+    alone = ask(house, "/v1/chat/completions", body | {"speculation": {"mode": "off"}})[2]["choices"][0]["message"]
+    assert [(call["function"]["name"], call["function"]["arguments"]) for call in alone["tool_calls"]] == calls
 
 
 def test_strict_functions_are_held_to_their_schema(served: tuple[House, str]) -> None:

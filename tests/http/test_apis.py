@@ -166,11 +166,12 @@ def test_choices_and_forms_are_kept(served: House, responses: Any, messages: Any
     asked: dict[str, Any] = {"model": served.model, "messages": user("x"), "max_tokens": 200, "extra_body": SAMPLING}
     assert json.loads(of_message(messages.create(output_config=config, **asked))[1])["a"] in (1, 2)
     for choice in ("required", {"type": "function", "name": "get_weather"}):
-        asked_so = {"input": "x", "tools": [TOOL], "tool_choice": choice, "max_output_tokens": 200}
+        asked_so = {"input": "x", "tools": [TOOL], "tool_choice": choice, "parallel_tool_calls": False}
         [item, *_] = responses.create(model=served.model, extra_body=SAMPLING, **asked_so).output
         assert (item.type, item.name) == ("function_call", "get_weather")
-    for chosen in ({"type": "any"}, {"type": "tool", "name": "get_weather", "disable_parallel_tool_use": True}):
-        assert messages.create(tools=[CUSTOM], tool_choice=chosen, **asked).content[0].type == "tool_use"
+    for chosen in ({"type": "any"}, {"type": "tool", "name": "get_weather"}):
+        one = {**chosen, "disable_parallel_tool_use": True}
+        assert messages.create(tools=[CUSTOM], tool_choice=one, **asked).content[0].type == "tool_use"
     assert not of_message(messages.create(tools=[CUSTOM], tool_choice={"type": "none"}, **asked))[2]
 
 

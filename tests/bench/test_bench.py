@@ -130,11 +130,11 @@ def test_quantiles_are_values_that_were_seen() -> None:
 def test_load_counts_what_the_server_said() -> None:
     """Guards tokens, requests, acceptance and texts of every cell against being lost or counted twice."""
     prompts = (Prompt("def a", "code"), Prompt("def b", "code"), Prompt("Once", "prose"))
-    workload = Workload(modes(TIERS, True), prompts, (1, 4), GREEDY, rounds=2)
+    workload = Workload(modes(TIERS, False), prompts, (1, 4), GREEDY, rounds=2)
     with house() as served:
         cells = loaded(served, workload)
         served.settle()
-    assert len(cells) == 5 * 2 * 2
+    assert len(cells) == 3 * 2 * 2
     assert sum(cell.requests for cell in cells) == workload.num_requests
     for cell in cells:
         assert not cell.errors
@@ -172,10 +172,18 @@ def test_different_texts_are_noticed() -> None:
     assert not same_text([one, other])
 
 
-def test_bench_writes_a_document(tmp_path: Path) -> None:
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    """A file of two prompts of three categories each."""
+    lines = [{"prompt": f"{word} {kind}", "category": kind} for kind in ("chat", "code", "prose") for word in ("a", "the")]
+    (tmp_path / "prompts").write_text("\n".join(map(json.dumps, lines)))
+    return str(tmp_path / "prompts")
+
+
+def test_bench_writes_a_document(tmp_path: Path, prompts: str) -> None:
     """Guards the command as a whole, against a server: tables and JSON."""
     written = tmp_path / "bench.json"
-    options = ["--concurrency", "1,2", "--max-tokens", "8", "--category", "code", "--category", "chat"]
+    options = ["--concurrency", "1,2", "--max-tokens", "8", "--prompts", prompts, "--category", "code", "--category", "chat"]
     with house() as served:
         code, output = run("--address", served.grpc, *options, "--json", str(written))
     assert code == 0, output
@@ -192,11 +200,13 @@ def test_bench_writes_a_document(tmp_path: Path) -> None:
     assert all((cell["speed_up"], cell["tokens_per_full_pass"]) == (1, 1) for cell in alone)
 
 
-def test_bench_without_a_server(tmp_path: Path) -> None:
+def test_bench_without_a_server(tmp_path: Path, prompts: str) -> None:
     """Guards models in this process: the same text with every chain, each cell printed, in the model's own template."""
     written = tmp_path / "bench.json"
     models = [part for path in paths() for part in ("--model", path)]
-    code, output = run("--pairs", "--max-tokens", "8", "--category", "code", "--json", str(written), *models)
+    code, output = run(
+        "--pairs", "--max-tokens", "8", "--prompts", prompts, "--category", "code", "--json", str(written), *models
+    )
     assert code == 0, output
     said = json.loads(written.read_text())
     assert said["same_text"] is True

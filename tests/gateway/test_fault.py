@@ -28,7 +28,7 @@ def test_grammars_that_take_too_much_work_are_refused_at_once(served: House, cap
 
     A request that shares the passes goes on, with its drafts, to the same text.
     """
-    params = SamplingParams(max_tokens=300, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=150, temperature=0, ignore_eos=True)
     drafted = Speculation(tiers=("tiny", "medium"))
     tiers = [node.tier for node in served.net.nodes.values()]
     with Client(served.grpc) as client:

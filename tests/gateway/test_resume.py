@@ -29,7 +29,7 @@ TOGETHER: dict[str, dict[str, Any]] = {  # what looks at the text before a place
 CASES = CHOSEN | TOGETHER
 
 
-served = serving(model=Adapted, full={"engine_kwargs": {"lora_modules": {ADAPTER: "red/adapter"}}})
+served = serving(model=Adapted, pass_s=0.002, full={"engine_kwargs": {"lora_modules": {ADAPTER: "red/adapter"}}})
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_turns_go_on_wherever_they_broke_off(parrots: House, name: str) -> None:
         request = encode_chat(messages, sampled, Speculation("off"), None, options)  # type: ignore[arg-type]
         pieces = list(stub.Chat(request))
         expected = turn_of(pieces)
-        for cut in range(1, len(pieces), 1 + len(pieces) // 16):
+        for cut in range(1, len(pieces), 1 + len(pieces) // 8):
             request.resume.token_ids[:] = [token.id for piece in pieces[:cut] for token in piece.tokens]
             assert turn_of([*pieces[:cut], *stub.Chat(request)]) == expected, cut
     parrots.settle()

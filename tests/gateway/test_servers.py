@@ -88,7 +88,7 @@ def test_no_key_no_answer(small: House, alice: Client) -> None:
 def test_rate_of_a_key_is_told(small: House) -> None:
     """Guards the others against a key that asks too much: 429 and when to come again, in both protocols."""
     with Client(small.grpc, api_key=BOB) as bob:
-        bob.generate(PROMPT, SamplingParams(max_tokens=160, ignore_eos=True))
+        bob.generate(PROMPT, SamplingParams(max_tokens=80, ignore_eos=True))
         with pytest.raises(Overloaded, match="60 tokens a minute"):
             bob.generate(PROMPT, SamplingParams(max_tokens=4))
     status, headers, answer = ask(small, "/v1/completions", {"prompt": "x"}, Authorization=f"Bearer {BOB}")
@@ -143,7 +143,7 @@ def test_abort_ends_a_request_of_the_same_key(small: House) -> None:
 
 def test_requests_that_a_leaving_router_ends_go_on_elsewhere(small: House) -> None:
     """Guards long answers against rolling updates: what a router could not finish in time is no answer that somebody ended."""
-    params, ending = SamplingParams(max_tokens=60, seed=1, ignore_eos=True), small.router.admission.abort_all
+    params, ending = SamplingParams(max_tokens=30, seed=1, ignore_eos=True), small.router.admission.abort_all
     with Client(small.grpc, api_key=ALICE, patience_s=0) as client:
         stream = client.stream(PROMPT, LONG)
         next(stream)
@@ -253,7 +253,7 @@ def test_slow_readers_are_slowed_then_dropped() -> None:
 def test_drain_closes_the_doors_and_lets_answers_end() -> None:
     """Guards rolling updates: what is being written is finished, and nobody comes in, on old connections neither."""
     with house(pass_s=0.005) as served, Client(served.grpc) as client, grpc.insecure_channel(served.grpc) as channel:
-        params = SamplingParams(max_tokens=150, seed=3, ignore_eos=True)
+        params = SamplingParams(max_tokens=60, seed=3, ignore_eos=True)
         expected = client.generate(PROMPT, params).text
         host, port = served.url.removeprefix("http://").split(":")
         idle = socket.create_connection((host, int(port)), timeout=LONG_S)

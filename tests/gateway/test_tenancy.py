@@ -162,7 +162,7 @@ def pair(**limits: Any) -> Iterator[list[House]]:
         patch.setenv("TENANT_KEYS", f"alice={ALICE}")
         patch.setattr(access, "EXCHANGE_S", 0.02)
         keys = {"keys_env": "TENANT_KEYS", "limits": {"alice": limits}}
-        with house(pass_s=0.01, access=keys) as one, house(pass_s=0.01, access=keys) as other:
+        with house(pass_s=0.003, access=keys) as one, house(pass_s=0.003, access=keys) as other:
             houses = [one, other]
             for number, built in enumerate(houses):
                 siblings = Neighbours(f"router {number}", houses)
@@ -198,7 +198,7 @@ def test_routers_count_answers_together() -> None:
 
 def test_routers_count_tokens_together() -> None:
     """Guards a key's rate against routers that each give it the whole."""
-    used = SamplingParams(max_tokens=300, temperature=1.0, seed=1, ignore_eos=True)  # a debt of minutes
+    used = SamplingParams(max_tokens=120, temperature=1.0, seed=1, ignore_eos=True)  # a debt of a minute
     with pair(tokens_per_minute=60) as (one, other), Client(one.grpc, api_key=ALICE) as client:
         assert client.generate("x", used).token_ids
         wait_until(lambda: account(other).usage.balance < 0)

@@ -23,7 +23,7 @@ from tests.http.test_http import PROMPT, ask
 from tests.tier.test_tier import Inbox, Silent, opening, settle
 from tests.waiting import LONG_S
 
-PARAMS = SamplingParams(max_tokens=80, temperature=0.7, seed=3, ignore_eos=True)
+PARAMS = SamplingParams(max_tokens=48, temperature=0.7, seed=3, ignore_eos=True)
 WATCHED = Handling(watch=True)
 ALL = Speculation(tiers=("tiny", "medium"))  # whether they pay or not
 
@@ -60,7 +60,7 @@ def test_lanes_are_guesses(served: House) -> None:
 def test_lanes_over_http(served: House) -> None:
     """Guards the extension of streams, in both kinds of completions; whole answers have nothing to watch."""
     extra = {"watch": True, "speculation": {"tiers": ["tiny", "medium"]}}
-    asked: dict[str, Any] = {"model": served.model, "max_tokens": 60, "seed": 3, "stream": True, "extra_body": extra}
+    asked: dict[str, Any] = {"model": served.model, "max_tokens": 30, "seed": 3, "stream": True, "extra_body": extra}
     with OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
         for pieces in (
             list(client.completions.create(prompt=PROMPT, echo=True, logprobs=0, **asked)),
@@ -85,7 +85,7 @@ def test_only_watched_sessions_send_more(watch: bool) -> None:
     join(tiers)
     for tier in tiers:
         tier.start()
-    request: Open = replace(opening(3, 0.5, 60, chain=("0",)), watch=watch)
+    request: Open = replace(opening(3, 0.5, 24, chain=("0",)), watch=watch)
     inbox, answer, heard = Inbox(), Answer(request, Silent()), []
     tiers[-1].post([request], inbox)
     while not answer.finished:

@@ -163,10 +163,10 @@ def test_choices_and_forms_are_kept(served: House, responses: Any, messages: Any
     said = responses.create(model=served.model, input="x", text=form, extra_body=SAMPLING)
     assert json.loads(said.output_text)["a"] in (1, 2)
     config: Any = {"format": {"type": "json_schema", "schema": schema}}
-    asked: dict[str, Any] = {"model": served.model, "messages": user("x"), "max_tokens": 200, "extra_body": SAMPLING}
+    asked: dict[str, Any] = {"model": served.model, "messages": user("x"), "max_tokens": 60, "extra_body": SAMPLING}
     assert json.loads(of_message(messages.create(output_config=config, **asked))[1])["a"] in (1, 2)
     for choice in ("required", {"type": "function", "name": "get_weather"}):
-        asked_so = {"input": "x", "tools": [TOOL], "tool_choice": choice, "parallel_tool_calls": False}
+        asked_so = {"input": "x", "tools": [TOOL], "tool_choice": choice, "max_output_tokens": 60}
         [item, *_] = responses.create(model=served.model, extra_body=SAMPLING, **asked_so).output
         assert (item.type, item.name) == ("function_call", "get_weather")
     for chosen in ({"type": "any"}, {"type": "tool", "name": "get_weather"}):

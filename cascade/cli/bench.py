@@ -19,6 +19,7 @@ from cascade.bench import report
 from cascade.bench.load import AsyncStream, Cell, EdgeTotals, Mode, Workload, joined, load, same_text
 from cascade.bench.prompts import BUILT_IN, Prompt, read_prompts
 from cascade.cli.connection import Here, Served, asking, loaded
+from cascade.cli.options import named_models
 from cascade.cli.screen import acceptance, console
 from cascade.params import MAX_BRANCHES, Handling, SamplingParams, Speculation
 
@@ -45,12 +46,7 @@ def _writable(context: click.Context, parameter: click.Parameter, value: Path | 
 
 @click.command()
 @click.option("--address", help="Of a server, such as 127.0.0.1:9000. Without one the models run here.")
-@click.option(
-    "--model",
-    "models",
-    multiple=True,
-    help="A path or hub id, bottom to top; repeat. SmolLM2-135M-Instruct and its tiers if none.",
-)
+@named_models
 @click.option("--concurrency", default="1", show_default=True, callback=_counts, help="Requests at once; such as 1,4,16.")
 @click.option(
     "--prompts",

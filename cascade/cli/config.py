@@ -1,12 +1,13 @@
 """What `cascade serve` and `cascade check` are about: a YAML file, or models that are named one by one."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from cascade.cli.options import adding
 from cascade.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
@@ -23,11 +24,7 @@ OPTIONS = (
 )
 
 
-def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give ``command`` the argument and the options that `configured` takes."""
-    for option in reversed(OPTIONS):
-        command = option(command)
-    return command
+model_options = adding(OPTIONS)  # the argument and the options that `configured` takes
 
 
 def configured(

@@ -1,13 +1,14 @@
-"""Options that describe a request, for all commands that send one."""
+"""Options that several commands have: those that describe a request, and the models that answer here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from cascade.params import RULES, STRUCTURED_KINDS, SamplingParams, Speculation, Structured
 
+Command = TypeVar("Command", bound=Callable[..., Any])
 RULED = ("rule", "draft_top_k")
 OPTIONS = (
     click.option("--max-tokens", default=128, show_default=True, help="Output tokens at most."),
@@ -42,11 +43,24 @@ OPTIONS = (
 )
 
 
-def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give ``command`` the options of `SamplingParams` and `Speculation`, for `parameters` to collect."""
-    for option in reversed(OPTIONS):
-        command = option(command)
-    return command
+def adding(options: Sequence[Callable[[Any], Any]]) -> Callable[[Command], Command]:
+    """A decorator that gives a command these arguments and options, as click's own do one by one."""
+
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+sampling_options = adding(OPTIONS)  # those of `SamplingParams` and `Speculation`, for `parameters` to collect
+named_models = click.option(
+    "--model",
+    "models",
+    multiple=True,
+    help="A path or hub id, bottom to top; repeat. SmolLM2-135M-Instruct and its tiers if none.",
+)
 
 
 def parameters(options: dict[str, Any]) -> tuple[SamplingParams, Speculation]:

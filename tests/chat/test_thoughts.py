@@ -167,6 +167,7 @@ TURNS: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, str, str]
     ),
     "two": ("<think>a</think>b<think>c</think>", {}, {}, ("a", "b<think>c</think>", "stop")),
     "cut": (THOUGHT, {"max_tokens": 6}, {}, ("", "", "length")),
+    "stopped": (THOUGHT, {"stop": ("two",)}, {}, ("\nfirst one, then ", "", "stop")),
     "a call behind": (
         THOUGHT + SAID["hermes"],
         {},
@@ -206,12 +207,6 @@ def test_thoughts_are_told_apart(served: House, name: str) -> None:
         words = words.replace(OPEN, "").replace(CLOSE, "")
     assert (heard, turn.content or "") == (thoughts, words)
     assert turn.reasoning_tokens is None if name in UNREAD else (turn.reasoning_tokens or 0) > 0 or name == "no thoughts"
-
-
-def test_stop_strings_end_thoughts_too(served: House) -> None:
-    """Guards stop strings, which are of the text: one in the thoughts ends the answer there."""
-    heard, turn = everywhere(served, THOUGHT, {"stop": ("two",)})
-    assert (heard, turn.content, turn.finish_reason) == ("\nfirst one, then ", "", "stop")
 
 
 def test_thoughts_go_back(served: House) -> None:

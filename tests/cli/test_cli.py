@@ -150,15 +150,6 @@ def test_mistakes_get_one_sentence(small_demo: None, arguments: list[str], words
     assert "Traceback" not in output
 
 
-def test_serve_refuses_a_wrong_configuration(tmp_path: Path) -> None:
-    """Guards against a server that starts half and fails late."""
-    path = tmp_path / "wrong.yaml"
-    path.write_text("tiers:\n  - nome: full\n")
-    code, output = run("serve", str(path))
-    assert code != 0
-    assert "nome" in output or "name is missing" in output
-
-
 def test_models_are_named_instead_of_a_file() -> None:
     """Guards `cascade serve BIG --draft SMALL --draft SMALLER`: the tiers in their order, and options where they belong."""
     config = configured("big", ["small", "smaller"], dtype="float16", max_model_len=512, served_model_name=["gpt", "gpt-2"])

@@ -170,16 +170,6 @@ async def test_sleeping_tiers_are_not_woken(net: Net, monkeypatch: pytest.Monkey
     assert [handle.num_asked for handle in handles.values()] == [0, 0, 0]
 
 
-async def test_limits_do_not_depend_on_who_answers(net: Net) -> None:
-    """Guards the longest text: it was that of the tiers that happened to be up when the router started."""
-    handles: Any = {name: Handle(net, name) for name in ("tiny", "medium", "full")}
-    for limits, expected in (({}, 4096), ({"tiny": {"context_len": 64, "vocab_size": 32}}, 64)):
-        router = Stoppable.__new__(Stoppable)
-        await Router.__init__(router, config(), handles, limits)
-        assert router.max_model_len == expected
-        await Router.__del__(router)
-
-
 @pytest.mark.parametrize(("places", "num_held"), [(16, 1), (15, 0)])
 async def test_held_leases_leave_room(net: Net, places: int, num_held: int) -> None:
     """Guards requests at other routers: of a full tier that takes few sessions, no place is held for nobody."""

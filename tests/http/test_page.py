@@ -251,13 +251,6 @@ def test_branches_come_true(page: Page) -> None:
     assert figure(page, "edges").split("\n") == ["medium → full", "67 %", "corrections ready", "1 of 2"]
 
 
-def test_lanes_end_with_the_answer(page: Page) -> None:
-    """Guards the lanes of real answers: the full tier's word is the last, and nothing is ahead of the end."""
-    say(page, tokens=120)
-    assert lanes(page, "most N ahead")[0] == lanes(page, "N rolled back")[0] == 0
-    assert page.locator(".ahead, .offer").count() == 0
-
-
 def test_comparison_with_the_full_model_alone(page: Page) -> None:
     """Guards the comparison: the full tier alone is asked the same, its speed stands beside, and its text is the same."""
     say(page)

@@ -15,6 +15,11 @@ class Delta:
     def __bool__(self) -> bool:
         return bool(self.content or self.calls or self.thoughts)
 
+    @property
+    def whole_content(self) -> str | None:
+        """The content of a whole message: none at all if it only calls."""
+        return self.content or (None if self.calls else "")
+
     def add(self, piece: "Delta") -> None:
         self.content += piece.content
         self.thoughts += piece.thoughts

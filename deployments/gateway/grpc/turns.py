@@ -66,11 +66,10 @@ class ChatTurn:
         """The answer of these pieces."""
         end = ending(chunks)
         said, why = read(chunks, end, self._reader)
-        content = said.content or (None if said.calls else "")
         return pb.CompleteChatResponse(
             message=pb.ChatMessage(
                 role="assistant",
-                content=content,
+                content=said.whole_content,
                 tool_calls=map(_called, said.calls.values()),
                 reasoning_content=said.thoughts or None,
             ),

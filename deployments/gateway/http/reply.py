@@ -224,7 +224,7 @@ def history(chunks: Iterable[Chunk]) -> dict[str, Any]:
 def _message(reader: TurnReader | None, chunks: Sequence[Chunk], completion: Completion) -> tuple[str, dict[str, Any]]:
     """Why a whole answer ended, and what it thinks, says and calls."""
     said, why = read(chunks, completion, reader)
-    message: dict[str, Any] = {"role": "assistant", "content": said.content or (None if said.calls else "")}
+    message: dict[str, Any] = {"role": "assistant", "content": said.whole_content}
     message |= said.reasoning
     if said.calls:
         message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in said.calls.values()]

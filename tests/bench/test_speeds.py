@@ -1,21 +1,18 @@
 """What benchmarks of modes beside each other make of answers: ratios, alarms, documents."""
 
 import asyncio
-import io
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from benchmarks import document, drafters, never_slower, rules, trees, turns
+from benchmarks import document, drafters, never_slower, rules, trees
 from benchmarks.crowd import Crowd
 from benchmarks.prompts import by_category, chats
-from benchmarks.turns import ALONE, Size
+from benchmarks.turns import ALONE
 from cascade.answer import Chunk, Completion, Stats
-from cascade.bench.load import Cell, EdgeTotals
 from cascade.bench.prompts import BUILT_IN
 from cascade.errors import Unavailable
 from cascade.messages import Edge
@@ -139,21 +136,6 @@ def test_drafters_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert all(one["t0"]["speedup"] > 0 and one["t0"]["accepted_len"] >= 1 for one in line["drafters"].values())
     assert line["best"] in line["drafters"]
     assert json.loads((tmp_path / "drafters.json").read_text())["head"] == line
-
-
-def test_drafters_fit_into_a_window(tmp_path: Path) -> None:
-    """Guards what is kept and what is shown: a full run's document is small, its tables are no wider than a window."""
-    kinds = ["chat", "code", "maths", "summary", "translation", "documents"]
-    edges = EdgeTotals({("suffix", "full"): Edge("suffix", "full", passes=40)})
-    cells = [Cell(mode, kind, 1, 96, 1.5, 1, edges=edges) for kind in kinds for mode in drafters.MODES]
-    kept = drafters.entries({turns.at(temperature): cells for temperature in Size().temperatures})
-    path = tmp_path / "drafters.json"
-    document.keep({"head": drafters.head(kept), "cells": kept}, path)
-    assert len(kept) == 3 * (len(kinds) + 1) * len(drafters.MODES)
-    assert kept[-1]["tokens_per_full_pass"] == 2.4
-    assert path.stat().st_size < 100_000
-    console = Console(width=100, file=io.StringIO())
-    assert console.measure(drafters.table(kept, "t0")).minimum <= 100
 
 
 @pytest.mark.parametrize("kind", drafters.INSIDE)

@@ -173,13 +173,6 @@ def test_variables_of_templates_are_for_clients() -> None:
             template.encode([ASKED], None, Style({name: "x"}))
 
 
-def test_whatever_a_template_stumbles_over_is_told() -> None:
-    """Guards values of variables that a template computes with: one divided by nought, and that was a failure of the server."""
-    template = ChatTemplate(Family(loop("{{ 1 // think }}" + TURN)).tokenizer)
-    with pytest.raises(InvalidRequest, match=r"chat template does not take these messages: .*zero"):
-        template.encode([ASKED], None, Style({"think": 0}))
-
-
 def test_named_templates_are_tried_too() -> None:
     """Guards tokenizers with a template for tools beside the default one: variables of both are known, each is used."""
     family = FAMILIES["two by name"]

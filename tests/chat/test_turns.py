@@ -166,6 +166,15 @@ def test_without_a_limit_an_answer_has_the_room_there_is(served: House) -> None:
         assert client.chat([ASKED]).finish_reason == "stop"
 
 
+def tool(name: str, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+def called(arguments: str) -> dict[str, Any]:
+    """A request whose assistant has called with these."""
+    return {"messages": [CALLED | {"tool_calls": [{"id": "1", "function": {"name": "f", "arguments": arguments}}]}]}
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {  # changes to a sound request, words of the sentence
     "nobody's role": ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role is 'robot'"),
     "no content": ({"messages": [{"role": "user"}]}, "messages.0: content is missing"),
@@ -177,43 +186,29 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {  # changes to a sound request, wo
     "no such choice": ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice is 'maybe'"),
     "a choice that is not there": ({"tools": [STOP], "tool_choice": NAMED}, "tool_choice names 'get_weather': tools have stop"),
     "twice": ({"tools": [STOP, STOP]}, "tools have two functions named 'stop'"),
-    "a name": ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name is 'a b'"),
+    "a name": ({"tools": [tool("a b")]}, "tools.0.function.name is 'a b'"),
     "no schema": (
-        {"tools": [STOP, {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+        {"tools": [STOP, tool("f", parameters={"type": "array"})]},
         "tools.1.function.parameters: the schema must be that of an object",
     ),
     "a schema that cannot be enforced": (
-        {
-            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}, "strict": True}}],
-            "tool_choice": "required",
-        },
+        {"tools": [tool("f", parameters={"not": {}}, strict=True)], "tool_choice": "required"},
         "tools.0.function.parameters cannot be compiled",
     ),
     "enforced twice": (
         {"tools": [WEATHER], "tool_choice": "required", "structured": {"regex": "a"}},
         "tools and response_format or structured are both enforced",
     ),
-    "arguments": (
-        {"messages": [CALLED | {"tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "5"}}]}]},
-        "messages.0.tool_calls.0.function.arguments is '5': it must be the text of a JSON object",
-    ),
-    "half a character": (
-        {"messages": [CALLED | {"tool_calls": [{"id": "1", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}]}]},
-        "half a character",
-    ),
+    "arguments": (called("5"), "messages.0.tool_calls.0.function.arguments is '5': it must be the text of a JSON object"),
+    "half a character": (called('{"a": "\\ud800"}'), "half a character"),
     "no name for a result": ({"messages": [ASKED, CALLED, {"role": "tool", "content": "x"}]}, "tool_call_id is needed"),
     "parallel without tools": ({"parallel_tool_calls": True}, "parallel_tool_calls is given without tools"),
     "a wrong schema": (
-        {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"properties": 5}}}]},
+        {"tools": [tool("a", parameters={"properties": 5})]},
         "tools.0.function.parameters: no JSON schema, properties: 5",
     ),
     "too large": (
-        {
-            "tools": [
-                {"type": "function", "function": {"name": f"f{i}", "parameters": {"required": ["x" * 5000]}}} for i in range(14)
-            ],
-            "tool_choice": "required",
-        },
+        {"tools": [tool(f"f{i}", parameters={"required": ["x" * 5000]}) for i in range(14)], "tool_choice": "required"},
         "tools need a grammar",
     ),
     "endless": ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "ignore_eos"),

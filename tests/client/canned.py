@@ -11,24 +11,14 @@ from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
 from tests.waiting import LONG_S
 
+COUNTS = {"passes": 2, "proposed": 3, "accepted": 1, "emitted": 3, "mean_accepted_len": 1.5, "waited_s": 0.25}
+EDGE = pb.Edge(drafter="tiny", verifier="full", accepted_by_position=[1], **COUNTS)
 FINISH = pb.Finish(
     reason="length",
     seed=7,
     prompt_tokens=4,
     completion_tokens=3,
-    edges=[
-        pb.Edge(
-            drafter="tiny",
-            verifier="full",
-            passes=2,
-            proposed=3,
-            accepted=1,
-            emitted=3,
-            mean_accepted_len=1.5,
-            waited_s=0.25,
-            accepted_by_position=[1],
-        )
-    ],
+    edges=[EDGE],
     first_token_s=0.125,
     undrafted="late",
 )

@@ -6,15 +6,7 @@ from functools import cache
 from typing import Annotated, Any, Literal, Self
 
 from jsonschema_rs import ValidationError, Validator, validator_for
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ModelWrapValidatorHandler,
-    PrivateAttr,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, PrivateAttr, field_validator, model_validator
 from pydantic import ValidationError as PydanticError
 
 from cascade.errors import InvalidRequest

@@ -20,11 +20,7 @@ RESULT: dict[str, Any] = {"role": "tool", "content": "probe_result", "tool_call_
 def probe_call(as_object: bool) -> dict[str, Any]:
     """A call of the probe's tool, its arguments an object or JSON in a text."""
     function = {"name": PROBE_NAME, "arguments": {"a": 1} if as_object else '{"a": 1}'}
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": PROBE_ID, "type": "function", "function": function}],
-    }
+    return {"role": "assistant", "content": "", "tool_calls": [{"id": PROBE_ID, "type": "function", "function": function}]}
 
 
 def saying(role: str, *, in_parts: bool = False) -> dict[str, Any]:

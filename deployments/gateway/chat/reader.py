@@ -16,11 +16,7 @@ class TurnReader:
     """
 
     def __init__(
-        self,
-        parser: CallParser | None,
-        hidden: Mapping[int, str],
-        splitter: ThoughtSplitter | None = None,
-        told: bool = True,
+        self, parser: CallParser | None, hidden: Mapping[int, str], splitter: ThoughtSplitter | None = None, told: bool = True
     ) -> None:
         self._parser = parser
         self._hidden = hidden

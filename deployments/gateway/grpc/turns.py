@@ -104,11 +104,7 @@ def _message(message: pb.ChatMessage) -> dict[str, Any]:
     said |= {name: getattr(message, name) for name in SAID if message.HasField(name)}
     if message.tool_calls:
         said["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": call.function.arguments},
-            }
+            {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": call.function.arguments}}
             for call in message.tool_calls
         ]
     return said

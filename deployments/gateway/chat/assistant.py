@@ -25,6 +25,10 @@ class ChatTask:
     params: SamplingParams
     reader: Callable[[], TurnReader] | None  # of each answer, if it may call tools or think
 
+    def new_reader(self) -> TurnReader | None:
+        """Of one answer, likewise."""
+        return None if self.reader is None else self.reader()
+
 
 class Assistant:
     """The assistant that a served model is.

@@ -87,6 +87,11 @@ class Kept(Body):
         return self._given
 
 
+def text_of(content: str | Sequence[Any]) -> str:
+    """What a content says, or its parts, each of which has a ``text``."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
 class TextPart(Body):
     """A piece of a message."""
 
@@ -153,9 +158,7 @@ class ChatMessage(Kept):
 
     @property
     def text(self) -> str:
-        if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
-        return self.content or ""
+        return text_of(self.content or "")
 
     @property
     def num_chars(self) -> int:

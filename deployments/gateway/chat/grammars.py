@@ -146,6 +146,5 @@ def _ranges(ids: Sequence[int]) -> str:
 def _checked(rules: Sequence[str], what: str) -> Structured:
     text = "\n".join(rules)
     if len(text) > MAX_GRAMMAR_CHARS:
-        sentence = f"{what} a grammar of {len(text)} characters: at most {MAX_GRAMMAR_CHARS} are taken"
-        raise InvalidRequest(sentence)
+        raise InvalidRequest(f"{what} a grammar of {len(text)} characters: at most {MAX_GRAMMAR_CHARS} are taken")
     return Structured(grammar=text)

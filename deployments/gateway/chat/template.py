@@ -51,7 +51,7 @@ class ChatTemplate:
                 leaves out a part of them.
         """
         self._check(style)
-        said = self.translated(messages)
+        said = [self._translated(message) for message in messages]
         try:
             text = self._render(said, tools, style)
         except Exception as error:  # templates are programs
@@ -62,15 +62,12 @@ class ChatTemplate:
             raise InvalidRequest(lost)
         return self._backend.encode(text, add_special_tokens=False)
 
-    def translated(self, messages: Sequence[MessageDict]) -> list[MessageDict]:
-        """OpenAI's messages in the form that Transformers documents for templates; nothing is added, moved or lost.
+    def _translated(self, message: MessageDict) -> MessageDict:
+        """OpenAI's message in the form that Transformers documents for templates; nothing is added, moved or lost.
 
         Fields that are null are absent; arguments of calls are objects rather than JSON in a text, and contents of several
         parts one text, each unless the template takes them as they came; thoughts bear the name that templates read.
         """
-        return [self._translated(message) for message in messages]
-
-    def _translated(self, message: MessageDict) -> MessageDict:
         said = {name: value for name, value in message.items() if value is not None}
         if "reasoning" in said:
             said.setdefault("reasoning_content", said["reasoning"])

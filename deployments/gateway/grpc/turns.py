@@ -38,7 +38,7 @@ class ChatTurn:
     async def task(self, assistant: Assistant) -> ChatTask:
         """What the full tier is asked; raises `InvalidRequest`."""
         task = await assistant.task(conversation(self.request), partial(parse_sampling, self.request))
-        self._reader = None if task.reader is None else task.reader()
+        self._reader = task.new_reader()
         return task
 
     def resume(self, known: Chunk) -> None:

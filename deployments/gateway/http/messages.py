@@ -1,7 +1,7 @@
 """Anthropic's Messages API on the chat path: its blocks become a conversation, and the assistant's turn becomes blocks."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -12,7 +12,7 @@ from cascade.errors import InvalidRequest
 from cascade.params import Structured
 from deployments.gateway.admission.status import Refusal
 from deployments.gateway.chat.assistant import ChatTask
-from deployments.gateway.chat.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body, Conversation, Sparse, Text
+from deployments.gateway.chat.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body, Conversation, Sparse, Text, text_of
 from deployments.gateway.chat.reader import finish_reason
 from deployments.gateway.http.events import event, finite
 from deployments.gateway.http.openai import SamplingBody, Stops
@@ -155,7 +155,7 @@ class PromptBody(Body):
         """The conversation as chat completions have it, see `SamplingBody.ignored`; raises `InvalidRequest`."""
         said: dict[str, Any] = {"messages": [message for turn in self.messages for message in _messages(turn)]}
         if self.system:
-            said["messages"].insert(0, {"role": "system", "content": _text(self.system)})
+            said["messages"].insert(0, {"role": "system", "content": text_of(self.system)})
         said["continue_final_message"] = said["messages"][-1]["role"] == "assistant"
         choice, thinking = self.tool_choice or Choice(type="auto"), self.thinking
         if self.tools:
@@ -222,7 +222,7 @@ def _messages(turn: TurnBody) -> Iterator[dict[str, Any]]:
     """Messages of chat completions: results of calls are messages of their own."""
     blocks = [TextBlock(type="text", text=turn.content)] if isinstance(turn.content, str) else turn.content
     if turn.role == "assistant":
-        said: dict[str, Any] = {"role": "assistant", "content": _text([one for one in blocks if isinstance(one, TextBlock)])}
+        said: dict[str, Any] = {"role": "assistant", "content": text_of([one for one in blocks if isinstance(one, TextBlock)])}
         if thoughts := "".join(one.thinking for one in blocks if isinstance(one, ThinkingBlock)):
             said["reasoning_content"] = thoughts
         calls = [one for one in blocks if isinstance(one, CallBlock)]
@@ -235,10 +235,10 @@ def _messages(turn: TurnBody) -> Iterator[dict[str, Any]]:
         if isinstance(block, TextBlock):
             words.append(block)
         elif isinstance(block, ResultBlock):
-            yield from [{"role": turn.role, "content": _text(words)}] if words else []
+            yield from [{"role": turn.role, "content": text_of(words)}] if words else []
             words = []
-            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}
-    yield from [{"role": turn.role, "content": _text(words)}] if words else []
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text_of(block.content)}
+    yield from [{"role": turn.role, "content": text_of(words)}] if words else []
 
 
 def _called(block: CallBlock) -> dict[str, str]:
@@ -246,10 +246,6 @@ def _called(block: CallBlock) -> dict[str, str]:
         return {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
     except (ValueError, RecursionError):
         raise InvalidRequest(f"The input of the call {block.id[:60]!r} is no JSON object: mend it") from None
-
-
-def _text(content: str | Sequence[TextBlock]) -> str:
-    return content if isinstance(content, str) else "".join(block.text for block in content)
 
 
 class MessageReply(PartsReply):

@@ -20,7 +20,7 @@ class PartsReply(ABC):
     WORDS: ClassVar[str]
 
     def __init__(self, task: ChatTask, answer: dict[str, Any]) -> None:
-        self._reader = None if task.reader is None else task.reader()
+        self._reader = task.new_reader()
         self._answer = answer  # as it is told at the begin; `_finish` completes it
         self._begun = False
 

@@ -13,7 +13,7 @@ from cascade.answer import Completion
 from cascade.params import Structured
 from deployments.gateway.admission.status import Refusal
 from deployments.gateway.chat.assistant import ChatTask
-from deployments.gateway.chat.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body, Conversation, Sparse, Text
+from deployments.gateway.chat.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body, Conversation, Sparse, Text, text_of
 from deployments.gateway.http.events import event, finite
 from deployments.gateway.http.openai import SamplingBody
 from deployments.gateway.http.parts import PartsReply, Said
@@ -214,29 +214,25 @@ def _messages(items: Sequence[Any]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for item in items:
         if isinstance(item, MessageItem) and item.role != "assistant":
-            messages.append({"role": item.role, "content": _text(item.content)})
+            messages.append({"role": item.role, "content": text_of(item.content)})
         elif isinstance(item, ResultItem):
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
         elif isinstance(item, ReasoningItem):
-            thoughts = _text(item.content) or _text(item.summary)
+            thoughts = text_of(item.content) or text_of(item.summary)
             if thoughts:
                 messages.append({"role": "assistant", "content": "", "reasoning_content": thoughts})
         elif isinstance(item, MessageItem):
             last = messages[-1] if messages else {}
             if last.get("role") == "assistant" and not last["content"] and "tool_calls" not in last:
-                last["content"] = _text(item.content)
+                last["content"] = text_of(item.content)
             else:
-                messages.append({"role": "assistant", "content": _text(item.content)})
+                messages.append({"role": "assistant", "content": text_of(item.content)})
         else:
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             function = {"name": item.name, "arguments": item.arguments}
             messages[-1].setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
     return messages
-
-
-def _text(content: str | Sequence[TextPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class ResponseReply(PartsReply):

@@ -110,11 +110,11 @@ def essence(ended: Completion) -> tuple[object, ...]:
 
 
 SAMPLED = {
-    "sampled": SamplingParams(max_tokens=150, seed=4, ignore_eos=True),
+    "sampled": SamplingParams(max_tokens=90, seed=4, ignore_eos=True),
     "shaped": SamplingParams(
-        max_tokens=100, seed=5, presence_penalty=0.5, repetition_penalty=1.2, min_tokens=90, logprobs=1, prompt_logprobs=1
+        max_tokens=60, seed=5, presence_penalty=0.5, repetition_penalty=1.2, min_tokens=55, logprobs=1, prompt_logprobs=1
     ),
-    "structured": SamplingParams(max_tokens=120, seed=6, structured=Structured(regex="([a-z]{1,9} ){60,99}")),
+    "structured": SamplingParams(max_tokens=80, seed=6, structured=Structured(regex="([a-z]{1,9} ){40,60}")),
 }
 
 
@@ -135,12 +135,12 @@ async def test_broken_streams_go_on(served: House, torn: Torn, name: str) -> Non
 
 def test_unseeded_streams_go_on_with_the_seed_of_their_first_piece(served: House, torn: Torn) -> None:
     """Guards texts of two halves that have nothing to do with each other."""
-    params = SamplingParams(max_tokens=150, ignore_eos=True)
+    params = SamplingParams(max_tokens=90, ignore_eos=True)
     with Client(torn.address) as client:
         ended = completion(list(client.stream(PROMPT, params)))
     assert torn.num_torn > 1
     with Client(served.grpc) as client:
-        again = client.generate(PROMPT, SamplingParams(max_tokens=150, ignore_eos=True, seed=ended.seed))
+        again = client.generate(PROMPT, SamplingParams(max_tokens=90, ignore_eos=True, seed=ended.seed))
     assert essence(again) == essence(ended)
 
 

@@ -125,13 +125,6 @@ class Admission:
         if num_chars > most:
             raise TooLarge(f"The prompt has {num_chars} characters: at most {most} are tokenized")
 
-    def _turn(self, opening: Open, request: ActiveRequest) -> contextlib.AbstractAsyncContextManager[Ticket]:
-        """The turn of one of its answers."""
-        account, read = request.account, len(opening.tokens)
-        most = opening.params.max_tokens - (read - opening.prompt_len)
-        rank = request.since + PRIORITY_S * opening.priority  # as at the tiers
-        return self.places.turn(request.lifetime, account.name, account.limits.weight, read, most, rank)
-
     def abort(self, key: str, id: str) -> int:
         """End the requests with this id of the key of this name; how many there were."""
         found = [request for request in self._active if request.id == id and request.account.name == key]
@@ -147,12 +140,15 @@ class Admission:
     @contextlib.asynccontextmanager
     async def answering(self, opening: Open, request: ActiveRequest, index: int) -> AsyncIterator["AnswerRecord"]:
         """Wait for the turn of an answer, and hold it; count, charge, log and trace what becomes of the answer."""
-        record = AnswerRecord(opening, request, index, self.metrics)
-        request.account.charge(len(opening.tokens))
-        if len(opening.tokens) > opening.prompt_len:
+        record, account, read = AnswerRecord(opening, request, index, self.metrics), request.account, len(opening.tokens)
+        account.charge(read)
+        had = read - opening.prompt_len  # tokens of the answer that the client has
+        if had:
             self.metrics.resumed()
+        most, rank = opening.params.max_tokens - had, request.since + PRIORITY_S * opening.priority  # as at the tiers
         try:
-            async with self._turn(opening, request) as record.ticket:
+            turn = self.places.turn(request.lifetime, account.name, account.limits.weight, read, most, rank)
+            async with turn as record.ticket:
                 record.turn()
                 yield record
         except (GeneratorExit, asyncio.CancelledError):  # a client that leaves behind the last piece has its answer

@@ -37,12 +37,6 @@ def test_begun_answers_go_on(served: House) -> None:
     assert backend.decode(ended).endswith("<|assistant|>one two<|end|>")
 
 
-def test_prompts_do_not_go_on_with_messages(served: House) -> None:
-    """Guards /tokenize, where a style of conversations is given with a prompt."""
-    status, _, answer = ask(served, "/tokenize", {"prompt": "x", "continue_final_message": True})
-    assert (status, "without messages" in answer["error"]["message"]) == (400, True), answer
-
-
 def test_answers_go_back_as_they_came(served: House) -> None:
     """Guards conversations that are kept as OpenAI's client dumps them: with fields that are null, which were refused."""
     with OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
@@ -56,10 +50,3 @@ def test_answers_go_back_as_they_came(served: House) -> None:
     wrong = {"role": "assistant", "content": "x", "refusal": "I will not."}
     status, _, answer = ask(served, "/v1/chat/completions", {"messages": [wrong, messages[0]]})
     assert (status, "messages.0.refusal" in answer["error"]["message"]) == (400, True), json.dumps(answer)
-
-
-def test_an_effort_that_nobody_reads_is_named(served: House) -> None:
-    """Guards `reasoning_effort` for models that know none: it was refused, and is not to vanish without a word."""
-    body = {"messages": [{"role": "user", "content": "one"}], "max_tokens": 4, "reasoning_effort": "low"}
-    status, headers, _ = ask(served, "/v1/chat/completions", body)
-    assert (status, headers["warning"]) == (200, '299 - "No effect here: reasoning_effort"')

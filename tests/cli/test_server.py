@@ -225,16 +225,13 @@ def test_calls_to_copy_are_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert usage(Stub.address, Stub.url, Stub.model) in said
 
 
-def test_calls_to_copy_speak_tls() -> None:
-    """Guards `router.listen.tls`: grpcurl was told to speak plain, to an address that it does not know."""
+def test_calls_to_copy_fit_the_server_and_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards `router.listen.tls`, where grpcurl was told to speak plain, and `make serve`, whose program is not on the path."""
     said = usage("grpcs://10.0.0.1:9000", "https://10.0.0.1:8000", "a-model")
     assert "-plaintext" not in said
     assert "\n      10.0.0.1:9000 cascade.v1" in said
     assert "--address grpcs://10.0.0.1:9000" in said
 
-
-def test_calls_to_copy_name_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards `make serve`, whose program is not on the path: what it printed to copy was not found."""
     monkeypatch.setattr("sys.argv", [".venv/bin/cascade", "serve"])
     monkeypatch.setenv("PATH", "/nowhere")
     assert "\n  .venv/bin/cascade generate" in usage(Stub.address, Stub.url, Stub.model)

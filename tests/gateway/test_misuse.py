@@ -180,7 +180,7 @@ async def test_events_end_with_a_client_that_takes_no_head() -> None:
         raise ClientLeft
 
     source: Any = events()
-    response = Events(source, await anext(source), contextlib.ExitStack())
+    response = Events(source, await anext(source), contextlib.ExitStack(), {})
     with pytest.raises(ClientLeft):
         await response({}, receive, send)  # type: ignore[arg-type]
     assert closed == [True]

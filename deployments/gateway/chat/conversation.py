@@ -87,7 +87,7 @@ class Kept(Body):
         return self._given
 
 
-def text_of(content: str | Sequence[Any]) -> str:
+def text_of(content: str | list[Any]) -> str:
     """What a content says, or its parts, each of which has a ``text``."""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 

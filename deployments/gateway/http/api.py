@@ -182,7 +182,9 @@ class Api:
         """Go on with one or more prompts."""
         self._admission.places.check()  # before the work of reading it
         body = await self._adapted(body)
-        prompts = self._prompts(body)
+        prompts, most = body.prompts, self._admission.limits.max_prompts
+        if len(prompts) > most:
+            raise InvalidRequest(f"prompt has {len(prompts)} prompts: this server takes {most}")
         ids = [await self._backend.encode(prompt) for prompt in prompts]
         params = body.params(body.max_tokens or DEFAULT_COMPLETION_TOKENS)
         echoes = [await self._echo(*both, params) if body.echo else Echo() for both in zip(prompts, ids, strict=True)]
@@ -280,12 +282,6 @@ class Api:
         drafts, handling = body.drafts(), body.handling()
         asked = zip([(prompt, one) for prompt in ids for one in seeded], known, strict=True)
         return [await self._backend.admit(Task(prompt, one, drafts, handling, had)) for (prompt, one), had in asked]
-
-    def _prompts(self, body: CompletionBody) -> Sequence[str | Sequence[int]]:
-        prompts = body.prompts
-        if len(prompts) > self._admission.limits.max_prompts:
-            raise InvalidRequest(f"prompt has {len(prompts)} prompts: this server takes {self._admission.limits.max_prompts}")
-        return prompts
 
     async def _echo(self, prompt: str | Sequence[int], ids: Sequence[int], params: SamplingParams) -> Echo:
         """The prompt to repeat, with the places of its tokens if log-probabilities are asked for."""

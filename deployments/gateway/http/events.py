@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, Coroutine, Mapping
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic_core import from_json, to_json
@@ -17,7 +16,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
-NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 def event(content: dict[str, Any], name: str = "") -> bytes:
@@ -39,11 +37,7 @@ class Events(Response):
     """A response of server-sent events; ends, and closes ``events``, as soon as the client leaves."""
 
     def __init__(
-        self,
-        events: AsyncGenerator[bytes, None],
-        first: bytes,
-        held: contextlib.ExitStack,
-        headers: Mapping[str, str] = NOTHING,
+        self, events: AsyncGenerator[bytes, None], first: bytes, held: contextlib.ExitStack, headers: Mapping[str, str]
     ) -> None:
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-store", **headers})
         del self.headers["content-length"]

@@ -92,25 +92,15 @@ def test_history_goes_through_the_template() -> None:
 def test_commands_change_what_follows(tmp_path: Path) -> None:
     """Guards commands against being sent as messages, and against having no effect."""
     with talking(tmp_path, "hermes") as served:
-        lines = [
-            "/stats",
-            "one two",
-            "/stats",
-            "/system You are kind.",
-            "/seed 7",
-            "again",
-            "/stats",
-            "/clear",
-            "/stats",
-            " /x",
-        ]
-        code, output = run("--address", served.grpc, "--plain", said="\n".join([*lines, "/nothing", "/seed z", "/quit", "no"]))
+        first, then = ["/stats", "one two", "/stats"], ["/system You are kind.", "/seed 7", "again", "/stats"]
+        last = ["/clear", "/stats", " /x", "/nothing", "/seed z", "/quit", "no"]
+        code, output = run("--address", served.grpc, "--plain", said="\n".join([*first, *then, *last]))
         served.settle()
     assert code == 0, output
     assert "one two" in output  # parrots say what they were told
     assert output.count("There is no whole answer yet.") == 2
-    first, second = (int(tokens) for tokens in re.findall(r"messages, (\d+) tokens", output))
-    assert second > first + 4  # the system's message, the first turn
+    short, long = (int(tokens) for tokens in re.findall(r"messages, (\d+) tokens", output))
+    assert long > short + 4  # the system's message, the first turn
     assert "seed 7" in output
     assert "> /x" in output
     assert "There is no /nothing" in output

@@ -1,27 +1,12 @@
 """Log-probabilities in OpenAI's forms: cut with the text, offsets in characters, whole and in pieces."""
 
-from dataclasses import dataclass
-
 from cascade.answer import Chunk
+from cascade.messages import Logprobs
 from deployments.gateway.http.reply import chat_logprobs, text_logprobs
 
-
-@dataclass(frozen=True)
-class Entry:
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True)
-class Told(Chunk):
-    """A piece with log-probabilities."""
-
-    logprobs: tuple[Entry, ...] = ()
-
-
 PIECES = [
-    Told("ab", (1, 2), (1, 2), b"\0\0", logprobs=(Entry(-0.5, ((1, -0.5), (9, -2.0))), Entry(-1.0))),
-    Told("é", (3,), (1,), b"\0", logprobs=(Entry(-0.1),)),
+    Chunk("ab", (1, 2), (1, 2), b"\0\0", logprobs=(Logprobs(-0.5, ((1, -0.5), (9, -2.0))), Logprobs(-1.0))),
+    Chunk("é", (3,), (1,), b"\0", logprobs=(Logprobs(-0.1),)),
 ]
 
 

@@ -42,39 +42,33 @@ class EdgeTotals:
         """A pass scored the first nodes of a draft, found those of ``path`` right, and gave ``num_new`` tokens.
 
         ``drafters`` names the drafter inside the tier that guessed a node, "" for the tier below; empty if that guessed all.
+        The pass itself counts for the tier below, as do guesses of one that was left; for a drafter here if there is neither.
         """
         if not num_scored:
             self._undrafted += 1
             self._emitted += num_new
             return
-        inner, drafter = sorted({*drafters[:num_scored]} - {""}), self._edge.drafter
-        if not inner:
-            self._edge += self._part(drafter, draft, range(num_scored), path, num_new)
-            return
-        first = "" if drafter else inner[0]  # whose pass it is: that of a drafter here if there is no tier below
-        for name in ("", *inner) if drafter else inner:
-            nodes, right = ([node for node in some if drafters[node] == name] for some in (range(num_scored), path))
-            part = self._part(name or drafter, draft, nodes, right, num_new if name == first else None)
+        names, ranks, depths = drafters or ("",) * num_scored, draft.ranks, draft.depths
+        guessed = {*names[:num_scored]}
+        pass_of = "" if self._edge.drafter or "" in guessed else min(guessed)
+        for name in sorted({pass_of, *guessed}):
+            nodes, right = ([node for node in some if names[node] == name] for some in (range(num_scored), path))
+            part = Edge(
+                name or self._edge.drafter,
+                self.tier,
+                int(name == pass_of),
+                len(nodes),
+                len(right),
+                num_new if name == pass_of else 0,
+                accepted_by_position=_counted([depths[node] for node in right], MAX_POSITIONS),
+                proposed_by_position=_counted([depths[node] for node in nodes], MAX_POSITIONS),
+                accepted_by_rank=_counted([ranks[node] for node in right], MAX_RANKS),
+                proposed_by_rank=_counted([ranks[node] for node in nodes], MAX_RANKS),
+            )
             if name:
                 _add(self._past, part)
             else:
                 self._edge += part
-
-    def _part(self, drafter: str, draft: Draft, nodes: Sequence[int], path: Sequence[int], num_new: int | None) -> Edge:
-        """What a pass says of the nodes of one drafter, and the pass itself if it is that one's."""
-        ranks, depths = draft.ranks, draft.depths
-        return Edge(
-            drafter,
-            self.tier,
-            int(num_new is not None),
-            len(nodes),
-            len(path),
-            num_new or 0,
-            accepted_by_position=_counted([depths[node] for node in path], MAX_POSITIONS),
-            proposed_by_position=_counted([depths[node] for node in nodes], MAX_POSITIONS),
-            accepted_by_rank=_counted([ranks[node] for node in path], MAX_RANKS),
-            proposed_by_rank=_counted([ranks[node] for node in nodes], MAX_RANKS),
-        )
 
     def corrected(self) -> None:
         """The verifier says another token than the drafter did."""
@@ -89,7 +83,7 @@ class EdgeTotals:
 
     def heard(self, edges: tuple[Edge, ...]) -> None:
         """The drafter tells totals of its own, unless it was overtaken by itself."""
-        if _num_passes(edges) > _num_passes(self.below):
+        if sum(edge.passes for edge in edges) > sum(edge.passes for edge in self.below):
             self.below = edges
 
     def change_drafter(self, drafter: str) -> None:
@@ -116,10 +110,6 @@ def _counted(values: Sequence[int], size: int) -> tuple[int, ...]:
         if value < size:
             counts[value] += 1
     return tuple(counts)
-
-
-def _num_passes(edges: Sequence[Edge]) -> int:
-    return sum(edge.passes for edge in edges)
 
 
 def _add(totals: dict[tuple[str, str], Edge], edge: Edge) -> None:

@@ -5,7 +5,7 @@ that one verifies, it writes after the likeliest of them as it does after its te
 continuation, with keys and values, and the tier goes on without a pause.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cascade.draft import NO_DRAFT, Draft
@@ -133,12 +133,25 @@ class Branches:
         return chance
 
     def _head_chance(self, branch: Branch) -> float:
-        return self._runner_up_chance(branch.start - self.committed, branch.rank)
+        """That its first token is right, and the text before it."""
+        place = branch.start - self.committed
+        return list(self._runner_ups_at(place))[branch.rank - 1][0]
 
-    def _runner_up_chance(self, place: int, rank: int) -> float:
-        """That the runner-up of that rank is right there, and what is before it. No likelier than a nearer one."""
-        nearer, first, chance = self.margins[place].runner_ups[:rank], not place, self.verdicts.chance
-        return self.chances[place] * min(chance(i, gap_byte(other.gap), first=first) for i, other in enumerate(nearer, start=1))
+    def _runner_ups_at(self, place: int) -> Iterator[tuple[float, RunnerUp]]:
+        """Runner-ups at a place of the text, each with the chance that it is right: none is likelier than a nearer one."""
+        before = chance = self.chances[place]
+        for rank, other in enumerate(self.margins[place].runner_ups, start=1):
+            chance = min(chance, before * self.verdicts.chance(rank, gap_byte(other.gap), first=not place))
+            yield chance, other
+
+    def _offers(self) -> Iterator[tuple[float, int, int, int]]:
+        """Runner-ups beside the text that have a chance: this chance, the place, the rank and the token."""
+        for place, before in enumerate(self.chances[:-1]):
+            if before < MIN_CHANCE:
+                break
+            for rank, (chance, other) in enumerate(self._runner_ups_at(place), start=1):
+                if chance >= MIN_CHANCE:  # a second runner-up comes only beside the first
+                    yield chance, place, rank, other.token
 
     def candidates(self, limit: int) -> list[tuple[float, Branch]]:
         """Branches that may be written on, none up to ``limit`` yet, and new ones, each with the chance that this is of use.
@@ -146,20 +159,16 @@ class Branches:
         New ones are not held before `hold`.
         """
         heads = {(branch.start, branch.tokens[0]): self._head_chance(branch) for branch in self.held}
-        least = max(MIN_CHANCE, min(heads.values()) if len(heads) >= self.max_branches else 0.0)
+        least = min(heads.values()) if len(heads) >= self.max_branches else 0.0
         found = [
             (self.chance(branch), branch)
             for branch in self.held
             if not branch.ended and branch.end < min(limit, branch.start + MAX_FORKED)
         ]
-        for place, margin in enumerate(self.margins):
+        for chance, place, rank, token in self._offers():
             start = self.committed + place
-            if start + 1 >= limit or self.chances[place] < MIN_CHANCE:
-                break
-            for rank, other in enumerate(margin.runner_ups, start=1):
-                chance = self._runner_up_chance(place, rank)
-                if chance > least and (start, other.token) not in heads:
-                    found.append((chance, Branch(start, rank, [other.token], [UNKNOWN], start)))
+            if start + 1 < limit and chance > least and (start, token) not in heads:
+                found.append((chance, Branch(start, rank, [token], [UNKNOWN], start)))
         return found
 
     def hold(self, branch: Branch) -> None:
@@ -175,25 +184,15 @@ class Branches:
         self.unsent = False
         if not text:
             return NO_DRAFT
-        gaps = bytes(margin.gap for margin in self.margins)
-        offered: list[tuple[float, int, int]] = []  # chance, place and rank
-        for place, margin in enumerate(self.margins[: len(text)]):
-            for rank in range(1, len(margin.runner_ups) + 1):
-                chance = self._runner_up_chance(place, rank)
-                if chance < MIN_CHANCE:
-                    break  # a second runner-up comes only beside the first
-                offered.append((chance, place, rank))
-        if not offered:
-            return Draft(tuple(text), origins, gaps)
-        offered = sorted(offered, key=lambda one: -one[0])[: self.max_branches]
+        offered = sorted(self._offers(), key=lambda one: -one[0])[: self.max_branches]
         held = {(branch.start - self.committed, branch.tokens[0]): branch for branch in self.held}
-        tokens, parents, confidences = list(text), list(range(-1, len(text) - 1)), bytearray(gaps)
-        for _, place, rank in sorted(offered, key=lambda one: one[1:]):
-            other = self.margins[place].runner_ups[rank - 1]
+        tokens, parents = list(text), list(range(-1, len(text) - 1))
+        confidences = bytearray(margin.gap for margin in self.margins)
+        for _, place, rank, token in sorted(offered, key=lambda one: one[1:]):
             parents.append(place - 1)
-            tokens.append(other.token)
-            confidences.append(gap_byte(other.gap))
-            if (branch := held.get((place, other.token))) is not None:
+            tokens.append(token)
+            confidences.append(gap_byte(self.margins[place].runner_ups[rank - 1].gap))
+            if (branch := held.get((place, token))) is not None:
                 parents += range(len(tokens) - 1, len(tokens) + len(branch.tokens) - 2)
                 tokens += branch.tokens[1:]
                 confidences += bytes(margin.gap for margin in branch.margins[1:])

@@ -5,7 +5,7 @@ The simulator runs the real sessions; own tokens come from a `Trace`, which says
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from cascade.params import DEFAULT_WINDOW, MOST_BRANCHES, SamplingParams
@@ -65,12 +65,14 @@ def prediction_rows(
     trace = acceptance if isinstance(acceptance, Trace) else Trace.drawn(acceptance, 4 * num_tokens, seed)
     bench = Bench(tuple(costs), trace, num_tokens, num_requests)
     full = len(costs) - 1
-    rows = [bench.prediction((full,), "alone", 0)]
+    alone = bench.prediction((full,), "alone", 0, 0)
+    rows = [alone]
     for lower in itertools.chain.from_iterable(itertools.combinations(range(full), size) for size in range(1, full + 1)):
         chosen = (*lower, full)
-        locked = [bench.prediction(chosen, "lockstep", w) for w in lockstep_windows]
-        rows.append(max(locked, key=lambda row: row.speedup))
+        locked = [bench.prediction(chosen, "lockstep", w, 0) for w in lockstep_windows]
+        rows.append(max(locked, key=lambda row: row.tokens_per_s))
         rows += [bench.prediction(chosen, "async", window, most) for most in ((0, branches) if branches else (0,))]
+    rows = [replace(row, speedup=row.tokens_per_s / alone.tokens_per_s) for row in rows]
     return sorted(rows, key=lambda row: row.speedup)
 
 
@@ -101,17 +103,16 @@ class Bench:
         window = max(1, window)
         return simulate(Scenario(tiers, requests, window=window, lockstep=lockstep, branches=branches, adaptive=adaptive))
 
-    def prediction(self, chosen: Sequence[int], schedule: Schedule, window: int, branches: int = 0) -> Prediction:
-        """Serve with the tiers ``chosen``, by index, and compare with the last one alone."""
+    def prediction(self, chosen: Sequence[int], schedule: Schedule, window: int, branches: int) -> Prediction:
+        """Serve with the tiers ``chosen``, by index; the speed-up is for `prediction_rows` to tell."""
         outcome = self.outcome(chosen, lockstep=schedule == "lockstep", window=window, branches=branches)
-        alone = self.outcome(chosen[-1:]) if schedule != "alone" else outcome
         return Prediction(
             tuple(self.costs[i].name for i in chosen),
             schedule,
             window,
             branches,
             outcome.tokens_per_s,
-            outcome.tokens_per_s / alone.tokens_per_s,
+            1.0,
             outcome.tokens_per_pass,
             tuple(usage.busy_s / outcome.elapsed_s for usage in outcome.usage),
             outcome.usage[-1].mean_bubble_s,

@@ -196,8 +196,10 @@ class TraceModel:
         places = [*range(begin, begin + row.num_own), *(begin + row.num_own + depth for depth in row.draft.depths)]
         pairs = list(zip(last, places, strict=True))
         own = [self._own(token, place, seed, self._index) for token, place in pairs]
+        if not row.runner_ups or self._index == len(self._alike):  # those of the full tier are of no interest
+            return Scored(own)
         beside = [self._runner_ups(*pair, seed, said)[: row.runner_ups] for pair, said in zip(pairs, own, strict=True)]
-        return Scored(own, runner_ups=beside if row.runner_ups and self._index < len(self._alike) else ())
+        return Scored(own, runner_ups=beside)
 
     def _own(self, last: int, position: int, seed: int, index: int) -> int:
         if last % 2:
@@ -213,8 +215,6 @@ class TraceModel:
         return token
 
     def _runner_ups(self, last: int, position: int, seed: int, said: int) -> tuple[RunnerUp, ...]:
-        if self._index == len(self._alike):
-            return ()
         if last % 2:
             above = self._astray(last, position, self._index + 1)
             below = self._astray(last, position, self._index - 1) if self._index else said

@@ -1,6 +1,5 @@
 """The cost of a tier's pass: timed at start, kept current, and what the simulator lives from."""
 
-import threading
 import time
 from collections.abc import Sequence
 
@@ -10,14 +9,12 @@ from hypothesis import strategies as st
 
 from benchmarks.toy import ToyModel
 from cascade.engine.model import Model
-from cascade.messages import Link, Message, Open, Proposal
-from cascade.params import SamplingParams
 from cascade.planner.cost import CHUNK, CONTEXT, GRID, Profile, measure
 from cascade.scorer import Row, Scored
 from cascade.simulation.scenario import Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
-from cascade.tier.tier import Tier
 from tests.architectures import build
+from tests.tier.test_tier import alone, opening, written
 
 POINTS = ((1, 0.010), (2, 0.011), (8, 0.014), (64, 0.070))
 
@@ -117,28 +114,12 @@ def test_what_lies_between_passes_is_known() -> None:
 
 def test_a_tier_that_never_waits_knows_what_lies_between_its_passes() -> None:
     """Guards the measure through a tier: what lies between passes is measured, a wait for requests is not."""
-    profile, heard = Profile(), threading.Semaphore(0)
-    tier = Tier("alone", 0, ToyModel(context_len=128), profile=profile)
-    tier.start()
-    for session in ("a", "b"):
-        time.sleep(0.2)
-        tier.post([Open(session, (1,), 1, SamplingParams(max_tokens=64, temperature=0, seed=0), window=128)], Heard(heard))
-        assert heard.acquire(timeout=30)
-    tier.close()
+    profile = Profile()
+    with alone(ToyModel(), profile=profile) as tier:
+        for seed in range(2):
+            time.sleep(0.2)
+            written(tier, opening(seed, chain=()))
     assert 0 < profile.between_s < 0.1
-
-
-class Heard(Link):
-    """Says when a text is at its end."""
-
-    def __init__(self, heard: threading.Semaphore) -> None:
-        self._heard = heard
-
-    def send(self, messages: Sequence[Message]) -> None:
-        for message in messages:
-            assert isinstance(message, Proposal)
-            if message.start + len(message.draft) == 1 + 64:
-                self._heard.release()
 
 
 def test_one_pause_is_no_measure() -> None:

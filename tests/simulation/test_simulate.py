@@ -11,16 +11,15 @@ from cascade.messages import Open
 from cascade.params import MOST_BRANCHES, SamplingParams
 from cascade.planner.cost import PassCost
 from cascade.simulation.forecast import Bench, TierCost, prediction_rows
-from cascade.simulation.scenario import Death, Faults, Outcome, Request, Scenario, SimTier
+from cascade.simulation.scenario import Death, Faults, Request, Scenario, SimTier
 from cascade.simulation.simulate import Stuck, simulate
 from cascade.simulation.trace import Acceptance, Trace
 from cascade.simulation.virtual import Agenda, Device
-from tests.cases import rare
+from tests.cases import examples, rare
 
 NAMES = ("t0", "t1", "t2", "t3", "t4")
 PASS_S = (0.001, 0.002, 0.004, 0.01, 0.03)
 AGREEMENTS = (0.6, 0.7, 0.8, 0.9, 1.0)
-PROFILE = settings(deadline=None, derandomize=True, max_examples=120)
 
 
 def toy_tiers(num_tiers: int, hop_s: float = 0.0004) -> tuple[SimTier, ...]:
@@ -71,7 +70,7 @@ requests = st.builds(
 )
 
 
-@PROFILE
+@settings(max_examples=examples(1.3))
 @given(
     num_tiers=st.integers(1, 5),
     requests=st.lists(st.tuples(requests, st.floats(0, 0.2)), min_size=1, max_size=4),
@@ -119,9 +118,9 @@ def test_full_tier_alone_takes_a_pass_a_token() -> None:
 def test_tiers_of_one_device_share_it() -> None:
     """Guards predictions for machines where tiers have no device each: they would promise a speed that nobody gets."""
     tiers = toy_tiers(3)
-    apart = simulate(Scenario(tiers, (asked(200),)))
+    apart = simulate(Scenario(tiers, (asked(),)))
     shared = tuple(replace(tier, device="one") for tier in tiers[:2]) + tiers[2:]
-    together = simulate(Scenario(shared, (asked(200),)))
+    together = simulate(Scenario(shared, (asked(),)))
     assert together.texts == apart.texts
     assert together.elapsed_s > apart.elapsed_s
     assert sum(usage.busy_s for usage in together.usage[:2]) <= together.elapsed_s  # one after another, in effect
@@ -138,30 +137,14 @@ def test_a_device_gives_its_jobs_equal_shares() -> None:
     assert ends == [("short", 2.0), ("long", pytest.approx(3.5)), ("late", pytest.approx(4.0))]
 
 
-def test_totals_add_up() -> None:
-    """Guards the counters: tokens of the full tier's edges are the text, and a tier is never busier than the clock."""
-    outcome = simulate(Scenario(toy_tiers(3), (asked(), asked(seed=8))))
-    top = [edge for edge in outcome.edges if edge.verifier == "t4"]
-    assert sum(edge.emitted for edge in top) == outcome.num_tokens == 200
-    assert [edge.drafter for edge in top if edge.accepted] == ["t3"]
-    assert all(0 < usage.busy_s <= outcome.elapsed_s for usage in outcome.usage)
-
-
 def test_corrections_find_what_was_prepared() -> None:
     """Guards branches end to end: runner-ups that nobody sent, or answers after them that were thrown away."""
-    asks = tuple(asked(temperature=1.0, seed=seed) for seed in range(8))
+    asks = tuple(asked(temperature=1.0, seed=seed) for seed in range(3))
     top, lines = (simulate(Scenario(toy_tiers(3), asks, branches=count)).edges[0] for count in (MOST_BRANCHES, 0))
     assert top.runner_ups[0] >= top.runner_ups[1] > 0
     assert 0 < top.prefetched <= top.corrected
     assert top.prefetched_tokens > 0
     assert (lines.runner_ups, lines.prefetched, lines.prefetched_tokens) == ((0, 0), 0, 0)
-
-
-def test_batch_mates_share_passes() -> None:
-    """Guards batching: eight requests cost far less than eight times one."""
-    one = simulate(Scenario(toy_tiers(3), (asked(),)))
-    eight = simulate(Scenario(toy_tiers(3), tuple(asked(seed=seed) for seed in range(8))))
-    assert eight.tokens_per_s > 2.5 * one.tokens_per_s
 
 
 def test_identical_tiers_fill_their_windows() -> None:
@@ -182,32 +165,23 @@ def test_losing_every_proposal_costs_speed_only() -> None:
     assert quiet.elapsed_s < 100 * 0.03 * 2.2
 
 
-def death_outcome(*all_deaths: Death) -> Outcome:
-    scenario = Scenario(toy_tiers(3), (asked(300),), faults=Faults(deaths=all_deaths))
-    outcome = simulate(scenario)
-    assert outcome.texts == reference(scenario)
-    return outcome
-
-
-def test_lower_tier_dies_and_comes_back() -> None:
-    """Guards degradation: the next tier of the chain drafts at once, and the better one again when it is back."""
-    outcome = death_outcome(Death("t3", 0.5, 0.6))
-    pairs = {(edge.drafter, edge.verifier): edge.accepted for edge in outcome.edges}
-    assert pairs["t2", "t4"] > 0
-    assert pairs["t3", "t4"] > pairs["t2", "t4"]
-    assert outcome.elapsed_s < 1.25 * death_outcome().elapsed_s
-
-
-def test_bottom_tier_dies_for_good() -> None:
-    """Guards the middle tier: without its drafter it decodes on its own."""
-    outcome = death_outcome(Death("t2", 0.5))
-    assert outcome.elapsed_s < 1.6 * death_outcome().elapsed_s
-
-
-def test_full_replica_dies() -> None:
-    """Guards the answer: another replica goes on from prompt and text, and nothing comes twice."""
-    outcome = death_outcome(Death("t4", 0.5, 0.52), Death("t4", 1.0, 1.3))
-    assert len(outcome.texts[0]) == 300
+@pytest.mark.parametrize(
+    ("deaths", "slower"),
+    [
+        ((Death("t3", 0.5, 0.6),), 1.25),  # the next tier of the chain drafts at once, and the better one when it is back
+        ((Death("t2", 0.5),), 1.6),  # the middle one decodes alone
+        ((Death("t4", 0.5, 0.52), Death("t4", 1.0, 1.3)), 1.6),  # another full replica goes on where the text stands
+    ],
+)
+def test_deaths_cost_little(deaths: tuple[Death, ...], slower: float) -> None:
+    """Guards degradation: the text stays, and so does the pace, as far as there is anybody who drafts."""
+    scenario = Scenario(toy_tiers(3), (asked(300),))
+    outcome, healthy = simulate(replace(scenario, faults=Faults(deaths=deaths))), simulate(scenario)
+    assert outcome.texts == healthy.texts == reference(scenario)
+    assert outcome.elapsed_s < slower * healthy.elapsed_s
+    if deaths[0].tier == "t3":
+        pairs = {(edge.drafter, edge.verifier): edge.accepted for edge in outcome.edges}
+        assert pairs["t3", "t4"] > pairs["t2", "t4"] > 0
 
 
 def test_nobody_answers() -> None:
@@ -222,8 +196,10 @@ def test_measured_cost_is_interpolated(tokens: int, seconds: float) -> None:
     assert PassCost(points=((1, 0.03), (3, 0.032), (5, 0.04)))(tokens) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("shares", [((0.75, 0.85), (0.68, 0.85)), ((0.7, 0.9), ()), ((0.8, 0.8, 0.9), (0.6, 0.75, 0.9))])
-@pytest.mark.parametrize("burst", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("shares", "burst"),
+    [(((0.75, 0.85), (0.68, 0.85)), 0.5), (((0.7, 0.9), ()), 0.0), (((0.8, 0.8, 0.9), (0.6, 0.75, 0.9)), 0.0)],
+)
 def test_drawn_trace_has_the_shares_asked_for(shares: tuple[tuple[float, ...], tuple[float, ...]], burst: float) -> None:
     """Guards predictions: acceptance between neighbours and by the full tier is what was measured, in bursts or not."""
     acceptance = Acceptance(*shares)
@@ -271,12 +247,12 @@ def example(times: tuple[float, float, float], shares: tuple[float, float, float
     )
     by_medium, by_full, tiny_by_full = shares
     trace = Trace.drawn(Acceptance((by_medium, by_full), (tiny_by_full, by_full)), 8000, seed=2)
-    return Bench(costs, trace, 1500), 1e3 / times[-1]
+    return Bench(costs, trace, 1000), 1e3 / times[-1]
 
 
 @pytest.mark.parametrize(
     ("times", "shares", "round_trip", "in_lockstep", "at_once"),
-    [EXAMPLES[0], EXAMPLES[3], *(rare(*EXAMPLES[number]) for number in (1, 2, 4, 5))],
+    [EXAMPLES[0], *(rare(*one) for one in EXAMPLES[1:])],
 )
 def test_worked_examples(
     times: tuple[float, float, float],
@@ -287,7 +263,7 @@ def test_worked_examples(
 ) -> None:
     """Guards the simulator against drifting from numbers that were derived without it."""
     bench, alone = example(times, shares, round_trip)
-    windows = (2, 3, 4, 5, 6)
+    windows = (3, 4, 5)
     for chosen, expected in (((0, 2), in_lockstep[0]), ((1, 2), in_lockstep[1])):
         best = max(bench.outcome(chosen, lockstep=True, window=window).tokens_per_s for window in windows)
         assert best / alone == pytest.approx(expected, rel=0.05)
@@ -300,26 +276,18 @@ def test_worked_examples(
 def test_three_async_tiers_beat_all_else(number: int) -> None:
     """Guards the reason for all of this: with tiers far enough apart, three that never wait are the fastest choice."""
     bench, _ = example(*EXAMPLES[number][:3])
-    rows = prediction_rows(bench.costs, bench.trace, num_tokens=500, lockstep_windows=(3, 5))
+    rows = prediction_rows(bench.costs, bench.trace, num_tokens=300, lockstep_windows=(3, 5))
     assert len(rows) == 10
     assert {(row.tiers, row.schedule) for row in rows} >= {(("full",), "alone"), (("tiny", "full"), "lockstep")}
     assert (rows[-1].tiers, rows[-1].schedule, rows[-1].branches) == (("tiny", "medium", "full"), "async", MOST_BRANCHES)
     assert rows[-1].speedup > 1.1 * max(row.speedup for row in rows if row.schedule == "lockstep")
     assert next(row for row in rows if row.schedule == "alone").speedup == 1
-    assert rows == prediction_rows(bench.costs, bench.trace, num_tokens=500, lockstep_windows=(3, 5))
-
-
-def test_useless_drafter_costs_little() -> None:
-    """Guards the choice not to wait: a drafter that is always wrong must not halve the pace."""
-    costs = (TierCost("tiny", PassCost(0.001)), TierCost("full", PassCost(0.03)))
-    outcome = Bench(costs, Trace.drawn(Acceptance((0.0,)), 400), 300).outcome((0, 1))
-    assert outcome.elapsed_s < 300 * 0.03 * 1.1
 
 
 def test_cheap_drafter_is_waited_for() -> None:
     """Guards the choice to wait: after a correction a drafter thirty times as fast is worth a few of its tokens."""
     costs = (TierCost("tiny", PassCost(0.001)), TierCost("full", PassCost(0.03)))
-    bench = Bench(costs, Trace.drawn(Acceptance((0.75,)), 4000), 1000)
+    bench = Bench(costs, Trace.drawn(Acceptance((0.75,)), 2000), 500)
     eager = tuple(replace(cost, policy=replace(cost.policy, patience=0.0)) for cost in costs)
     assert bench.outcome((0, 1)).tokens_per_s > 1.03 * replace(bench, costs=eager).outcome((0, 1)).tokens_per_s
 

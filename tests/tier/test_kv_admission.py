@@ -23,6 +23,7 @@ from cascade.tier.local_links import join
 from cascade.tier.tier import Tier
 from tests.architectures import SERVED, build
 from tests.books import check_memory
+from tests.cases import rare
 from tests.tier.test_tier import CountingModel, Inbox, Silent, alone, finish, opening, settle, written
 from tests.waiting import LONG_S
 
@@ -160,7 +161,10 @@ def _score(model: Model, pool: BlockManager, tokens: Sequence[int], num_own: int
     return logits, known
 
 
-@pytest.mark.parametrize("name", [name for name in SERVED if name != "phi3-longrope"])
+QUICK = {"llama", "gemma2", "mistral", "deepseek_v3", "gpt_oss", "mimo_v2_flash"}  # sliding, latent, shared, sinks
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else rare(name) for name in SERVED if name != "phi3-longrope"])
 def test_reused_keys_and_values_are_those_of_the_model(name: str) -> None:
     """Guards reuse on every architecture: sliding windows, latent attention, shared heads; to the last bit."""
     model = Model(build(name), attention=Contiguous(), cache_tokens=2048)
@@ -212,7 +216,7 @@ def test_several_processes_share_a_device(monkeypatch: pytest.MonkeyPatch) -> No
         start()
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", *map(rare, ("mistral", "deepseek_v3", "gpt_oss"))])
 def test_texts_of_real_models_do_not_depend_on_memory(name: str) -> None:
     """Guards the promise where it counts: reused, preempted and recomputed, a text is that of a session alone."""
     model = Model(build(name), attention=Contiguous(), cache_tokens=3 * TILE)

@@ -190,20 +190,16 @@ def test_too_few_answers_teach_nothing() -> None:
         align("tiny", Talker(0.5, 0.7), [sample(number) for number in range(9)], [], 0.02)
 
 
-def answers_of_full(count: int) -> list[Sample]:
+@pytest.fixture(scope="module")
+def answers() -> list[Sample]:
     """What the small full model writes after the beginnings of lines."""
-    from cascade.local import Cascade
-
-    found = []
+    prompts = [f"class Reader{number}:\n    def read(self, name{number}):\n" for number in range(16)]
     with small.cascade() as cascade:
-        assert isinstance(cascade, Cascade)
-        params = SamplingParams(max_tokens=56, temperature=0, ignore_eos=True)
-        for number in range(count):
-            prompt = f"class Reader{number}:\n    def read(self, name{number}):\n"
-            done = cascade.generate(prompt, params)
-            ids = cascade.tokenizer.encode(prompt)
-            found.append(Sample((*ids, *done.token_ids), len(ids), 0.0, "", 1, time.time()))
-    return found
+        written = cascade.generate(prompts, SamplingParams(max_tokens=56, temperature=0, ignore_eos=True))
+        asked = [cascade.tokenizer.encode(prompt) for prompt in prompts]
+    return [
+        Sample((*ids, *done.token_ids), len(ids), 0.0, "", 1, time.time()) for ids, done in zip(asked, written, strict=True)
+    ]
 
 
 def score_of(model: Model, text: tuple[int, ...]) -> list[int]:
@@ -216,17 +212,17 @@ def score_of(model: Model, text: tuple[int, ...]) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["tiny", "eagle3"])
-def test_a_student_learns_and_its_weights_are_taken(tmp_path: Path, name: str) -> None:
+def test_a_student_learns_and_its_weights_are_taken(tmp_path: Path, name: str, answers: list[Sample]) -> None:
     """Guards the whole way: answers of the full model teach a drafter, which a model that runs takes without a new one."""
     tiny, _, full = small.paths()
     source = {"tiny": tiny, "eagle3": small.head()}[name]
-    student, answers = student_of(name, full, source, device="cpu"), answers_of_full(16)
+    student = student_of(name, full, source, device="cpu")
     pool, told = shards(answers, student.tokens), list[Progress]()
     before = np.concatenate([student.says(shard) for shard in pool])
-    for step in range(24):
-        student.learn(pool[step % len(pool)], step / 24)
+    for step in range(12):
+        student.learn(pool[step % len(pool)], step / 12)
     assert np.concatenate([student.says(shard) for shard in pool]).mean() > before.mean()
-    many = [one.tail(len(one.tokens) - cut) for one in answers for cut in range(8)]  # of which some are held out
+    many = [one.tail(len(one.tokens) - cut) for one in answers for cut in range(4)]  # of which some are held out
     outcome = align(name, student, many, [], 0.01, tell=told.append)
     assert told[-1].steps == outcome.steps
     version = Versions(tmp_path).add(record(student, outcome))

@@ -57,7 +57,7 @@ def test_distilling_makes_an_ordinary_folder_and_goes_on(teacher: str, tmp_path:
     assert len({*said}) == student.config.draft_vocab_size == -(-whole.config.vocab_size // 4)
     assert whole.generation_config.eos_token_id in said
     before = torch.load(tmp_path / "student.work" / "student.pt", weights_only=True)["numbers"]
-    distill(teacher, out, "--hours", "0.009")
+    distill(teacher, out, "--hours", "0.005")
     assert json.loads((out / FILE).read_text()) == said
     after = torch.load(tmp_path / "student.work" / "student.pt", weights_only=True)["numbers"]
     assert after["step"] > before["step"] > 0
@@ -65,23 +65,20 @@ def test_distilling_makes_an_ordinary_folder_and_goes_on(teacher: str, tmp_path:
     assert not list(tmp_path.rglob("*partial*"))
 
 
-def test_an_earlier_student_goes_on(teacher: str, tmp_path: Path) -> None:
-    """Guards weeks of training whose work folder is gone: the student must not be cut anew."""
+def test_an_earlier_student_goes_on_with_given_texts(teacher: str, tmp_path: Path) -> None:
+    """Guards weeks of training whose work folder is gone, and the text of files: neither may be made anew."""
     whole = AutoModelForCausalLM.from_pretrained(teacher).config
     sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 12}
     tokens = {name: getattr(whole, name) for name in ("vocab_size", "bos_token_id", "eos_token_id")}
     LlamaForCausalLM(LlamaConfig(**sizes, **tokens, num_key_value_heads=2)).save_pretrained(tmp_path / "one")
-    distill(teacher, tmp_path / "two", "--hours", "0.003", "--start", str(tmp_path / "one"))
-    assert "an earlier student" in (tmp_path / "two" / "README.md").read_text()
-    one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / name).config for name in ("one", "two"))
-    assert (one.hidden_size, one.num_hidden_layers) == (two.hidden_size, two.num_hidden_layers)
-
-
-def test_text_of_files_is_learnt_instead(teacher: str, tmp_path: Path) -> None:
     data = tmp_path / "data.txt"
     data.write_text("def f(x):\n    return x\n" * 400)
-    distill(teacher, tmp_path / "student", "--hours", "0.003", "--data", str(data))
-    assert "of the given files" in (tmp_path / "student" / "README.md").read_text()
+    distill(teacher, tmp_path / "two", "--hours", "0.003", "--start", str(tmp_path / "one"), "--data", str(data))
+    card = (tmp_path / "two" / "README.md").read_text()
+    assert "an earlier student" in card
+    assert "of the given files" in card
+    one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / name).config for name in ("one", "two"))
+    assert (one.hidden_size, one.num_hidden_layers) == (two.hidden_size, two.num_hidden_layers)
 
 
 def test_work_of_another_model_is_refused(teacher: str, tmp_path: Path) -> None:

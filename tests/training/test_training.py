@@ -142,7 +142,7 @@ def test_writing_is_what_the_model_would_say(tmp_path: Path) -> None:
 
 
 def test_conversations_follow_the_template() -> None:
-    texts = list(islice(write(teacher(), TURNS, own_prompts(TURNS), rows=8, max_len=200), 12))
+    texts = list(islice(write(teacher(), TURNS, own_prompts(TURNS), rows=8, max_len=200), 4))
     for text in texts:
         assert tuple(text.tokens[:2]) == TURNS.opening
         assert tuple(text.tokens[text.prompt_len - 3 : text.prompt_len]) == TURNS.answering

@@ -1,6 +1,6 @@
 """What is guessed after a text: the currency between tiers, and between a tier and its drafters."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,14 +150,7 @@ class Draft:
         size = len(nodes)
         if size == 0 or nodes[-1] == size - 1:
             return self.first(size)
-        place = {node: new for new, node in enumerate(nodes)}
-        place[-1] = -1
-        return Draft(
-            tuple(self.tokens[node] for node in nodes),
-            bytes(self.origins[node] for node in nodes),
-            bytes(self.confidences[node] for node in nodes) if self.confidences else b"",
-            tuple(place[self.parent(node)] for node in nodes),
-        )
+        return self._part({-1: -1} | {node: place for place, node in enumerate(nodes)})
 
     def fitting(self, vocab_size: int, depth: int, size: int) -> "Draft":
         """The part of its first ``size`` nodes that are token ids and at most ``depth`` tokens deep, each with its parents."""
@@ -179,22 +172,27 @@ class Draft:
             if rest == len(self.tokens):
                 return NO_DRAFT
             return Draft(self.tokens[rest:], self.origins[rest:], self.confidences[rest:], dists=self.dists[rest:])
-        kept = {node: -1}
+        places = {node: -1}
         for child in range(node + 1, len(self.tokens)):
-            if self.parents[child] in kept:
-                kept[child] = len(kept) - 1
-        nodes = list(kept)[1:]
-        if not nodes:
-            return NO_DRAFT
+            if self.parents[child] in places:
+                places[child] = len(places) - 1
+        return self._part(places) if len(places) > 1 else NO_DRAFT
+
+    def _part(self, places: Mapping[int, int]) -> "Draft":
+        """Some nodes alone, each with its place, after the root, which has place -1."""
+        nodes = list(places)[1:]
         return Draft(
-            tuple(self.tokens[i] for i in nodes),
-            bytes(self.origins[i] for i in nodes),
-            bytes(self.confidences[i] for i in nodes) if self.confidences else b"",
-            tuple(kept[self.parents[i]] for i in nodes),
+            tuple(self.tokens[node] for node in nodes),
+            bytes(self.origins[node] for node in nodes),
+            bytes(self.confidences[node] for node in nodes) if self.confidences else b"",
+            tuple(places[self.parent(node)] for node in nodes),
         )
 
     def merge(self, other: "Draft") -> "Draft":
-        """The union of both trees. Nodes of both have this one's origins and confidences; this one's nodes come first."""
+        """The union of both trees, without what they were drawn from, unless this one has all of the other.
+
+        Nodes of both have this one's origins and confidences; this one's nodes come first.
+        """
         return self.union(other)[0]
 
     def union(self, other: "Draft") -> tuple["Draft", Sequence[int]]:
@@ -217,10 +215,7 @@ class Draft:
                 parents.append(at)
             there[node] = known[at, token]
         confidences = bytes(said) if self.confidences or other.confidences else b""
-        alike = self.is_line and other.is_line and other.tokens[: len(self)] == self.tokens
-        dists = (*self.dists, *other.dists[len(self) :]) if alike and len(self.dists) == len(self) else ()
-        dists = dists if len(dists) == len(tokens) else ()
-        return Draft(tuple(tokens), bytes(origins), confidences, tuple(parents), dists), list(there.values())[1:]
+        return Draft(tuple(tokens), bytes(origins), confidences, tuple(parents)), list(there.values())[1:]
 
     def _child(self, node: int, token: int) -> int | None:
         if not self.parents:

@@ -138,27 +138,19 @@ def test_answers_go_on_wherever_their_streams_broke_off(
             assert ended.text == "".join(piece.text for piece in rest)
 
 
-def test_tokens_are_cut_with_the_text() -> None:
-    """Guards token ids left past a stop string (vLLM 47616): ids cover exactly the text."""
-    params = SamplingParams(stop=("\n\n",), seed=1)
-    _, completion = feed(params, [1, 2, 4, 4, 1], [5])
+@pytest.mark.parametrize(
+    ("tokens", "size", "text", "ids", "said"),
+    [
+        ([1, 2, 4, 4, 1], 5, "ab", (1, 2), ["ab"]),  # ids cover exactly the text (vLLM 47616)
+        ([1, 4, 2, 4, 4], 1, "a\nb", (1, 4, 2), ["a", "\nb", ""]),  # what may begin a stop string is held back
+        ([1, END, 2], 3, "a", (1, END), ["a"]),  # an ending token has no text, and is there
+    ],
+)
+def test_tokens_are_cut_with_the_text(tokens: list[int], size: int, text: str, ids: tuple[int, ...], said: list[str]) -> None:
+    """Guards clients against half of a stop string, and against ids that are not those of the text."""
+    found, completion = feed(SamplingParams(stop=("\n\n",), seed=1), tokens, [size] * 5)
     assert completion is not None
-    assert (completion.text, completion.token_ids) == ("ab", (1, 2))
-
-
-def test_possible_stop_is_held_back() -> None:
-    """Guards a client that has seen the first half of a stop string."""
-    pieces, completion = feed(SamplingParams(stop=("\n\n",), seed=1), [1, 4, 2, 4, 4], [1] * 5)
-    assert pieces == ["a", "\nb", ""]
-    assert completion is not None
-
-
-def test_ending_token_has_no_text_and_is_counted() -> None:
-    """Guards an end-of-text token that shows in the text or is missing from the ids."""
-    _, completion = feed(SamplingParams(seed=1), [1, END, 2], [3])
-    assert completion is not None
-    assert (completion.text, completion.token_ids, completion.finish_reason) == ("a", (1, END), "stop")
-    assert completion.stats.completion_tokens == 2
+    assert (completion.text, completion.token_ids, completion.finish_reason, found) == (text, ids, "stop", said)
 
 
 def test_replay_goes_on_behind_what_was_taken() -> None:
@@ -324,11 +316,3 @@ def test_time_to_the_first_token_is_that_of_the_first() -> None:
     assert chunk is not None
     assert chunk.completion is not None
     assert chunk.completion.stats.first_token_s == 0.5
-
-
-@given(st.lists(st.lists(st.integers(0, 9), max_size=16).map(tuple)))
-def test_positions_add_up(lists: list[tuple[int, ...]]) -> None:
-    """Guards sums of edges whose passes accepted different lengths."""
-    total = sum((Edge("", "", accepted_by_position=one) for one in lists), Edge("", "")).accepted_by_position
-    assert sum(total) == sum(map(sum, lists))
-    assert len(total) == max(map(len, lists), default=0)

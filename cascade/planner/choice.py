@@ -6,6 +6,7 @@ the best pass gives most tokens in a second. So with load, when passes are long 
 lines and lines to nothing, and grow back.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -36,22 +37,15 @@ def affordable(
     return best
 
 
-def speedup(right: float, cost: float, most: int = MOST_STEPS) -> float:
-    """Over a pass without guesses, with as many steps of a head as pay best; see `paying_steps`."""
-    return max(_speedup(right, cost, number) for number in range(1, most + 1))
-
-
 def paying_steps(right: float, cost: float, most: int = MOST_STEPS) -> int:
     """Steps of a head that give most tokens a second, 0 to ``most``.
 
     ``right`` is the chance of each guess to be right if those before it are, ``cost`` what a step takes as a share of a pass
     (Leviathan et al., arXiv 2211.17192, section 3.3).
     """
-    return max(range(most + 1), key=lambda number: _speedup(right, cost, number)) if cost else most
-
-
-def _speedup(right: float, cost: float, number: int) -> float:
-    return sum(right**place for place in range(number + 1)) / (1 + cost * number)
+    tokens = itertools.accumulate(right**place for place in range(most + 1))
+    rates = [gives / (1 + cost * number) for number, gives in enumerate(tokens)]
+    return rates.index(max(rates)) if cost else most
 
 
 @dataclass(frozen=True, slots=True)

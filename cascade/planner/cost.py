@@ -25,9 +25,10 @@ PARAMS = SamplingParams(temperature=0, seed=0)
 
 @dataclass(frozen=True, slots=True)
 class PassCost:
-    """Seconds that a pass takes: ``base_s + token_s * max(0, tokens - knee)``, or points ``(tokens, seconds)`` measured.
+    """Seconds that a pass takes: ``base_s + token_s * max(0, tokens - knee)``, or measured points ``(tokens, seconds)``.
 
-    Between measured points it is a straight line, before the first the same as there, after the last it goes on as steep.
+    Between measured points it is a straight line, before the first the same as there, after the last it goes on as steep. The
+    number of tokens may be a mean.
     """
 
     base_s: float = 0.0
@@ -35,7 +36,7 @@ class PassCost:
     knee: int = 1  # tokens that cost no more than one
     points: tuple[tuple[int, float], ...] = ()  # of increasing tokens
 
-    def __call__(self, num_tokens: int) -> float:
+    def __call__(self, num_tokens: float) -> float:
         if not self.points:
             return self.base_s + self.token_s * max(0, num_tokens - self.knee)
         return _between([tokens for tokens, _ in self.points], [seconds for _, seconds in self.points], num_tokens)
@@ -108,7 +109,7 @@ class Profile:
             self._seconds[place] *= 1 + moved * (ratio - 1)
 
 
-def _between(tokens: Sequence[int], seconds: Sequence[float], num_tokens: int) -> float:
+def _between(tokens: Sequence[int], seconds: Sequence[float], num_tokens: float) -> float:
     """On straight lines between points, before the first the same as there, after the last as steep as before it."""
     if len(tokens) == 1 or num_tokens <= tokens[0]:
         return seconds[0]

@@ -68,12 +68,7 @@ class TierLoad:
 
     def capacity(self, slowdown: float) -> float:
         """Sessions in a pass that takes at most ``slowdown`` times as long as one of a single session."""
-        return _most(lambda sessions: self.cost_of(sessions) <= slowdown * self.cost(1))
-
-    def cost_of(self, sessions: float) -> float:
-        """Seconds of a pass, on a straight line between whole numbers of sessions."""
-        below, share = max(1, math.floor(sessions)), max(0.0, sessions - max(1, math.floor(sessions)))
-        return self.cost(below) * (1 - share) + self.cost(below + 1) * share
+        return _most(lambda sessions: self.cost(sessions) <= slowdown * self.cost(1))
 
 
 def choose(tiers: Sequence[TierLoad], gains: Gains, goal: Goal, current: Layout) -> Layout:
@@ -192,7 +187,7 @@ class _Room:
 
         def quick(sessions: float) -> bool:
             gain = _between({**sure, max(sure) + 1: 1.0}, sessions) if drafts and sure else 1.0
-            return max(1.0, gain) * self._token_s >= self._full.cost_of(sessions) * (1 - ROUNDING)
+            return max(1.0, gain) * self._token_s >= self._full.cost(sessions) * (1 - ROUNDING)
 
         return _most(quick)
 
@@ -206,7 +201,7 @@ class _Room:
         return self._rate(drafts, _most(slack))
 
     def _rate(self, drafts: Drafts, sessions: float) -> float:
-        return self._gain(drafts, sessions) / self._full.cost_of(sessions)
+        return self._gain(drafts, sessions) / self._full.cost(sessions)
 
     def _gain(self, drafts: Drafts, sessions: float) -> float:
         """At the nearest load. Of drafts that are unknown there is hope where they come to those that there are."""

@@ -42,22 +42,19 @@ class Learnt:
         """``speeds`` are as full replicas measure them at the loads that they have; of absent tiers they are old."""
         for tier in tiers[:-1]:
             self._note(tier, tiers[-1], now)
-        tried = {tier.name for tier in tiers[:-1] if self._tried(tier.name, now)}
+        tried = {name for name, since in self._awake.items() if now - since >= self.pace.trial_s}
         for names in _sets(tried) if tiers[-1].sessions and tiers[-1].replicas else ():
-            gains = {load: known[names] / known[ALONE] for load, known in speeds.items() if known.get(ALONE) and names in known}
+            gains = {load: rate[names] / rate[ALONE] for load, rate in speeds.items() if rate.get(ALONE) and names in rate}
             if not gains and not all(tier.sessions for tier in tiers[:-1] if tier.name in names):  # there, and nobody asks
-                gains = {_load(tiers[-1]): 1.0}
+                gains = {load_bucket(tiers[-1].sessions / tiers[-1].replicas): 1.0}
+            known = self._known.setdefault(names, {}) if gains else {}
             for load, gain in gains.items():
-                self._note_gain(names, load, gain)
+                known[load] = known[load] + RECENT * (gain - known[load]) if load in known else gain
 
     @property
     def gains(self) -> Gains:
         """Of sets of draft tiers that were tried."""
         return self._known
-
-    def _note_gain(self, names: Drafts, load: int, gain: float) -> None:
-        known = self._known.setdefault(names, {})
-        known[load] = known[load] + RECENT * (gain - known[load]) if load in known else gain
 
     def _note(self, tier: TierLoad, full: TierLoad, now: float) -> None:
         """A tier comes and goes; one that has been away for long may have become better."""
@@ -74,9 +71,6 @@ class Learnt:
             self._asleep[name] = now
             for names in [names for names in self._known if name in names]:
                 del self._known[names]
-
-    def _tried(self, name: str, now: float) -> bool:
-        return name in self._awake and now - self._awake[name] >= self.pace.trial_s
 
 
 @dataclass(slots=True)
@@ -157,10 +151,6 @@ def _in_use(tiers: Sequence[TierLoad], counts: Sequence[int]) -> float:
 def _direction(old: Layout, new: Layout) -> int:
     """1 if more is wanted of the full tier, or of the others where that stays; -1 if less; 0 if nothing changes."""
     return (new[::-1] > old[::-1]) - (new[::-1] < old[::-1])
-
-
-def _load(full: TierLoad) -> int:
-    return load_bucket(full.sessions / max(1, full.replicas))
 
 
 def _sets(names: Iterable[str]) -> list[Drafts]:

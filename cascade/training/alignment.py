@@ -25,7 +25,7 @@ from cascade.engine.heads.loading import published
 from cascade.engine.loading import load
 from cascade.engine.network.llama import FAMILY
 from cascade.errors import ConfigError
-from cascade.training import eagle, fitting
+from cascade.training import eagle
 from cascade.training.distillation import CAUSAL, Run, Schedule
 from cascade.training.learning import Learner, mixed_precision
 from cascade.training.reservoir import Sample
@@ -110,7 +110,7 @@ class HeadStudent:
         if not isinstance(head, Eagle3) or head.kind != HEAD:
             raise ConfigError(f"{source!r} is a head of kind {head.kind!r}: of heads those of kind {HEAD!r} learn")
         self._verifier, self._head = verifier, head.float().requires_grad_(True)
-        self._schedule = fitting.Schedule(steps=0, **RATES)
+        self._schedule = eagle.Schedule(steps=0, **RATES)
         self._learner, self._steps = Learner(head, self._schedule, {head.vocab_size, len(head.known)}), 0
 
     def learn(self, shard: Shard, progress: float) -> None:

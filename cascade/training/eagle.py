@@ -9,20 +9,37 @@ k - 1, attends to the hidden states up to i and to its own steps, and is to say 
 Li et al., "EAGLE-3", arXiv 2503.01840.
 """
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from tqdm import tqdm
 from transformers import LlamaConfig, PreTrainedModel
 
+from cascade.engine.checkpoint import SINGLE
 from cascade.engine.heads.eagle import Eagle3
 from cascade.engine.heads.head import Verifier
-from cascade.training.fitting import Batch, Schedule, fit, save
-from cascade.training.learning import mixed_precision
+from cascade.training.learning import Learner, Rates, mixed_precision
+
+CHECKPOINT = "training.pt"  # beside the head, to go on from
+
+Batch = Callable[[int], Tensor]  # token ids ``[rows, n]`` of a step by its number, the same ones each time
+
+
+@dataclass(frozen=True)
+class Schedule(Rates):
+    """How long a head is trained, and how fast."""
+
+    steps: int
+    unrolled: int = 4  # guesses after each position
+    decay: float = 0.8  # of the loss, from guess to guess
+    save_every: int = 50  # steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +96,22 @@ class Unrolled:
 
 
 def train_eagle3(network: PreTrainedModel, batch: Batch, shape: EagleShape, schedule: Schedule, folder: Path) -> float:
-    """Train a head for ``network`` and write it to ``folder``; see `fit`."""
+    """Train a head for ``network`` and write it to ``folder``; returns the mean loss of its last steps, in nats a guess.
+
+    Goes on from the last checkpoint in ``folder``; raises `ConfigError` if that is of another head.
+    """
     torch.manual_seed(0)
     head = new_head(network, shape)
-    mean = fit(head, lambda ids: loss(network, head, ids, schedule), batch, schedule, folder)
+    learner, path = Learner(head, schedule, {head.vocab_size, len(head.known)}), folder / CHECKPOINT
+    numbers = learner.resume(path) if path.exists() else {"step": 0, "mean": 0.0}
+    first, mean = int(numbers["step"]), float(numbers["mean"])
+    for step in (bar := tqdm(range(first, schedule.steps), desc="train", initial=first, total=schedule.steps, mininterval=5)):
+        now = loss(network, head, batch(step).to(network.device), schedule)
+        learner.learn(now, step, step / schedule.steps)
+        mean = now.item() if not step else 0.95 * mean + 0.05 * now.item()
+        bar.set_postfix(loss=f"{mean:.3f}", refresh=False)
+        if (step + 1) % schedule.save_every == 0 or step + 1 == schedule.steps:
+            learner.save(path, {"step": step + 1, "mean": mean})
     write(head, shape, folder)
     return mean
 
@@ -136,7 +165,7 @@ def unroll(head: Eagle3, hidden: Sequence[Tensor], ids: Tensor, steps: int) -> I
 
 
 def write(head: Eagle3, shape: EagleShape, folder: Path) -> None:
-    """The head's files; ids of hidden states count as those of the ``speculators`` library."""
+    """The head's files, numbers in bfloat16; ids of hidden states count as those of the ``speculators`` library."""
     ids = torch.tensor(shape.tokens)
     known = torch.zeros(head.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
     config = head.config.to_dict() | {
@@ -144,4 +173,8 @@ def write(head: Eagle3, shape: EagleShape, folder: Path) -> None:
         "draft_vocab_size": len(ids),
         "eagle_aux_hidden_state_layer_ids": list(shape.reads),
     }
-    save(head.state_dict() | {"d2t": ids - torch.arange(len(ids)), "t2d": known}, config, folder)
+    weights = {name: part.bfloat16().contiguous() for name, part in head.state_dict().items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    places = {"d2t": ids - torch.arange(len(ids)), "t2d": known}
+    save_file(weights | places, folder / SINGLE, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n", encoding="utf-8")

@@ -16,8 +16,7 @@ from cascade.engine.loading import load
 from cascade.engine.model_config import context_len
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ConfigError
-from cascade.training.eagle import EagleShape, train_eagle3
-from cascade.training.fitting import Batch, Schedule
+from cascade.training.eagle import Batch, EagleShape, Schedule, train_eagle3
 from cascade.training.learning import mixed_precision
 from cascade.training.writing import Turns, end_tokens, own_prompts, write
 

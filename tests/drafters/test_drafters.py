@@ -9,12 +9,12 @@ import pytest
 
 from benchmarks.toy import ToyModel
 from cascade.draft import NO_DRAFT, Draft
-from cascade.drafters import TEXT, DrafterSpec, make
+from cascade.drafters import DrafterSpec, make
 from cascade.drafters.in_pass import TRY, InPass
 from cascade.drafters.matching import MAX_TENANTS, Corpus, Lookup, Suffix, kind
 from cascade.messages import Open
 from cascade.params import SamplingParams
-from cascade.planner.choice import MOST_STEPS, paying_steps, speedup
+from cascade.planner.choice import MOST_STEPS, paying_steps
 from cascade.planner.cost import Profile
 from cascade.scorer import UNREAD, Drafter, Guesser, Row, RunnerUp, Scored
 from cascade.tier.local_links import join
@@ -98,7 +98,7 @@ def request(tiers: Sequence[Tier], seed: int, temperature: float, num_tokens: in
 @pytest.mark.parametrize("branches", [0, 4])
 def test_a_text_is_the_full_models(tiers: list[Tier], temperature: float, branches: int) -> None:
     """Guards losslessness against guesses of several drafters in one tree, nonsense among them, in every tier."""
-    for seed in range(4):
+    for seed in range(2):
         asked = request(tiers, seed, temperature, draft_branches=branches)
         [answer], _ = written(tiers[-1], asked)
         own = [edge for edge in answer.edges if edge.verifier == tiers[-1].name]
@@ -123,13 +123,13 @@ def full(kinds: Sequence[str]) -> Iterator[Tier]:
         yield tier
 
 
-@pytest.mark.parametrize(("kinds", "least"), [(["lookup"], 2.5), (["suffix"], 2.5)])
-def test_a_text_that_repeats_itself_takes_few_passes(full: Tier, kinds: Sequence[str], least: float) -> None:
+@pytest.mark.parametrize("kinds", [["lookup"], ["suffix"]])
+def test_a_text_that_repeats_itself_takes_few_passes(full: Tier, kinds: Sequence[str]) -> None:
     """Guards the speed that it is for, through the bends in a text that repeats itself but for a token now and then."""
     asked = replace(opening(0, 0.0, 200), chain=(), drafters=tuple(kinds))
     [answer], _ = answered(full, asked)
     assert answer.tokens == [parrot(p) for p in range(asked.prompt_len, asked.prompt_len + 200)]
-    assert full.stats.passes < 200 / least
+    assert full.stats.passes < 200 / 2.5
     assert {edge.drafter for edge in answer.edges} == {"", *kinds}
 
 
@@ -186,14 +186,9 @@ def test_tenants_never_hear_of_each_other() -> None:
     first.close(secret)
     assert drafter.begin("a").guess([1, 2, 3], 0, 4).tokens[:4] == (4, 5, 6, 7)
     assert drafter.begin("b").guess([1, 2, 3], 0, 4) == NO_DRAFT
-
-
-def test_memory_of_tenants_is_bounded() -> None:
-    """Guards a server with many users: those who came last are remembered."""
-    suffix = Suffix()
     for tenant in range(3 * MAX_TENANTS):
-        suffix.begin(str(tenant))
-    assert len(suffix.tenants) == MAX_TENANTS
+        drafter.begin(str(tenant))
+    assert len(drafter.tenants) == MAX_TENANTS, "those who came last are remembered"
 
 
 def test_longer_matches_are_more_certain() -> None:
@@ -209,12 +204,6 @@ def test_two_continuations_are_a_tree() -> None:
     heads = {draft.tokens[node] for node in draft.children(-1)}
     assert heads == {3, 5}
     assert draft.tokens[0] == 5, "of equals the latest first"
-
-
-def test_kinds_can_all_be_made() -> None:
-    """Guards the configuration: every kind that it takes is made, with its level."""
-    made = make([DrafterSpec(one, "" if one != "corpus" else __file__) for one in TEXT], tuple(TEXT), lambda text: [1, 2, 3])
-    assert [(one.name, one.level) for one in made] == [(name, level) for level, name in enumerate(TEXT)]
 
 
 class Reader(ToyModel):
@@ -291,8 +280,6 @@ def test_paying_is_what_is_fastest() -> None:
     for cost in (0.1, 0.3, 0.5):
         numbers = [paying_steps(right / 20, cost) for right in range(21)]
         assert numbers == sorted(numbers)
-        assert all(speedup(right / 20, cost) > 1 or not paying_steps(right / 20, cost) for right in range(21))
-    assert speedup(0.5, 0.25) == pytest.approx(1.5 / 1.25)
 
 
 def test_texts_give_up_where_others_have() -> None:

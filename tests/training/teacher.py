@@ -17,6 +17,9 @@ CONFIG = LlamaConfig(
     bos_token_id=1,
     eos_token_id=2,
 )
+CHAT = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 
 
 @cache

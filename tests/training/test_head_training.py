@@ -13,8 +13,7 @@ from cascade.engine.model import Model
 from cascade.errors import ConfigError
 from cascade.params import SamplingParams
 from cascade.scorer import Row
-from cascade.training.eagle import EagleShape, train_eagle3, unroll
-from cascade.training.fitting import Batch, Schedule
+from cascade.training.eagle import Batch, EagleShape, Schedule, train_eagle3, unroll
 from tests.architectures import VOCAB, build
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)

@@ -12,10 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from cascade.cli.main import main
 from cascade.engine.draft_vocab import FILE
 from tests import small
-
-CHAT = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+from tests.training.teacher import CHAT
 
 
 @pytest.fixture(scope="module")

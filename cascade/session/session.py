@@ -175,9 +175,10 @@ class Session:
     # a pass has scored a row
 
     def advance(self, work: Work, scored: Scored) -> Commit | None:
-        """Take what a pass says of ``work``; the commit for the tier below, ``None`` after a prefill chunk.
+        """Take what a pass says of ``work``: the guesses that are right and the own token after them.
 
-        Own tokens may end before the draft does, after the first at least: the guesses left have not been scored.
+        Returns the commit for the tier below, ``None`` after a prefill chunk. Own tokens may end before the draft does, after
+        the first at least: the guesses left have not been scored.
         """
         if work.branch is not None:
             self._advance_branch(work.branch, work, scored)
@@ -187,15 +188,9 @@ class Session:
             self.kv_len += len(work.tokens)
             return None
         assert 1 <= len(scored.own) <= work.num_scored
-        start = len(self.text)
-        if self.rounds is not None:
-            self.rounds.advance(start, work.draft, scored)
-        self._accept(work, scored)
-        return Commit(self.drafter_session, start, tuple(self.text[start:]))
-
-    def _accept(self, work: Work, scored: Scored) -> None:
-        """Emit the guesses that are right and the own token after them; what was guessed after it is left."""
         draft, own, start = work.draft, scored.own, len(self.text)
+        if self.rounds is not None:
+            self.rounds.advance(start, draft, scored)
         new, path = draft.walk(own, self.opening.ends)
         guesses, pool = self.guesses, self.guesses.pool.draft
         known = pool.find(new)
@@ -213,6 +208,7 @@ class Session:
         if len(known) < len(new):
             self._origins.append(origin(self.level, corrected=replaced))
         self.kv_len = len(self.text) - 1
+        return Commit(self.drafter_session, start, tuple(new))
 
     def _advance_branch(self, branch: Branch, work: Work, scored: Scored) -> None:
         assert self.branches is not None

@@ -5,7 +5,7 @@ The simulator runs the real sessions; own tokens come from a `Trace`, which says
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from cascade.params import DEFAULT_WINDOW, MOST_BRANCHES, SamplingParams
@@ -65,15 +65,28 @@ def prediction_rows(
     trace = acceptance if isinstance(acceptance, Trace) else Trace.drawn(acceptance, 4 * num_tokens, seed)
     bench = Bench(tuple(costs), trace, num_tokens, num_requests)
     full = len(costs) - 1
-    alone = bench.prediction((full,), "alone", 0, 0)
-    rows = [alone]
+    alone = bench.outcome((full,))
+
+    def row(chosen: Sequence[int], schedule: Schedule, window: int, branches: int) -> Prediction:
+        served = bench.outcome(chosen, lockstep=schedule == "lockstep", window=window, branches=branches)
+        return Prediction(
+            tuple(costs[i].name for i in chosen),
+            schedule,
+            window,
+            branches,
+            served.tokens_per_s,
+            served.tokens_per_s / alone.tokens_per_s,
+            served.tokens_per_pass,
+            tuple(usage.busy_s / served.elapsed_s for usage in served.usage),
+            served.usage[-1].mean_bubble_s,
+        )
+
+    rows = [row((full,), "alone", 0, 0)]
     for lower in itertools.chain.from_iterable(itertools.combinations(range(full), size) for size in range(1, full + 1)):
         chosen = (*lower, full)
-        locked = [bench.prediction(chosen, "lockstep", w, 0) for w in lockstep_windows]
-        rows.append(max(locked, key=lambda row: row.tokens_per_s))
-        rows += [bench.prediction(chosen, "async", window, most) for most in ((0, branches) if branches else (0,))]
-    rows = [replace(row, speedup=row.tokens_per_s / alone.tokens_per_s) for row in rows]
-    return sorted(rows, key=lambda row: row.speedup)
+        rows.append(max((row(chosen, "lockstep", w, 0) for w in lockstep_windows), key=lambda one: one.speedup))
+        rows += [row(chosen, "async", window, most) for most in ((0, branches) if branches else (0,))]
+    return sorted(rows, key=lambda one: one.speedup)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +115,3 @@ class Bench:
         requests = tuple(Request(params=one) for one in params)
         window = max(1, window)
         return simulate(Scenario(tiers, requests, window=window, lockstep=lockstep, branches=branches, adaptive=adaptive))
-
-    def prediction(self, chosen: Sequence[int], schedule: Schedule, window: int, branches: int) -> Prediction:
-        """Serve with the tiers ``chosen``, by index; the speed-up is for `prediction_rows` to tell."""
-        outcome = self.outcome(chosen, lockstep=schedule == "lockstep", window=window, branches=branches)
-        return Prediction(
-            tuple(self.costs[i].name for i in chosen),
-            schedule,
-            window,
-            branches,
-            outcome.tokens_per_s,
-            1.0,
-            outcome.tokens_per_pass,
-            tuple(usage.busy_s / outcome.elapsed_s for usage in outcome.usage),
-            outcome.usage[-1].mean_bubble_s,
-        )

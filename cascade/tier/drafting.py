@@ -1,7 +1,6 @@
 """Whom the sessions of a tier draft with: as planned, and around tiers that failed until they are due again."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from typing import Generic, NamedTuple
 
 from cascade.messages import Commit, Failed, Message, Proposal
@@ -29,26 +28,11 @@ class Progress(NamedTuple, Generic[U]):
     seconds: float
 
 
-@dataclass(slots=True)
-class Health:
-    """Which tiers below failed lately, and when to try them again."""
+class Failure(NamedTuple):
+    """Of a tier below, not so long ago."""
 
-    backoff_s: dict[str, float] = field(default_factory=dict)
-    retry_at: dict[str, float] = field(default_factory=dict)
-
-    def failed(self, tier: str, now: float) -> None:
-        """A session there failed; when many do, because a replica goes, that is one failure."""
-        if not self.usable(tier, now):
-            return
-        wait = min(MAX_BACKOFF_S, self.backoff_s.get(tier, FIRST_BACKOFF_S / 2) * 2)
-        self.backoff_s[tier], self.retry_at[tier] = wait, now + wait
-
-    def works(self, tier: str) -> None:
-        self.backoff_s.pop(tier, None)
-        self.retry_at.pop(tier, None)
-
-    def usable(self, tier: str, now: float) -> bool:
-        return self.retry_at.get(tier, 0.0) <= now
+    backoff_s: float  # after it, twice that of the one before
+    retry_at: float
 
 
 class Drafting(Generic[U]):
@@ -58,7 +42,7 @@ class Drafting(Generic[U]):
         self._send = send
         self._mint = mint
         self._planner = planner
-        self._health = Health()
+        self._failures: dict[str, Failure] = {}  # by tier, until it works again
         self.calibrations = Calibrations()
         self._num_begun = 0
         self._slots: dict[str, Slot[U]] = {}  # by the name of their session below
@@ -92,13 +76,16 @@ class Drafting(Generic[U]):
             slot.attached, slot.settling = usable, SETTLING
             self._slots[opening.session] = slot
             self._send(session.drafter, opening)
-        failed = (tier for tier in chain if not self._health.usable(tier, now))
-        return min((self._health.retry_at[tier] for tier in failed), default=None)
+        again_at = (failure.retry_at for tier, failure in self._failures.items() if tier in chain)
+        return min((at for at in again_at if at > now), default=None)
 
     def _usable(self, chain: Chain, now: float) -> Chain:
         """From its first usable tier on; what is below that one is its own affair."""
-        first = next((i for i, tier in enumerate(chain) if self._health.usable(tier, now)), len(chain))
+        first = next((i for i, tier in enumerate(chain) if self._works(tier, now)), len(chain))
         return chain[first:]
+
+    def _works(self, tier: str, now: float) -> bool:
+        return tier not in self._failures or self._failures[tier].retry_at <= now
 
     def leave(self, slot: Slot[U]) -> None:
         """Let go of the drafter, if there is one; closing a session that has failed is harmless."""
@@ -123,12 +110,14 @@ class Drafting(Generic[U]):
         if isinstance(message, Proposal):
             slot.session.propose(message)
             slot.settling = 0
-            self._health.works(drafter)
+            self._failures.pop(drafter, None)
             return None
         if message.fault:  # others may draft there, this one nowhere
             slot.chain = slot.allowed = ALONE
-        else:
-            self._health.failed(message.tier or drafter, now)
+        elif self._works(tier := message.tier or drafter, now):  # many fail when a replica goes: that is one failure
+            before_s = self._failures[tier].backoff_s if tier in self._failures else FIRST_BACKOFF_S / 2
+            backoff_s = min(MAX_BACKOFF_S, 2 * before_s)
+            self._failures[tier] = Failure(backoff_s, now + backoff_s)
         self.leave(slot)
         self.draft(slot, now)
         return drafter, message.reason

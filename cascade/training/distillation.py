@@ -59,11 +59,8 @@ class Run:
 
     def learn(self, shard: Shard, texts: Sequence[int], opening: int, progress: float) -> float:
         """One step; returns its loss in nats a token. The first ``opening`` tokens of each text are context only."""
-        ids, positions = padded(shard, texts).to(self.student.device), _learnt(shard, texts, opening)
-        states = self._states(ids)
-        chosen, likeliest, wanted = (
-            torch.from_numpy(part).to(self.student.device) for part in (positions.where, positions.ids, positions.wanted)
-        )
+        states = self._states(padded(shard, texts).to(self.student.device))
+        chosen, likeliest, wanted = (part.to(self.student.device) for part in _learnt(shard, texts, opening))
         places = self._places[likeliest]
         head = self.student.get_output_embeddings().weight.index_select(0, self.known)
         loss = top_cross_entropy(states.flatten(0, 1)[chosen], head, places.clamp_min(0), wanted * (places >= 0))
@@ -119,16 +116,9 @@ class Run:
         return states.float()
 
 
-@dataclass(frozen=True, slots=True)
-class _Positions:
-    """What is learnt of a batch: where it stands in the padded batch, flattened, and the teacher's distribution there."""
-
-    where: np.ndarray
-    ids: np.ndarray
-    wanted: np.ndarray
-
-
-def _learnt(shard: Shard, texts: Sequence[int], opening: int) -> _Positions:
+def _learnt(shard: Shard, texts: Sequence[int], opening: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What is learnt of a batch: positions in the padded batch, flattened, the teacher's likeliest tokens after each, int64,
+    and how likely these are, float32 ``[positions, TOP]``."""
     assert shard.ids is not None
     assert shard.logprobs is not None
     spans = [shard.span(text) for text in texts]
@@ -138,7 +128,7 @@ def _learnt(shard: Shard, texts: Sequence[int], opening: int) -> _Positions:
     rows = np.concatenate([span.start + place for span, place in zip(spans, inside, strict=True)])
     wanted = np.exp(shard.logprobs[rows].astype(np.float32))
     wanted /= wanted.sum(-1, keepdims=True)
-    return _Positions(where, shard.ids[rows].astype(np.int64), wanted)
+    return torch.from_numpy(where), torch.from_numpy(shard.ids[rows].astype(np.int64)), torch.from_numpy(wanted)
 
 
 def epochs(shards: Sequence[Shard], tokens: int, seed: int) -> Iterator[tuple[Shard, list[int]]]:

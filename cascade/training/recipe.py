@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -114,14 +113,14 @@ class Distillation:
     def _write(self, tell: Tell) -> None:
         """Write and score text of the teacher, or score the given one."""
         limit = self.plan.hours * 3600 * WRITING
-        shards, spent = len(self._shard_files(self._texts)), self._spent("writing")
+        shards = len(self._shard_files(self._texts))
         if self._data and not shards:
             texts: Iterator[Written] = self._given()
         elif self._data:
             return
         else:
             texts = self._written(self.teacher, own_prompts(self.turns, skip=shards * 1009), seed=shards)
-        self._store(self._texts, texts, "writing", spent, limit, tell)
+        self._store(self._texts, texts, "writing", limit, tell)
 
     def _answer(self, run: Run, tell: Tell) -> None:
         """Let the student answer prompts of the text, and score what it says: there it meets its own mistakes."""
@@ -137,7 +136,7 @@ class Distillation:
         whole = run.student.lm_head
         run.student.lm_head = draft_vocab.DraftHead(whole.weight, run.known)
         texts = self._written(run.student.eval(), given_prompts(prompts), seed=run.step)
-        self._store(self._answers, texts, "answering", self._spent("answering"), limit, tell)
+        self._store(self._answers, texts, "answering", limit, tell)
         run.student.lm_head = whole
         run.student.train().set_attn_implementation(CAUSAL)
 
@@ -156,20 +155,22 @@ class Distillation:
             for begin in range(0, len(tokens), self.plan.max_len):
                 yield Written(tokens[begin : begin + self.plan.max_len], 1, 0.0)
 
-    def _store(self, folder: Path, texts: Iterator[Written], phase: str, spent: float, limit: float, tell: Tell) -> None:
+    def _store(self, folder: Path, texts: Iterator[Written], phase: str, limit: float, tell: Tell) -> None:
         """Score texts and keep them, a file for every some tokens, until time or disk is used up."""
         folder.mkdir(parents=True, exist_ok=True)
-        begin, kept, number, total = time.monotonic(), list[Written](), len(self._shard_files(folder)), 0
+        kept, number, total = list[Written](), len(self._shard_files(folder)), 0
+        key = phase if folder == self._texts else f"{phase} {self._out.name}"
+        begin = time.monotonic() - self._spent().get(key, 0.0)
         for text in texts:
             if len(text.tokens) - text.prompt_len >= SHORTEST_ANSWER:
                 kept.append(text)
                 total += len(text.tokens)
-            seconds = spent + time.monotonic() - begin
+            seconds = time.monotonic() - begin
             over = seconds >= limit or number >= MAX_SHARDS
             if sum(len(one.tokens) for one in kept) >= SHARD_TOKENS or (over and number == 0 and kept):
                 self._keep(folder / f"{number:05d}.npz", kept)
                 number, kept = number + 1, []
-                self._note(phase, spent + time.monotonic() - begin)
+                self._spend(key, time.monotonic() - begin)
             before = 0.0 if phase == "writing" else WRITING + LEARNING * BEFORE_ANSWERS
             tell(Progress(phase, min(1.0, before + seconds / (self.plan.hours * 3600)), total))
             if over:
@@ -177,7 +178,7 @@ class Distillation:
         else:
             if kept:
                 self._keep(folder / f"{number:05d}.npz", kept)
-        self._note(phase, spent + time.monotonic() - begin)
+        self._spend(key, time.monotonic() - begin)
 
     def _keep(self, path: Path, texts: Sequence[Written]) -> None:
         shard = Shard.of([t.tokens for t in texts], [t.prompt_len for t in texts], [t.temperature for t in texts])
@@ -308,18 +309,13 @@ Share of positions of held-out answers at which both say the same, by the temper
             )
         path.write_text(json.dumps(about), encoding="utf-8")
 
-    def _times(self) -> dict[str, Any]:
+    def _spent(self) -> dict[str, float]:
+        """Seconds by phase, and by student where it is a phase of one."""
         path = self._work / "spent.json"
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        found: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         return found
 
-    def _key(self, phase: str) -> str:
-        return phase if phase == "writing" else f"{phase} {self._out.name}"
-
-    def _spent(self, phase: str) -> float:
-        return float(self._times().get(self._key(phase), 0.0))
-
-    def _note(self, phase: str, seconds: float) -> None:
+    def _spend(self, key: str, seconds: float) -> None:
         partial = self._work / "spent.partial"
-        partial.write_text(json.dumps({**self._times(), self._key(phase): seconds}), encoding="utf-8")
+        partial.write_text(json.dumps({**self._spent(), key: seconds}), encoding="utf-8")
         os.replace(partial, self._work / "spent.json")

@@ -8,6 +8,7 @@ al., arXiv 2407.14679).
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ ALIGNED = 8  # widths are multiples of it
 STEP = 64  # numbers of neurons are multiples of it: whole tiles of the processors' matrix units
 LEAST_LAYERS = 2
 SAID = 4  # one token of so many
+OWN = ("architectures", "model_type", "_name_or_path", "sliding_window")  # of a teacher's configuration
 WIDER = 1.5  # than the square root of the share: few wide layers take less time than many narrow ones
 
 
@@ -82,33 +84,23 @@ def cut(teacher: PreTrainedModel, shape: Shape, ids: Tensor) -> LlamaForCausalLM
     ``ids`` ``[rows, n]`` is text by which principal components and neurons are chosen; some 10,000 tokens are enough.
     Raises `ConfigError` for an architecture other than Llama's.
     """
-    _check(teacher.config)
-    seen = _observe(teacher, shape, ids)
-    with torch.no_grad():
-        return _build(teacher, shape, seen)
-
-
-@dataclass(slots=True)
-class _Seen:
-    """What flows through the teacher."""
-
-    basis: Tensor  # [hidden_size, width], orthonormal columns: the strongest principal components
-    strength: list[Tensor]  # of each kept layer, [intermediate_size]: what its neurons add to the stream
-
-
-def _check(config: PreTrainedConfig) -> None:
-    if (
-        config.model_type not in ("llama", "mistral")
-        or getattr(config, "attention_bias", False)
-        or getattr(config, "mlp_bias", False)
-    ):
+    config = teacher.config
+    biased = getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)
+    if config.model_type not in ("llama", "mistral") or biased:
         raise ConfigError(
             f"Students are cut out of models of the Llama architecture without biases, not of {config.model_type}"
         )
+    basis, strength = _observe(teacher, shape, ids)
+    with torch.no_grad():
+        return _build(teacher, shape, basis, strength)
 
 
 @torch.inference_mode()
-def _observe(teacher: PreTrainedModel, shape: Shape, ids: Tensor) -> _Seen:
+def _observe(teacher: PreTrainedModel, shape: Shape, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The strongest principal components of what flows through the teacher, orthonormal columns ``[hidden_size, width]``.
+
+    And what the neurons of each kept layer add to the stream, ``[intermediate_size]``.
+    """
     strength = [torch.zeros(teacher.config.intermediate_size) for _ in shape.layers]
     hooks = []
     for place, index in enumerate(shape.layers):
@@ -131,28 +123,23 @@ def _observe(teacher: PreTrainedModel, shape: Shape, ids: Tensor) -> _Seen:
         for hook in hooks:
             hook.remove()
     vectors = torch.linalg.eigh(moment).eigenvectors.flip(1)
-    return _Seen(vectors[:, : shape.hidden_size].float().to(teacher.device), strength)
+    return vectors[:, : shape.hidden_size].float().to(teacher.device), strength
 
 
-def _build(teacher: PreTrainedModel, shape: Shape, seen: _Seen) -> LlamaForCausalLM:
-    old, q = teacher.config, seen.basis
-    config = LlamaConfig(
-        **{
-            **{
-                k: v
-                for k, v in old.to_dict().items()
-                if k not in ("architectures", "model_type", "_name_or_path", "sliding_window")
-            },
-            "hidden_size": shape.hidden_size,
-            "intermediate_size": shape.intermediate_size,
-            "num_hidden_layers": len(shape.layers),
-            "head_dim": getattr(old, "head_dim", None) or old.hidden_size // old.num_attention_heads,
-            "layer_types": None,
-            "tie_word_embeddings": True,
-            "dtype": torch.float32,
-        }
-    )
-    student = LlamaForCausalLM(config).to(teacher.device)
+def _build(teacher: PreTrainedModel, shape: Shape, q: Tensor, strength: Sequence[Tensor]) -> LlamaForCausalLM:
+    """``q`` and ``strength`` are what `_observe` found."""
+    old = teacher.config
+    same = {name: value for name, value in old.to_dict().items() if name not in OWN}
+    changed = {
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": len(shape.layers),
+        "head_dim": getattr(old, "head_dim", None) or old.hidden_size // old.num_attention_heads,
+        "layer_types": None,
+        "tie_word_embeddings": True,
+        "dtype": torch.float32,
+    }
+    student = LlamaForCausalLM(LlamaConfig(**same | changed)).to(teacher.device)
     gain = math.sqrt(old.hidden_size / shape.hidden_size)  # the norm divides by the root of the mean over fewer channels
     body = teacher.model
     final = body.norm.weight.float()
@@ -166,7 +153,7 @@ def _build(teacher: PreTrainedModel, shape: Shape, seen: _Seen) -> LlamaForCausa
     for place, (new, index) in enumerate(zip(student.model.layers, shape.layers, strict=True)):
         layer = body.layers[index]
         read = undo if place == 0 else q
-        kept = seen.strength[place].topk(shape.intermediate_size).indices.sort().values.to(q.device)
+        kept = strength[place].topk(shape.intermediate_size).indices.sort().values.to(q.device)
         before, after = layer.input_layernorm.weight.float(), layer.post_attention_layernorm.weight.float()
         for name in ("q_proj", "k_proj", "v_proj"):
             weight = getattr(layer.self_attn, name).weight.float()

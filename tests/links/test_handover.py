@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 import pytest
 
 from benchmarks.toy import ToyModel, full_text
-from cascade.tier.drafting import FIRST_BACKOFF_S, Health
 from deployments.links import uplink
 from deployments.links.uplink import Handover
 from tests.links.net import Net, opening
@@ -104,15 +103,3 @@ async def test_a_replica_that_is_checked_asks_nobody() -> None:
     assert not left.is_set()
     assert replicas.asked == 0
     task.cancel()
-
-
-def test_many_sessions_that_fail_at_once_are_one_failure() -> None:
-    """Guards drafters: a replica of many sessions that went made its tier unused for eight seconds."""
-    health = Health()
-    for _ in range(50):
-        health.failed("tiny", 10.0)
-    assert not health.usable("tiny", 10.0)
-    assert health.usable("tiny", 10.0 + FIRST_BACKOFF_S)
-    health.failed("tiny", 11.0)
-    assert not health.usable("tiny", 11.0 + FIRST_BACKOFF_S)
-    assert health.usable("tiny", 11.0 + 2 * FIRST_BACKOFF_S)

@@ -19,7 +19,7 @@ from cascade.session.work import Work
 from cascade.simulation.scenario import NO_FAULTS, Death, Faults, Outcome, Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
 from cascade.simulation.trace import Acceptance, Trace, TraceModel
-from cascade.tier.drafting import MOST_READING, SCOUTS, SETTLING, Drafting, Progress
+from cascade.tier.drafting import FIRST_BACKOFF_S, MOST_READING, SCOUTS, SETTLING, Drafting, Progress
 from cascade.tier.kv_admission import KVAdmission
 from cascade.tier.loop import Limits, Loop
 from cascade.tier.runner import Runner
@@ -341,6 +341,23 @@ def test_tiers_that_were_left_out_stand_in_for_one_that_died() -> None:
     assert drafting.draft(slot, retry_at) is None
     assert slot.attached == ("tiny",)
     assert [type(message).__name__ for message in sent] == ["Open", "Close", "Open", "Close", "Open"]
+
+
+def test_many_sessions_that_fail_at_once_are_one_failure() -> None:
+    """Guards drafters: a replica of many sessions that went made its tier unused for eight seconds."""
+    names = (f"s{number}" for number in itertools.count())
+    drafting: Drafting[None] = Drafting(lambda tier, message: None, lambda: next(names), Planner())
+    slots = [allowed_to_draft() for _ in range(50)]
+    for slot in slots:
+        drafting.begin(slot, len(slots), 0.0)
+    for now, wait_s in ((10.0, FIRST_BACKOFF_S), (11.0, 2 * FIRST_BACKOFF_S)):
+        for slot in slots:
+            assert drafting.draft(slot, now) is None
+            assert slot.attached == ALLOWED
+        for slot in slots:
+            drafting.receive(Failed(slot.session.drafter_session, "it is gone", "medium"), now)
+        assert [slot.attached for slot in slots] == [("tiny",)] * len(slots)
+        assert drafting.draft(slots[0], now) == now + wait_s
 
 
 def test_a_prompt_that_is_read_leaves_the_rates_of_others() -> None:

@@ -5,6 +5,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+def num_same(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens that two texts have in common, from the first on."""
+    size = min(len(one), len(other))
+    if tuple(one[:size]) == tuple(other[:size]):
+        return size
+    return next(place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Dist:
     """What a guess was drawn from: the probabilities of some tokens, which sum up to 1. All others have none.

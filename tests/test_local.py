@@ -30,7 +30,7 @@ from cascade.drafters import DrafterSpec
 from cascade.engine.loading import common_room
 from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer
-from cascade.messages import Edge, Failed, Message, origin_level
+from cascade.messages import Edge, Failed, Message
 from cascade.scorer import Row, Scored
 from cascade.settings.check import needs
 from cascade.tier.local_links import Mailbox
@@ -175,13 +175,6 @@ def test_models_on_one_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> 
     assert common_room(small.paths(), cpu) is None
 
 
-def test_lower_tiers_work(cascade: Cascade) -> None:
-    """Guards against drafts that are silently never used: most tokens are a lower tier's guess, in fewer full passes."""
-    completion = cascade.generate(PROMPT, SamplingParams(max_tokens=100, temperature=0), Speculation(schedule="lockstep"))
-    assert completion.stats.tokens_per_full_pass > 1.5
-    assert {origin_level(byte) for byte in completion.origins} >= {0, 2}
-
-
 @pytest.fixture(scope="module")
 def identical(cascade: Cascade) -> Iterator[Cascade]:  # which counts threads at its end, and so must be the last to go
     """The full model as every tier."""
@@ -211,34 +204,12 @@ def test_identical_models_accept_everything(identical: Cascade, temperature: flo
         assert all(edge.accepted == edge.proposed for edge in edges)
 
 
-def test_chunks_join_to_the_completion(cascade: Cascade) -> None:
-    """Guards streaming: nothing lost, repeated or cut in the middle of a character."""
-    params = SamplingParams(max_tokens=80, temperature=1.3, seed=11, stop=("\n\n",))
-    chunks = list(cascade.stream("# 日本語\ns = '", params))
-    completion = chunks[-1].completion
-    assert completion is not None
-    assert "".join(chunk.text for chunk in chunks) == completion.text
-    assert sum((chunk.token_ids for chunk in chunks), ()) == completion.token_ids
-    assert b"".join(chunk.origins for chunk in chunks) == completion.origins
-    assert all(chunk.completion is None for chunk in chunks[:-1])
-
-
 def test_left_streams_free_everything(cascade: Cascade) -> None:
     """Guards against sessions of readers that left: the fixture counts the sessions at the end."""
-    params = SamplingParams(max_tokens=500, temperature=1.0, seed=1)
-    for _ in range(3):
-        stream = cascade.stream(PROMPT, params)
-        next(stream)
-        stream.close()  # type: ignore[attr-defined]
-
-    async def leave() -> None:
-        chunks = cascade.astream(PROMPT, params)
-        async for _ in chunks:
-            break
-        await chunks.aclose()  # type: ignore[attr-defined]
-
-    asyncio.run(leave())
-    cascade.generate(PROMPT, SamplingParams(max_tokens=5))
+    stream = cascade.stream(PROMPT, SamplingParams(max_tokens=500, temperature=1.0, seed=1))
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    wait_until(lambda: not any(tier.num_sessions for tier in cascade.tiers))
 
 
 def test_many_answers_on_one_loop(cascade: Cascade) -> None:
@@ -371,17 +342,6 @@ def test_rules_draft_with_real_models(cascade: Cascade, rule: Any) -> None:
         assert len(texts) == 1, "whom medium drafts with changes nothing that it draws"
     assert not edges.runner_ups[0]
     assert edges.accepted_by_rank[0] > 0.3 * edges.proposed_by_rank[0] > 0, "0.5 of all texts, of one anything: timing decides"
-
-
-def test_a_full_model_with_a_drafter_is_a_cascade(cascade: Cascade) -> None:
-    """Guards one tier alone: guesses need no tier below."""
-    params = SamplingParams(max_tokens=100, temperature=0)
-    expected = cascade.generate(PROMPT, params, Speculation("off")).token_ids
-    with Cascade.from_pretrained([small.paths()[-1]], dtype="float32", drafter="lookup") as one:
-        completion = one.generate(PROMPT, params)
-        assert completion.token_ids == expected
-        assert completion.stats.tokens_per_full_pass > 1.2
-        assert completion.stats.undrafted is None
 
 
 @pytest.mark.parametrize("temperature", [rare(0.0), 0.8])

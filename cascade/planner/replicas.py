@@ -80,10 +80,11 @@ def choose(tiers: Sequence[TierLoad], gains: Gains, goal: Goal, current: Layout)
     if not tiers[-1].sessions and not tiers[-1].tokens_s:
         return tuple(tier.least for tier in tiers)
     room = _Room(tiers, gains, goal, current)
-    best = max(room.options(1.0), key=lambda option: option.rank, default=None)
-    if best is None:
+    options = list(room.options(1.0))
+    if not options:
         return (*(tier.least for tier in tiers[:-1]), max(1, tiers[-1].least))
-    kept = next((option for option in room.options(1.0) if option.drafts == room.drafts_of(current)), None)
+    best = max(options, key=lambda option: option.rank)
+    kept = next((option for option in options if option.drafts == room.drafts_of(current)), None)
     if kept is None or better(best, kept):
         return best.layout
     later = next((option for option in room.options(SLACK) if option.drafts == kept.drafts), kept)
@@ -205,15 +206,12 @@ class _Room:
 
     def _gain(self, drafts: Drafts, sessions: float) -> float:
         """At the nearest load. Of drafts that are unknown there is hope where they come to those that there are."""
-        if not drafts or self._gains.get(drafts):
-            return self._known(drafts, sessions)
-        if drafts == self._current or (self._hopeful and drafts > self._current):
-            return OPTIMISM * max((1.0, *(self._known(names, sessions) for names in self._gains if names < drafts)))
+        if known := self._gains.get(drafts):
+            return _between(known, sessions)
+        if drafts and (drafts == self._current or (self._hopeful and drafts > self._current)):
+            fewer = (_between(known, sessions) for names, known in self._gains.items() if known and names < drafts)
+            return OPTIMISM * max((1.0, *fewer))
         return 1.0
-
-    def _known(self, drafts: Drafts, sessions: float) -> float:
-        known = self._gains.get(drafts)
-        return _between(known, sessions) if known else 1.0
 
 
 def _between(known: Mapping[int, float], sessions: float) -> float:

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from cascade.draft import NO_DRAFT, Draft
+from cascade.draft import NO_DRAFT, Draft, num_same
 from cascade.messages import Lane, Proposal
 from cascade.planner.acceptance import Calibration, DraftStats
 from cascade.session.edge_totals import EdgeTotals
@@ -117,7 +117,7 @@ class Guesses:
         ``path`` are the nodes of the draft that say the same, as far as there are any.
         """
         trunk = self.draft.trunk.tokens
-        num_right = next((i for i, (a, b) in enumerate(zip(trunk, new, strict=False)) if a != b), min(len(trunk), len(new)))
+        num_right = num_same(trunk, new)
         self.stats.passed(len(trunk), num_right, len(new))
         self.calibration.learn(self.draft, new, path)
         for hint in self.hints:

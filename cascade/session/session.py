@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cascade.draft import Draft
+from cascade.draft import Draft, num_same
 from cascade.messages import RUNNER_UPS, Close, Commit, Edge, Lane, Open, Proposal, origin
 from cascade.planner.acceptance import Calibration, DraftStats, RunAhead
 from cascade.scorer import Scored
@@ -226,9 +226,8 @@ class Session:
         if not self.opening.prompt_len <= start <= len(self.text) or not tokens:
             raise ProtocolError(f"commit at {start} does not join a text of {len(self.text)} tokens")
         end, branches = start + len(tokens), self.branches
-        have = self.text[start:end]
-        num_same = next((i for i, (a, b) in enumerate(zip(have, tokens, strict=False)) if a != b), len(have))
-        cut, rest = start + num_same, tuple(tokens[num_same:])
+        cut = start + num_same(self.text[start:end], tokens)
+        rest = tuple(tokens[cut - start :])
         self.run_ahead.judged(max(0, cut - self.committed), cut=bool(rest) and self.committed <= cut < len(self.text))
         if not rest:
             if branches is not None:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cascade.messages import Edge
+from cascade.messages import COUPLED, Edge, Rules
 from cascade.params import DEFAULT_WINDOW, MOST_BRANCHES, SamplingParams
 from cascade.planner.choice import Policy
 from cascade.scorer import Scorer
@@ -69,6 +69,7 @@ class Scenario:
     deadline_s: float = math.inf  # virtual time after which it is `Stuck`
     adaptive: bool = False  # tiers that do not pay may be left out
     branches: int = MOST_BRANCHES  # that a lower tier may offer and prepare
+    rules: Rules = COUPLED  # of the full tier: others than the coupled one are for lockstep
 
 
 @dataclass(slots=True)

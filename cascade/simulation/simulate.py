@@ -223,6 +223,7 @@ class Router:
             draft_window=self.scenario.window,
             draft_branches=0 if self.scenario.lockstep else self.scenario.branches,
             lockstep=self.scenario.lockstep,
+            rules=self.scenario.rules,
             adaptive=self.scenario.adaptive,
         )
         self.texts[index] = []

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from cascade.draft import num_same
 from cascade.scorer import BLOCK, Store, grown_capacity, num_blocks
 
 
@@ -146,7 +147,7 @@ class BlockManager:
         if not allocations:
             return None, 0
         allocation = next(reversed(allocations))
-        known = _num_equal(allocation.tokens, tokens[:-1]) if allocation.salt == salt else 0  # a hash proves nothing
+        known = num_same(allocation.tokens, tokens[:-1]) if allocation.salt == salt else 0  # a hash proves nothing
         return (allocation, known) if known else (None, 0)
 
     def _new(self, positions: int) -> Allocation | None:
@@ -223,9 +224,3 @@ class BlockManager:
         self._allocations.remove(allocation)
         self.free += allocation.blocks
         allocation.store.free()
-
-
-def _num_equal(one: Sequence[int], other: Sequence[int]) -> int:
-    if tuple(one[: len(other)]) == tuple(other[: len(one)]):
-        return min(len(one), len(other))
-    return next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)

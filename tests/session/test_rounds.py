@@ -1,8 +1,7 @@
 """Rules that keep the law of a text: sampled through real sessions, passes and messages, against the full model's own law."""
 
-import itertools
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,19 +10,15 @@ import torch
 
 from benchmarks.toy import ToyModel
 from cascade.draft import Dist, Draft
-from cascade.messages import COUPLED, Close, Commit, Edge, Failed, Message, Open, Proposal, Rules
+from cascade.messages import COUPLED, Open, Proposal, Rules
 from cascade.params import Rule, SamplingParams
 from cascade.planner.acceptance import Calibration
-from cascade.planner.choice import Policy
-from cascade.planner.cost import Profile
+from cascade.planner.cost import PassCost
 from cascade.scorer import Scored
 from cascade.session.guesses import Hint
 from cascade.session.session import Session
-from cascade.tier.kv_admission import KVAdmission
-from cascade.tier.loop import Limits, Loop
-from cascade.tier.runner import Runner
-from cascade.tier.scheduler import LOCKSTEP_PATIENCE_S
-from tests.cases import rare
+from cascade.simulation.scenario import NO_FAULTS, Death, Faults, Outcome, Request, Scenario, SimTier
+from cascade.simulation.simulate import simulate
 
 VOCAB = 6
 END = 5
@@ -33,6 +28,9 @@ WINDOW = 2
 PROMPT = (1,)
 UNLIKELY_Z = 3.72  # beyond which one case in ten thousand of a normal law is
 FEW, MANY = 300, 4_000  # texts
+APART_S = 20.0  # from text to text: more than any tier that has died is left out
+LATE = Faults(loss=0.4)
+DEATHS = Faults(deaths=tuple(Death("0", number * APART_S + 0.0035, number * APART_S + 0.004) for number in range(FEW)))
 MANY_TEXTS = (pytest.mark.slow, pytest.mark.timeout(3600))
 
 RATIO, BLOCK = Rules("ratio"), Rules("block")
@@ -58,86 +56,6 @@ def opening(seed: int, rules: Rules, num_tiers: int, **changes: object) -> Open:
     ends, name = frozenset([END]), str(num_tiers - 1)
     first = Open("s", PROMPT, len(PROMPT), params(seed), ends, name, chain, 64, WINDOW, lockstep=True, rules=rules)
     return replace(first, **changes)  # type: ignore[arg-type]
-
-
-class Stack:
-    """Tiers whose messages arrive at once and whose passes take no time."""
-
-    def __init__(self, models: Sequence[ToyModel]) -> None:
-        self.now = 0.0
-        self.text: list[int] = []
-        self.edges: tuple[Edge, ...] = ()
-        self.deaf = False  # nothing that the tiers below say arrives
-        self.top = len(models) - 1
-        self.loops = [self._loop(level, model) for level, model in enumerate(models)]
-        self.runners = [Runner(str(level), model, 512, Profile()) for level, model in enumerate(models)]
-        self._names = itertools.count()
-        self._post: deque[tuple[int, int, Message]] = deque()  # whom for, from whom
-
-    def _loop(self, level: int, model: ToyModel) -> Loop[int]:
-        return Loop(
-            str(level),
-            level,
-            Limits(model.vocab_size, model.context_len, Policy()),
-            KVAdmission(model.new_cache, 1 << 20),
-            Profile(),
-            send_up=lambda up, message: self._up(up, level, message),
-            send_down=lambda tier, message: self._post.append((int(tier), level, message)),
-            mint=lambda: f"{level}-{next(self._names)}",
-        )
-
-    def _up(self, up: int, level: int, message: Message) -> None:
-        if up <= self.top:
-            if not self.deaf:
-                self._post.append((up, level, message))
-            return
-        assert isinstance(message, Proposal), message
-        self.edges = message.edges
-        if new := message.draft.tokens[len(self.text) - message.start :]:
-            self._post.append((level, up, Commit(message.session, len(self.text), new)))
-            self.text += new
-
-    def _deliver(self) -> None:
-        while self._post:
-            level, sender, message = self._post.popleft()
-            self.loops[level].receive(message, sender, self.now)
-
-    def turn(self, level: int) -> None:
-        """A pass of a tier, if it has work."""
-        self._deliver()
-        batch, _ = self.loops[level].schedule(512, self.now)
-        if batch:
-            self.loops[level].advance(batch, self.runners[level].run(batch), self.now)
-        self._deliver()
-
-    def open(self, first: Open) -> None:
-        self.text = list(first.tokens)
-        self._post.append((self.top, self.top + 1, first))
-        self._deliver()
-
-    def write(self, first: Open) -> list[int]:
-        """The output."""
-        self.open(first)
-        while not self.over(first):
-            for level in range(len(self.loops)):
-                self.turn(level)
-        return self.close(first)
-
-    def close(self, first: Open) -> list[int]:
-        self._post.append((self.top, self.top + 1, Close(first.session)))
-        self._deliver()
-        assert not any(loop.slots for loop in self.loops)
-        return self.text[first.prompt_len :]
-
-    def over(self, first: Open) -> bool:
-        output = self.text[first.prompt_len :]
-        return len(output) >= first.params.max_tokens or any(token in first.ends for token in output)
-
-    def lose(self, first: Open) -> None:
-        """The tier below the full one dies."""
-        session = self.loops[-1].slots[first.session].session
-        if session.drafter:
-            self._post.append((self.top, self.top - 1, Failed(session.drafter_session, "it is gone")))
 
 
 def law(model: ToyModel) -> dict[tuple[int, ...], float]:
@@ -166,49 +84,45 @@ def surprise(outputs: Sequence[Sequence[int]], expected: dict[tuple[int, ...], f
     return ((chi / df) ** (1 / 3) - (1 - 2 / (9 * df))) / math.sqrt(2 / (9 * df))
 
 
-@pytest.mark.parametrize(
-    ("setup", "number"),
-    [("ratio", FEW), ("block over coupled", FEW), *(pytest.param(setup, MANY, marks=MANY_TEXTS) for setup in SETUPS)],
-)
-def test_the_law_is_the_full_models(setup: str, number: int) -> None:
-    """Guards the promise of these rules through everything that carries them: joint law of all tokens, ends among them."""
+def simulated(setup: str, number: int, faults: Faults = NO_FAULTS, max_tokens: int = LENGTH) -> Outcome:
+    """So many texts, one after another; a pass of any tier takes a millisecond."""
     num_tiers, rules = SETUPS[setup]
-    stack = Stack(models(num_tiers))
-    outputs = [stack.write(opening(seed, rules, num_tiers)) for seed in range(number)]
-    assert surprise(outputs, law(models(num_tiers)[-1])) < UNLIKELY_Z
+    tiers = tuple(SimTier(str(level), model, PassCost(0.001)) for level, model in enumerate(models(num_tiers)))
+    ends = frozenset([END]) if max_tokens == LENGTH else frozenset[int]()
+    asked = tuple(Request(PROMPT, params(seed, max_tokens), ends, seed * APART_S) for seed in range(number))
+    return simulate(Scenario(tiers, asked, WINDOW, lockstep=True, faults=faults, rules=rules))
 
 
-# what else may happen
+@pytest.mark.parametrize(
+    ("setup", "number", "faults"),
+    [
+        ("ratio", FEW, NO_FAULTS),
+        ("block over coupled", FEW, NO_FAULTS),
+        ("block", FEW, LATE),
+        ("ratio", FEW, DEATHS),
+        *(pytest.param(setup, MANY, faults, marks=MANY_TEXTS) for setup in SETUPS for faults in (NO_FAULTS, LATE)),
+    ],
+)
+def test_the_law_is_the_full_models(setup: str, number: int, faults: Faults) -> None:
+    """Guards the promise of these rules through everything that carries them: joint law of all tokens, ends among them.
+
+    Guesses that come too late, or a drafter that dies in mid-answer, change nothing, whatever it has drawn.
+    """
+    outcome, top = simulated(setup, number, faults), SETUPS[setup][0] - 1
+    assert surprise(outcome.texts, law(models(SETUPS[setup][0])[-1])) < UNLIKELY_Z
+    edges = [edge for edge in outcome.edges if edge.verifier == str(top)]
+    assert 0 < sum(edge.accepted for edge in edges) < sum(edge.proposed for edge in edges)
+    assert any(edge.undrafted_passes for edge in edges)
 
 
 @pytest.mark.parametrize("setup", SETUPS)
 def test_the_same_seed_gives_the_same_text(setup: str) -> None:
-    """Guards reproducibility: nothing but the seed and the drafts decides, however often a session was opened."""
-    num_tiers, rules = SETUPS[setup]
-    stack = Stack(models(num_tiers))
-    for seed in range(3):
-        first = opening(seed, rules, num_tiers, params=params(seed, 12), ends=frozenset())
-        assert stack.write(first) == stack.write(first) == Stack(models(num_tiers)).write(first)
+    """Guards reproducibility: nothing but the seed and the drafts decides, whenever a session was opened."""
+    texts = simulated(setup, 4, max_tokens=12).texts
+    assert texts == simulated(setup, 4, Faults(jitter_s=0.01), max_tokens=12).texts
 
 
-@pytest.mark.parametrize(("name", "rules"), [("deaf", BLOCK), ("lost", RATIO), rare("lost", BLOCK)])
-def test_rounds_without_guesses_are_gone_alone(name: str, rules: Rules) -> None:
-    """Guards the law, and progress, where guesses come too late or the tier below dies in mid-answer, whatever it has drawn."""
-    outputs = []
-    for seed in range(FEW):
-        stack, first = Stack(models(2)), opening(seed, rules, 2)
-        stack.open(first)
-        for turn in itertools.count():
-            if stack.over(first):
-                break
-            if name == "lost" and turn == 1:
-                stack.lose(first)
-            stack.deaf = name == "deaf" and turn in (1, 2)
-            stack.now += LOCKSTEP_PATIENCE_S / 4
-            for level in range(2):
-                stack.turn(level)
-        outputs.append(stack.close(first))
-    assert surprise(outputs, law(models(2)[-1])) < UNLIKELY_Z
+# what else may happen
 
 
 def test_rounds_are_whole_or_nothing() -> None:

@@ -196,15 +196,12 @@ class Draft:
             tuple(places[self.parent(node)] for node in nodes),
         )
 
-    def merge(self, other: "Draft") -> "Draft":
-        """The union of both trees, without what they were drawn from, unless this one has all of the other.
-
-        Nodes of both have this one's origins and confidences; this one's nodes come first.
-        """
-        return self.union(other)[0]
-
     def union(self, other: "Draft") -> tuple["Draft", Sequence[int]]:
-        """The same, and where in it each node of ``other`` is."""
+        """Both trees in one, and where in it each node of ``other`` is.
+
+        Nodes of both have this one's origins and confidences; this one's nodes come first. What they were drawn from is lost
+        unless one of the two has it all.
+        """
         if not self.tokens:
             return other, range(len(other))
         if self.is_line and other.is_line and self.tokens[: len(other.tokens)] == other.tokens:

@@ -72,7 +72,8 @@ def test_below_is_what_goes_on_from_there(draft: Draft, node: int) -> None:
 @given(trees(), trees())
 def test_a_union_has_what_either_has_once(one: Draft, other: Draft) -> None:
     """Guards against twins, which would be scored twice, and against a first guess that a second one takes the place of."""
-    both = one.merge(other)
+    both, places = one.union(other)
+    assert [path_of(both, place) for place in places] == [path_of(other, node) for node in range(len(other))]
     assert paths(both) == paths(one) | paths(other)
     assert len(both) == len(paths(both))
     assert (both.tokens[: len(one)], both.origins[: len(one)]) == (one.tokens, one.origins) or not one
@@ -115,4 +116,3 @@ def test_nothing_guesses_nothing() -> None:
     """Guards the plain decoder: without a draft a walk is its own token."""
     assert NO_DRAFT.walk([5]) == ([5], [])
     assert not NO_DRAFT
-    assert NO_DRAFT.merge(NO_DRAFT) == NO_DRAFT

@@ -73,9 +73,6 @@ class Budget:
     spent_s: float = 0.0
     total_s: float = 0.0
 
-    def allows(self, price_s: float) -> bool:
-        return self.spent_s + price_s <= SHARE * self.total_s
-
 
 @dataclass(slots=True)
 class Choice:
@@ -156,7 +153,8 @@ class Choice:
             others[ALONE] = alone * (1 + DOUBT / math.sqrt(MIN_PASSES))  # a prediction is worth as many
         hopeful = max(others, key=lambda chain: others[chain])  # of equal ones the first
         price_s = max(price_s, self.price_s.get(hopeful, 0.0))
-        if others[hopeful] > BETTER * best and self.budget.allows(share * price_s):
+        affordable = self.budget.spent_s + share * price_s <= SHARE * self.budget.total_s
+        if affordable and others[hopeful] > BETTER * best:
             self._use(hopeful, price_s)
 
     def _use(self, chain: Chain, price_s: float = 0.0) -> None:

@@ -158,7 +158,7 @@ class Guesses:
         if new[: len(old)] != old[: len(new)]:
             self.draft = fresh
         elif not fresh.dists and not self.draft.dists:
-            self.draft = fresh.merge(self.draft).first(MAX_NODES)
+            self.draft = fresh.union(self.draft)[0].first(MAX_NODES)
         elif len(new) >= len(old):  # what a round offers, it offers as a whole
             self.draft = fresh
 

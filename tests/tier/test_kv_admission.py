@@ -88,14 +88,11 @@ def idling(**changes: object) -> Iterator[tuple[Tier, Callable[[], Answer]]]:
         yield tier, resumed
 
 
-def test_client_that_does_not_read_gives_its_place_away() -> None:
-    """Guards readers against a session that has filled its window, holds all memory, and is never acknowledged."""
-    with idling() as (_, resumed):
-        resumed()
-
-
 def test_prompts_are_recited_in_any_order_of_events() -> None:
-    """Guards log-probabilities of prompts: one session loses its place and comes back, another finds its prompt scored."""
+    """Guards log-probabilities of prompts: one session loses its place and comes back, another finds its prompt scored.
+
+    And readers against a session that has filled its window, holds all memory, and is never acknowledged.
+    """
     params = SamplingParams(max_tokens=20, temperature=0, seed=3, prompt_logprobs=1)
     with idling(params=params) as (tier, resumed):
         answer = resumed()

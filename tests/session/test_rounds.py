@@ -152,6 +152,16 @@ def test_rounds_are_whole_or_nothing() -> None:
     assert not reading.candidates(), "the first pass waits for nobody"
 
 
+def test_a_drafter_draws_from_noise_of_its_own() -> None:
+    """Guards the law where few texts do not show it: guesses that are drawn from the noise of those who judge them."""
+    above = Session(opening(1, RATIO, 2), "1", 1, VOCAB)
+    below = Session(above.attach("0", "below", ()), "0", 0, VOCAB)
+    [one, other] = (session.rounds.draw(session.work(9)) for session in (above, below) if session.rounds is not None)
+    assert one is not None
+    assert other is not None
+    assert {*one.keys}.isdisjoint(other.keys)
+
+
 def test_a_window_longer_than_any_draft_is_full() -> None:
     """Guards lockstep with windows beyond what a session holds: each round would wait until its patience is at an end."""
     first = opening(1, COUPLED, 2, params=params(1, 300), ends=frozenset(), draft_window=100)

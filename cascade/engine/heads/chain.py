@@ -32,9 +32,16 @@ class Chain(Head):
         """What is in the place of a state after the text."""
         return out
 
-    def _pass(self, tokens: Tensor, states: Tensor, positions: Sequence[int], reader: Reader, spans: Sequence[Span]) -> Tensor:
-        """``[n, width]`` of its last layer, for ``tokens`` ``[n]`` and ``states`` ``[n, width]``."""
+    def forward(self, tokens: Tensor, states: Tensor, positions: Tensor, reader: Any, planned: Any) -> Tensor:
+        """``[n, width]`` of its last layer for ``tokens`` ``[n]`` and ``states`` ``[n, width]`` at ``positions`` ``[1, n]``.
+
+        Its layers attend by `Reader.attend`, which is given ``planned``.
+        """
         raise NotImplementedError
+
+    def _pass(self, tokens: Tensor, states: Tensor, positions: Sequence[int], reader: Reader, spans: Sequence[Span]) -> Tensor:
+        where = torch.tensor(positions).to(tokens.device, non_blocking=True)[None]
+        return self.forward(tokens, states, where, reader, reader.plan(spans))
 
     def draft(self, texts: Sequence[Text], reader: Reader) -> list[Draft]:
         last = self._read(texts, reader)
@@ -68,9 +75,7 @@ class Chain(Head):
         parts: list[Part] = []
         ends: list[int | None] = []
         for text in texts:
-            first = max(0, text.start - 1)  # whose next token is known only now
-            if first < text.start and not text.store.writable(first):
-                first = text.start
+            first = max(text.store.position, text.start - 1)  # whose next token is known only now; what is before is its base's
             new = list(text.tokens[first + 1 - text.start :])
             if new:
                 spans.append(Span(text.store, len(tokens), len(tokens) + len(new), first))

@@ -117,13 +117,8 @@ class DFlash(Head):
         self.fc = nn.Linear(len(reads) * verifier.hidden_size, size, bias="fc.bias" in names)
         self.hidden_norm, self.norm = LlamaRMSNorm(size, epsilon), LlamaRMSNorm(size, epsilon)
         self.layers = nn.ModuleList(Layer(config, BlockAttention(config, seen, names)) for seen in layout.seen)
-        self._own_embed, self._own_head, self._own_mask = (
-            name in names for name in ("embed_tokens.weight", "lm_head.weight", "mask_embedding")
-        )
-        if self._own_embed:
-            self.embed_tokens = nn.Embedding(verifier.vocab_size, size)
-        if self._own_head:
-            self.lm_head = nn.Linear(size, len(self.known), bias=False)
+        self.embed_with(verifier, names, size)
+        self._own_mask = "mask_embedding" in names
         if self._own_mask:
             self.mask_embedding = nn.Parameter(torch.empty(size))
         heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.head_dim)
@@ -131,7 +126,6 @@ class DFlash(Head):
         # the only query of a block whose places see all of it lies at its end
         past = [0 if seen.causal else layout.size for seen in layout.seen]
         self.windows = tuple(seen.window and seen.window + more for seen, more in zip(layout.seen, past, strict=True))
-        self._verifier = verifier
         with torch.device("cpu"):  # frequencies are never in 16 bits
             self._rotary = (LlamaRotaryEmbedding(config).to(verifier.embed.weight.device),)
 
@@ -181,17 +175,16 @@ class DFlash(Head):
 
     def _embedded(self, last: Tensor) -> Tensor:
         """Blocks ``[blocks, size, hidden_size]``."""
-        embed = self.embed_tokens if self._own_embed else self._verifier.embed
         ids = last.new_full((len(last), self.layout.size), 0 if self._own_mask else self.layout.mask)
         ids[:, 0] = last
-        embedded: Tensor = embed(ids)
+        embedded: Tensor = self.embed(ids)
         if self._own_mask:
             embedded = torch.cat([embedded[:, :1], self.mask_embedding.expand(len(last), self.layout.size - 1, -1)], dim=1)
         return embedded
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Over the tokens it knows, ``[..., tokens]``, of ``[..., hidden_size]``."""
-        return self.lm_head(hidden) if self._own_head else self._verifier.lm_head(hidden)
+        return self.project(hidden)
 
     def draft(self, texts: Sequence[Text], reader: Reader) -> list[Draft]:
         found = [Draft()] * len(texts)

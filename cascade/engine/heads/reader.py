@@ -150,25 +150,24 @@ class Reader:
 
     @contextmanager
     def guess_stores(self, texts: Sequence[Text]) -> Iterator[list[Any]]:
-        """Stores for keys and values of the guesses after each text, but the last one's."""
+        """Stores for keys and values of the guesses after each text, but the last one's.
+
+        The session's own store where it has memory after the text, or else a fork.
+        """
+        stores: list[Any] = []
         forks: list[Any] = []
         try:
-            yield [_guess_store(text, forks) for text in texts]
+            for text in texts:
+                begin, store = text.end - 1, text.store
+                end = begin + min(text.guesses - 1, MAX_FORKED)
+                if end > max(begin, store.capacity):
+                    store = store.fork(begin)
+                    forks.append(store)
+                stores.append(store)
+            yield stores
         finally:
             for fork in forks:
                 fork.free()
-
-
-def _guess_store(text: Text, forks: list[Any]) -> Any:
-    """The session's own store where it has memory after the text, or else a fork."""
-    begin, store = text.end - 1, text.store
-    end = begin + min(text.guesses - 1, MAX_FORKED)
-    if end <= begin:
-        return store
-    if end > store.capacity:
-        store = store.fork(begin)
-        forks.append(store)
-    return store
 
 
 def decoder(network: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:

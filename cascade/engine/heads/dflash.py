@@ -36,7 +36,7 @@ from cascade.draft import Draft
 from cascade.engine.heads.checkpoint import Checkpoint
 from cascade.engine.heads.eagle import Angles, Attention, Layer
 from cascade.engine.heads.guesses import Guesses, Text
-from cascade.engine.heads.head import Head, Verifier
+from cascade.engine.heads.head import Head, Verifier, where
 from cascade.engine.heads.reader import Reader
 from cascade.engine.network.attention import Span
 from cascade.scorer import MAX_FORKED
@@ -161,15 +161,12 @@ class DFlash(Head):
         return self.hidden_norm(self.fc(torch.cat(list(hidden), dim=-1)))
 
     def keep(self, hidden: Sequence[Tensor], spans: Sequence[Span], planned: Any, reader: Reader) -> None:
-        positions = [span.start + at for span in spans for at in range(span.end - span.begin)]
-        states = self.state([part[: len(positions)] for part in hidden])
-        angles = self._rotary[0](states, self._where(positions))
+        positions = where(spans, self.fc.weight.device)
+        states = self.state([part[: positions.shape[1]] for part in hidden])
+        angles = self._rotary[0](states, positions)
         for layer in self.own_layers:
             key, value = layer.self_attn.context(states, angles)
             reader.write(layer.self_attn, key, value, planned)
-
-    def _where(self, positions: Sequence[int]) -> Tensor:
-        return torch.tensor(positions).to(self.fc.weight.device, non_blocking=True)[None]
 
     # of blocks
 
@@ -199,11 +196,12 @@ class DFlash(Head):
     def _draft_blocks(self, texts: Sequence[Text], stores: Sequence[Any], reader: Reader) -> list[Draft]:
         """Guesses after texts, in ``stores`` for a block from their last token on."""
         size, starts = self.layout.size, [text.end - 1 for text in texts]
-        whole = reader.plan([Span(store, row * size, (row + 1) * size, starts[row]) for row, store in enumerate(stores)])
+        blocks = [Span(store, row * size, (row + 1) * size, starts[row]) for row, store in enumerate(stores)]
+        whole = reader.plan(blocks)
         ends = reader.plan([Span(store, row, row + 1, starts[row] + size - 1) for row, store in enumerate(stores)])
         last = torch.tensor([text.tokens[-1] for text in texts]).to(self.fc.weight.device, non_blocking=True)
         x = self._embedded(last).flatten(0, 1)
-        angles = self._rotary[0](x, self._where([start + at for start in starts for at in range(size)]))
+        angles = self._rotary[0](x, where(blocks, x.device))
         for layer in self.own_layers:
             x = layer(layer.input_layernorm(x), x, angles, reader, (whole, ends, size))
         out: Tensor = self.norm(x).unflatten(0, (len(texts), size))

@@ -36,10 +36,9 @@ class Verifier(NamedTuple):
         return cls(embed, network.get_output_embeddings(), *map(int, sizes))
 
 
-class Part(NamedTuple):
-    store: Any
-    start: int
-    end: int
+def where(spans: Sequence[Span], device: torch.device) -> Tensor:
+    """Positions of rows, one after another, ``[1, n]``."""
+    return torch.tensor([position for span in spans for position in span.positions]).to(device, non_blocking=True)[None]
 
 
 class Head(nn.Module):

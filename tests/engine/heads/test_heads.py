@@ -17,10 +17,9 @@ from cascade import SamplingParams
 from cascade.draft import NO_DRAFT, Draft
 from cascade.engine.adapters import AdaptedModel
 from cascade.engine.heads.guesses import OFFERED, drafted, steps_of
-from cascade.engine.heads.head import Part
 from cascade.engine.heads.loading import load_head
 from cascade.engine.model import Model
-from cascade.engine.network.attention import Attention
+from cascade.engine.network.attention import Attention, Span
 from cascade.engine.network.contiguous import Contiguous
 from cascade.engine.sampling.own_tokens import own_tokens_and_next
 from cascade.scorer import Row, Scored, gap_byte
@@ -246,7 +245,7 @@ def test_what_is_kept_follows_forks(base: Path) -> None:
         assert model.reader is not None
         model.logits([Row(piece.store, piece.start, tokens(piece, VOCAB), 0, GREEDY) for piece in pieces])
         ends = [piece.start + len(piece.picks) for piece in pieces]
-        states = [model.reader.states([Part(piece.store, 0, end)]) for piece, end in zip(pieces, ends, strict=True)]
+        states = [model.reader.states([Span(piece.store, 0, end, 0)]) for piece, end in zip(pieces, ends, strict=True)]
         return [state[piece.start :].clone() for state, piece in zip(states, pieces, strict=True)]
 
     for seed in range(4):

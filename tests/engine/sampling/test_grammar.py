@@ -340,8 +340,6 @@ def test_masks_behind_a_wrong_guess_are_forgotten(grammars: Grammars, tokenizer:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "must be one of"),
-        ({"regex": "a", "json_object": True}, "must be one of"),
         ({"regex": "a" * 70_000}, "70000 characters"),
         ({"choice": ("a", "")}, "not empty"),
         ({"choice": "abc"}, "list of texts"),

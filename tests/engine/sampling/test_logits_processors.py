@@ -239,15 +239,12 @@ def test_logprobs_are_cut_with_text_and_ids() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"presence_penalty": 2.5}, "presence_penalty is 2.5"),
         ({"frequency_penalty": float("nan")}, "frequency_penalty is nan"),
         ({"repetition_penalty": 0}, "repetition_penalty is 0"),
         ({"logit_bias": {1: 101.0}}, "logit_bias of token 1 is 101.0"),
         ({"logit_bias": {-1: 1.0}}, "logit_bias is -1"),
         ({"logit_bias": 3}, "logit_bias is 3"),
         ({"logit_bias": dict.fromkeys(range(2000), 1.0)}, "2000 tokens"),
-        ({"min_tokens": 200}, "min_tokens is 200.*max_tokens, 128"),
-        ({"logprobs": 21}, "logprobs is 21"),
         ({"logprobs": True}, "logprobs is True"),
         ({"prompt_logprobs": -1}, "prompt_logprobs is -1"),
         ({"ignore_eos": True, "structured": Structured(regex="a")}, "ignore_eos"),  # a text that could not end

@@ -58,7 +58,7 @@ def tiers(tokenizer: Tokenizer) -> Iterator[list[Tier]]:
 
 
 def opening(ids: tuple[int, ...], ends: frozenset[int], **chosen: Any) -> Open:
-    params = SamplingParams(**{"max_tokens": 80, "seed": 3, "temperature": 0.8} | chosen)
+    params = SamplingParams(**{"max_tokens": 40, "seed": 3, "temperature": 0.8} | chosen)
     ends = frozenset() if params.ignore_eos else ends
     return Open(mint(), ids, len(ids), params, ends, chain=("tiny",), window=4096, draft_window=12, draft_branches=4)
 

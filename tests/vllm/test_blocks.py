@@ -86,7 +86,7 @@ class PagedBooks(Books):
         self.blocks.check(self.stores)
 
 
-PagedBooks.TestCase.settings = settings(deadline=None, derandomize=True, max_examples=50, stateful_step_count=40)
+PagedBooks.TestCase.settings = settings(deadline=None, derandomize=True, max_examples=25, stateful_step_count=40)
 TestPagedBooks = PagedBooks.TestCase
 
 
@@ -151,7 +151,7 @@ class Sessions(RuleBasedStateMachine):
             assert cache.tokens == text
 
 
-Sessions.TestCase.settings = settings(deadline=None, derandomize=True, max_examples=75, stateful_step_count=40)
+Sessions.TestCase.settings = settings(deadline=None, derandomize=True, max_examples=30, stateful_step_count=40)
 TestSessions = Sessions.TestCase
 
 

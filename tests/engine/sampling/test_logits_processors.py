@@ -24,11 +24,9 @@ from cascade.engine.sampling.state import SequenceState, state_maker
 from cascade.messages import Open, mint
 from cascade.scorer import Row, Scored
 from cascade.session.session import Session
-from cascade.tier.local_links import join
 from cascade.tier.tier import Tier
-from tests import small
 from tests.cases import examples
-from tests.tier.test_tier import answered
+from tests.tier.test_tier import answered, running
 
 VOCAB = 12
 PROMPT = (1, 2, 3, 2)
@@ -132,26 +130,17 @@ class Babbler(ToyModel):
 
 @pytest.fixture(scope="module")
 def cascades() -> Iterator[list[list[Tier]]]:
-    """Toy cascades whose lower tiers err, and babble."""
+    """Toy cascades whose lower tiers err, and babble; and one whose tiers are all alike."""
     lower = [
         [ToyModel(VOCAB, agreement=0.6), ToyModel(VOCAB, agreement=0.8)],
         [ToyModel(VOCAB, agreement=0.6), Babbler(VOCAB)],
         [Babbler(VOCAB), ToyModel(VOCAB, agreement=0.8)],
+        [ToyModel(VOCAB), ToyModel(VOCAB)],
     ]
-    all_tiers = []
-    for models in lower:
-        tiers = [
-            Tier(name, level, model, new_state=state_maker())
-            for level, (name, model) in enumerate(zip(NAMES, [*models, ToyModel(VOCAB)], strict=True))
-        ]
-        join(tiers)
-        for tier in tiers:
-            tier.start()
-        all_tiers.append(tiers)
-    yield all_tiers
-    for tiers in all_tiers:
-        for tier in reversed(tiers):
-            tier.close()
+    named = [enumerate(zip(NAMES, [*models, ToyModel(VOCAB)], strict=True)) for models in lower]
+    houses = [running([Tier(name, i, one, new_state=state_maker()) for i, (name, one) in tiers]) for tiers in named]
+    yield [next(house) for house in houses]
+    assert [next(house, None) for house in houses] == [None] * len(houses)
 
 
 @given(
@@ -173,19 +162,13 @@ def test_text_is_the_full_models(
     assert len(answer.logprobs) == (0 if params.logprobs is None else len(answer.tokens))
 
 
-def test_penalised_drafts_are_accepted() -> None:
+def test_penalised_drafts_are_accepted(cascades: list[list[Tier]]) -> None:
     """Guards the lower tiers' own shaping: without it the text is right and no guess is."""
-    tiers = [Tier(name, level, ToyModel(VOCAB), new_state=state_maker()) for level, name in enumerate(("tiny", "full"))]
-    join(tiers)
-    for tier in tiers:
-        tier.start()
     params = SamplingParams(
         max_tokens=60, temperature=0.8, seed=3, presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=1.3,
         logit_bias={5: 2.0}, min_tokens=60, logprobs=1,
     )  # fmt: skip
-    [answer], _ = answered(tiers[-1], opening_of(params, tokens=PROMPT, chain=("tiny",), draft_window=6, lockstep=True))
-    for tier in reversed(tiers):
-        tier.close()
+    [answer], _ = answered(cascades[-1][-1], opening_of(params, chain=("tiny",), draft_window=6, lockstep=True))
     assert sum(edge.proposed for edge in answer.edges) > 30
     assert all(edge.accepted == edge.proposed for edge in answer.edges)
 
@@ -213,24 +196,6 @@ def test_parameters_mean_what_they_mean_to_transformers(name: str) -> None:
     for output in ((), (4, 4), (5, 6, 7, 1)):
         expected = processor(torch.tensor([[*PROMPT, *output]]), logits[None].clone())[0]
         torch.testing.assert_close(reference(logits, params, PROMPT, output, {0}), expected)
-
-
-def test_logprobs_are_cut_with_text_and_ids() -> None:
-    """Guards log-probabilities left behind a stop string (vLLM 47616), and pieces that do not join."""
-    with small.cascade() as demo:
-        whole = demo.generate("def read(path):\n", SamplingParams(max_tokens=40, temperature=0, logprobs=1))
-        stop = whole.text[12:15]
-        params = SamplingParams(max_tokens=40, temperature=0, logprobs=1, stop=(stop,))
-        chunks = list(demo.stream("def read(path):\n", params))
-        late = demo.generate("def read(path):\n", SamplingParams(max_tokens=40, temperature=0, stop=(stop,), min_tokens=30))
-    cut = chunks[-1].completion
-    assert cut is not None
-    assert cut.text == whole.text[: whole.text.find(stop)]
-    assert len(cut.logprobs) == len(cut.token_ids) < len(whole.token_ids)
-    for said, expected in zip(cut.logprobs, whole.logprobs, strict=False):
-        assert said.logprob == pytest.approx(expected.logprob, abs=1e-4)
-    assert sum((chunk.logprobs for chunk in chunks), ()) == cut.logprobs
-    assert len(late.token_ids) >= 30
 
 
 # what is refused

@@ -101,6 +101,23 @@ def test_pieces_bring_them_once(cascade: Cascade) -> None:
     assert single.prompt == (PromptToken(77),)
 
 
+def test_they_are_cut_with_text_and_ids(cascade: Cascade) -> None:
+    """Guards log-probabilities left behind a stop string (vLLM 47616), and pieces that do not join."""
+    whole = cascade.generate("def read(path):\n", SamplingParams(max_tokens=40, temperature=0, logprobs=1))
+    stop = whole.text[12:15]
+    params = SamplingParams(max_tokens=40, temperature=0, logprobs=1, stop=(stop,))
+    chunks = list(cascade.stream("def read(path):\n", params))
+    late = cascade.generate("def read(path):\n", SamplingParams(max_tokens=40, temperature=0, stop=(stop,), min_tokens=30))
+    cut = chunks[-1].completion
+    assert cut is not None
+    assert cut.text == whole.text[: whole.text.find(stop)]
+    assert len(cut.logprobs) == len(cut.token_ids) < len(whole.token_ids)
+    for said, expected in zip(cut.logprobs, whole.logprobs, strict=False):
+        assert said.logprob == pytest.approx(expected.logprob, abs=1e-4)
+    assert sum((chunk.logprobs for chunk in chunks), ()) == cut.logprobs
+    assert len(late.token_ids) >= 30
+
+
 @pytest.mark.parametrize("tokenized", [False, True])
 def test_every_protocol_says_the_same(served: House, tokenized: bool) -> None:
     """Guards gRPC and OpenAI's `echo` with `logprobs`, whole and streamed: the prompt's tokens before the answer's."""

@@ -71,25 +71,26 @@ def _layers(noise: torch.Generator, size: int) -> Weights:
     weights = {"fc.weight": matrix(noise, size, len(OUTPUTS) * size)}
     for name in ("hidden_norm", "norm"):
         weights[f"{name}.weight"] = 1 + 0.1 * matrix(noise, size)
+    for number in range(NUM_LAYERS):
+        weights |= layer(noise, f"layers.{number}.", size, size)
+        for part, width in {"self_attn.q_norm": HEAD_DIM, "self_attn.k_norm": HEAD_DIM, "input_layernorm": size}.items():
+            weights[f"layers.{number}.{part}.weight"] = 1 + 0.1 * matrix(noise, width)
+    return weights
+
+
+def layer(noise: torch.Generator, name: str, inputs: int, size: int) -> Weights:
+    """Of Llama, whose attention takes so many inputs."""
     shapes = {
-        "self_attn.q_proj": (HEADS * HEAD_DIM, size),
-        "self_attn.k_proj": (KV_HEADS * HEAD_DIM, size),
-        "self_attn.v_proj": (KV_HEADS * HEAD_DIM, size),
+        "self_attn.q_proj": (HEADS * HEAD_DIM, inputs),
+        "self_attn.k_proj": (KV_HEADS * HEAD_DIM, inputs),
+        "self_attn.v_proj": (KV_HEADS * HEAD_DIM, inputs),
         "self_attn.o_proj": (size, HEADS * HEAD_DIM),
         "mlp.gate_proj": (WIDE, size),
         "mlp.up_proj": (WIDE, size),
         "mlp.down_proj": (size, WIDE),
     }
-    norms = {
-        "self_attn.q_norm": HEAD_DIM,
-        "self_attn.k_norm": HEAD_DIM,
-        "input_layernorm": size,
-        "post_attention_layernorm": size,
-    }
-    for layer in range(NUM_LAYERS):
-        weights |= {f"layers.{layer}.{part}.weight": matrix(noise, *shape) for part, shape in shapes.items()}
-        weights |= {f"layers.{layer}.{part}.weight": 1 + 0.1 * matrix(noise, width) for part, width in norms.items()}
-    return weights
+    weights = {f"{name}{part}.weight": matrix(noise, *shape) for part, shape in shapes.items()}
+    return weights | {f"{name}post_attention_layernorm.weight": 1 + 0.1 * matrix(noise, size)}
 
 
 def _dspark(noise: torch.Generator, size: int, variant: str, tokens: int) -> Weights:
@@ -151,17 +152,10 @@ def _block(variant: str, w: Weights, x: Tensor, hidden: Sequence[Tensor]) -> Ten
     context = norm(F.linear(torch.cat([hidden[layer + 1] for layer in OUTPUTS], -1), w["fc.weight"]), w["hidden_norm.weight"])
     if "mask_embedding" in w:
         x = torch.cat([x[:1], w["mask_embedding"].expand(BLOCK - 1, -1)])
-    for layer in range(NUM_LAYERS):
-        part = {name.removeprefix(f"layers.{layer}."): tensor for name, tensor in w.items()}
-        seen = _seen(variant, layer, len(context))
-        x = x + F.linear(
-            _attention(context, norm(x, part["input_layernorm.weight"]), part, seen), part["self_attn.o_proj.weight"]
-        )
-        gate, up = (
-            F.linear(norm(x, part["post_attention_layernorm.weight"]), part[f"mlp.{name}_proj.weight"])
-            for name in ("gate", "up")
-        )
-        x = x + F.linear(F.silu(gate) * up, part["mlp.down_proj.weight"])
+    for number in range(NUM_LAYERS):
+        part = {name.removeprefix(f"layers.{number}."): tensor for name, tensor in w.items()}
+        every = torch.cat([context, norm(x, part["input_layernorm.weight"])])
+        x = over(every, x, part, _seen(variant, number, len(context)))
     return norm(x, w["norm.weight"])
 
 
@@ -175,14 +169,22 @@ def _seen(variant: str, layer: int, start: int) -> Tensor:
     )
 
 
-def _attention(context: Tensor, x: Tensor, w: Weights, seen: Tensor) -> Tensor:
-    every = torch.cat([context, x])
+def over(every: Tensor, residual: Tensor, w: Weights, seen: Tensor) -> Tensor:
+    """A Llama layer: the last of ``every`` input ``[n, inputs]`` look at those ``seen`` ``[len(residual), n]``."""
+    residual = residual + F.linear(_attention(every, len(every) - len(residual), w, seen), w["self_attn.o_proj.weight"])
+    normed = norm(residual, w["post_attention_layernorm.weight"])
+    gate, up = (F.linear(normed, w[f"mlp.{name}_proj.weight"]) for name in ("gate", "up"))
+    return residual + F.linear(F.silu(gate) * up, w["mlp.down_proj.weight"])
+
+
+def _attention(every: Tensor, start: int, w: Weights, seen: Tensor) -> Tensor:
     query, key, value = (
         F.linear(part, w[f"self_attn.{name}_proj.weight"]).unflatten(-1, (-1, HEAD_DIM))
-        for name, part in (("q", x), ("k", every), ("v", every))
+        for name, part in (("q", every[start:]), ("k", every), ("v", every))
     )
-    query, key = norm(query, w["self_attn.q_norm.weight"]), norm(key, w["self_attn.k_norm.weight"])
-    query, key = turned(query, len(context)), turned(key, 0)
+    if "self_attn.q_norm.weight" in w:
+        query, key = norm(query, w["self_attn.q_norm.weight"]), norm(key, w["self_attn.k_norm.weight"])
+    query, key = _turned(query, start), _turned(key, 0)
     out = []
     for head in range(HEADS):
         shared = head * KV_HEADS // HEADS
@@ -207,7 +209,7 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPSILON) * weight
 
 
-def turned(x: Tensor, start: int) -> Tensor:
+def _turned(x: Tensor, start: int) -> Tensor:
     """``[n, heads, head_dim]`` by rotary positions from ``start`` on."""
     half = HEAD_DIM // 2
     angles = (start + torch.arange(len(x)))[:, None, None] * 10000.0 ** (-torch.arange(half) / half)

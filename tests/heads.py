@@ -1,7 +1,7 @@
 """Small random heads in the formats that they are published in, and what their papers' formulas say, without any cache."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,10 @@ from cascade.engine.sampling.own_tokens import own_tokens
 from cascade.params import SamplingParams
 from tests import block_heads
 from tests.architectures import VOCAB
+from tests.block_heads import EPSILON, HEADS, KNOWN, Weights, layer, matrix, norm, over
 
-SIZE, HEADS, KV_HEADS, HEAD_DIM, WIDE = 32, 4, 2, 8, 48
-KNOWN = 40  # tokens of an EAGLE-3 head
+SIZE = 32
 MASK, PARALLEL = 90, 5  # of P-EAGLE: a token, and guesses
-EPSILON = 1e-5
-
-Weights = dict[str, Tensor]
 
 
 @dataclass
@@ -78,7 +75,10 @@ def medusa(folder: Path, *, blocks: int = 3, seed: int = 0, vllm: bool = False) 
 def eagle(folder: Path, *, seed: int = 0) -> Made:
     """With the verifier's embedding again, and its number of layers."""
     noise = torch.Generator().manual_seed(seed)
-    weights = _layer(noise, "layers.0.", SIZE) | {"fc.weight": matrix(noise, SIZE, 2 * SIZE), "fc.bias": matrix(noise, SIZE)}
+    weights = layer(noise, "layers.0.", SIZE, SIZE) | {
+        "fc.weight": matrix(noise, SIZE, 2 * SIZE),
+        "fc.bias": matrix(noise, SIZE),
+    }
     weights["embed_tokens.weight"] = matrix(noise, VOCAB, SIZE)
     config = {"num_attention_heads": HEADS, "num_hidden_layers": 40, "vocab_size": VOCAB, "rms_norm_eps": EPSILON}
     return Made("eagle", weights, config, folder)
@@ -87,11 +87,11 @@ def eagle(folder: Path, *, seed: int = 0) -> Made:
 def eagle3(folder: Path, *, seed: int = 0, style: str = "yuhuili", size: int = SIZE) -> Made:
     """Of the authors, of SpecForge, which names the layers whose outputs it reads, or of the ``speculators`` library."""
     noise = torch.Generator().manual_seed(seed)
-    layer = "midlayer." if style != "speculators" else "layers.0."
-    weights = _layer(noise, layer, 2 * size) | {"fc.weight": matrix(noise, size, 3 * SIZE)}
+    name = "midlayer." if style != "speculators" else "layers.0."
+    weights = layer(noise, name, 2 * size, size) | {"fc.weight": matrix(noise, size, 3 * SIZE)}
     weights["lm_head.weight"] = matrix(noise, KNOWN, size)
-    for name in (f"{layer}input_layernorm.weight", f"{layer}hidden_norm.weight", "norm.weight"):
-        weights[name] = 1 + 0.1 * matrix(noise, size)
+    for norm_of in (f"{name}input_layernorm", f"{name}hidden_norm", "norm"):
+        weights[f"{norm_of}.weight"] = 1 + 0.1 * matrix(noise, size)
     ids = torch.randperm(VOCAB, generator=noise)[:KNOWN].sort().values
     weights["d2t"] = ids - torch.arange(KNOWN)
     weights["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True)
@@ -130,25 +130,6 @@ def make(style: str, folder: Path) -> Made:
     if kind == "medusa":
         return medusa(folder, vllm=variant == "vllm")
     return eagle(folder) if kind == "eagle" else eagle3(folder, style=variant or "yuhuili")
-
-
-def matrix(noise: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=noise) * 1.2 * shape[-1] ** (-0.5 if len(shape) > 1 else 0)
-
-
-def _layer(noise: torch.Generator, name: str, inputs: int) -> Weights:
-    size = inputs // 2 if inputs > SIZE else inputs
-    shapes = {
-        "self_attn.q_proj": (HEADS * HEAD_DIM, inputs),
-        "self_attn.k_proj": (KV_HEADS * HEAD_DIM, inputs),
-        "self_attn.v_proj": (KV_HEADS * HEAD_DIM, inputs),
-        "self_attn.o_proj": (size, HEADS * HEAD_DIM),
-        "mlp.gate_proj": (WIDE, size),
-        "mlp.up_proj": (WIDE, size),
-        "mlp.down_proj": (size, WIDE),
-    }
-    weights = {f"{name}{part}.weight": matrix(noise, *shape) for part, shape in shapes.items()}
-    return weights | {f"{name}post_attention_layernorm.weight": 1 + 0.1 * matrix(noise, size)}
 
 
 # the formulas
@@ -212,7 +193,7 @@ class Paper:
         for _ in range(number):
             out = self._eagle3_layer(text[1:], states)[-1:]
             text.append(self._pick(self._eagle3_logits(out[0]), params, len(text)))
-            states = torch.cat([states, _norm(out, w["norm.weight"]) if config.get("norm_output") else out])
+            states = torch.cat([states, norm(out, w["norm.weight"]) if config.get("norm_output") else out])
         return text[-number:]
 
     def _peagle(self, text: list[int], hidden: Sequence[Tensor], number: int, params: SamplingParams) -> list[int]:
@@ -226,18 +207,18 @@ class Paper:
         w, n = self.weights, len(hidden) - 1
         reads = range(3) if every else self.made.reads or (2, n // 2, n - 3)
         read = torch.cat([hidden[layer] for layer in reads], -1)
-        return F.linear(_norm(read, w["input_norm.weight"]) if "input_norm.weight" in w else read, w["fc.weight"])
+        return F.linear(norm(read, w["input_norm.weight"]) if "input_norm.weight" in w else read, w["fc.weight"])
 
     def _eagle3_layer(self, tokens: Sequence[int], states: Tensor) -> Tensor:
         w = self.weights
         embedding = w.get("embed_tokens.weight", self.verifier.get_input_embeddings().weight)
-        normed = _norm(states, w["layers.0.hidden_norm.weight"])
-        x = torch.cat([_norm(embedding[list(tokens)], w["layers.0.input_layernorm.weight"]), normed], -1)
+        normed = norm(states, w["layers.0.hidden_norm.weight"])
+        x = torch.cat([norm(embedding[list(tokens)], w["layers.0.input_layernorm.weight"]), normed], -1)
         return self._over(x, normed if self.made.config.get("norm_before_residual") else states)
 
     def _eagle3_logits(self, out: Tensor) -> Tensor:
         w, logits = self.weights, torch.full((VOCAB,), -torch.inf)
-        logits[w["d2t"] + torch.arange(KNOWN)] = w["lm_head.weight"] @ _norm(out, w["norm.weight"])
+        logits[w["d2t"] + torch.arange(KNOWN)] = w["lm_head.weight"] @ norm(out, w["norm.weight"])
         return logits
 
     def _mtp(self, text: list[int], hidden: Sequence[Tensor], number: int, params: SamplingParams) -> list[int]:
@@ -252,31 +233,4 @@ class Paper:
     def _over(self, x: Tensor, residual: Tensor) -> Tensor:
         """A Llama layer over a whole text."""
         w = {name.removeprefix("layers.0."): tensor for name, tensor in self.weights.items()}
-        residual = residual + F.linear(_attention(x, w), w["self_attn.o_proj.weight"])
-        normed = _norm(residual, w["post_attention_layernorm.weight"])
-        gate, up = (F.linear(normed, w[f"mlp.{name}_proj.weight"]) for name in ("gate", "up"))
-        return residual + F.linear(F.silu(gate) * up, w["mlp.down_proj.weight"])
-
-
-def _norm(x: Tensor, weight: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPSILON) * weight
-
-
-def _attention(x: Tensor, w: Mapping[str, Tensor]) -> Tensor:
-    query, key, value = (F.linear(x, w[f"self_attn.{name}_proj.weight"]).unflatten(-1, (-1, HEAD_DIM)) for name in "qkv")
-    query, key = _turned(query), _turned(key)
-    out = []
-    for head in range(HEADS):
-        shared = head * KV_HEADS // HEADS
-        scores = query[:, head] @ key[:, shared].T * HEAD_DIM**-0.5
-        seen = torch.ones_like(scores).tril() > 0
-        out.append(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value[:, shared])
-    return torch.cat(out, -1)
-
-
-def _turned(x: Tensor) -> Tensor:
-    """``[n, heads, head_dim]`` by rotary positions 0, 1, ..."""
-    half = HEAD_DIM // 2
-    angles = torch.arange(len(x))[:, None, None] * 10000.0 ** (-torch.arange(half) / half)
-    a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
+        return over(x, residual, w, torch.ones(len(x), len(x)).tril() > 0)

@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests.architectures import EXPERTS, build
-from tests.heads import SIZE, Made, Weights, matrix
+from tests.block_heads import Weights, matrix
+from tests.heads import SIZE, Made
 
 LAYERS = 6
 # by style, the architecture of the model that the layer is of, and what differs

@@ -6,6 +6,7 @@ processor's registers. A link of a chain waits for the one before, four cycles o
 chains and more: few rows take several blocks side by side.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -92,86 +93,56 @@ class _Loop:
         return b.bitcast(b.shl(b.zext(halves, WORDS), ir.Constant(WORDS, [16] * LANES)), VECTOR)
 
 
-def _tile(rows: int, blocks: int, width: int, onward: bool = False) -> Any:
+def _tile(blocks_by_rows: Mapping[int, int], width: int, onward: bool = False) -> Any:
+    """A tile of as many rows as it is told, the last of ``blocks_by_rows`` if of none of these, and of the blocks they take."""
+
     @intrinsic
-    def tile(_: Any, x: Any, w: Any, out: Any, stride: Any, depth: Any, chunk: Any, block_stride: Any) -> Any:
+    def tile(_: Any, rows: Any, x: Any, w: Any, out: Any, stride: Any, depth: Any, chunk: Any, block_stride: Any) -> Any:
         def build(context: Any, b: Any, signature: Any, given: Any) -> Any:
-            _Loop(b, rows, blocks, width, onward).build(*given)
+            number, *rest = given
+            cases = {rows: b.append_basic_block(f"rows{rows}") for rows in blocks_by_rows}
+            done, *_, last = b.append_basic_block("tiled"), *cases.values()
+            switch = b.switch(number, last)
+            for rows, case in cases.items():
+                if case is not last:
+                    switch.add_case(ir.Constant(I64, rows), case)
+                b.position_at_end(case)
+                _Loop(b, rows, blocks_by_rows[rows], width, onward).build(*rest)
+                b.branch(done)
+            b.position_at_end(done)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 7), build
+        return types.void(*[types.int64] * 8), build
 
     return tile
 
 
-def _tiles(width: int, onward: bool = False) -> Any:
-    """A tile of any number of rows up to `ROWS`; there are no others."""
-    tiles = [_tile(rows, 1, width, onward) for rows in range(1, ROWS + 1)]
-    one, two, three, four, five, six = tiles[:6]
-    seven, eight, nine, ten, eleven, twelve = (tiles * 2)[6:12]
-
-    @inlined
-    def tile(rows: int, x: int, w: int, out: int, stride: int, depth: int, chunk: int) -> None:
-        if rows == 1:
-            one(x, w, out, stride, depth, chunk, 0)
-        elif rows == 2:
-            two(x, w, out, stride, depth, chunk, 0)
-        elif rows == 3:
-            three(x, w, out, stride, depth, chunk, 0)
-        elif rows == 4:
-            four(x, w, out, stride, depth, chunk, 0)
-        elif rows == 5:
-            five(x, w, out, stride, depth, chunk, 0)
-        elif rows == 6:
-            six(x, w, out, stride, depth, chunk, 0)
-        elif rows == 7:
-            seven(x, w, out, stride, depth, chunk, 0)
-        elif rows == 8:
-            eight(x, w, out, stride, depth, chunk, 0)
-        elif rows == 9:
-            nine(x, w, out, stride, depth, chunk, 0)
-        elif rows == 10:
-            ten(x, w, out, stride, depth, chunk, 0)
-        elif rows == 11:
-            eleven(x, w, out, stride, depth, chunk, 0)
-        else:
-            twelve(x, w, out, stride, depth, chunk, 0)
-
-    return tile
+_ONE_BLOCK = dict.fromkeys(range(1, ROWS + 1), 1)
+_onward, _onward_of_halves = _tile(_ONE_BLOCK, 32, onward=True), _tile(_ONE_BLOCK, 16, onward=True)
 
 
-def _blocks(width: int) -> Any:
-    """A tile of few rows and several blocks side by side, as often as there are so many, and of one block for the rest."""
-    one, two, three = (_tile(rows, WIDE[rows], width) for rows in (1, 2, 3))
-    nbytes, tile = width // 8, _tiles(width)
-    of_one, of_two, of_three = WIDE[1:]
+def _tile_blocks(width: int) -> Any:
+    """Several blocks side by side where rows are few, as often as there are so many, and one by one the rest."""
+    one, several, nbytes = _tile(_ONE_BLOCK, width), _tile(dict(enumerate(WIDE[1:], 1)), width), width // 8
 
     @inlined
     def blocks(
         rows: int, x: int, w: int, out: int, stride: int, depth: int, chunk: int, number: int, block_stride: int
     ) -> None:
         block = 0
-        if rows == 1:
-            while block + of_one <= number:
-                one(x, w + block * block_stride * nbytes, out + block * LANES * 4, stride, depth, chunk, block_stride)
-                block += of_one
-        elif rows == 2:
-            while block + of_two <= number:
-                two(x, w + block * block_stride * nbytes, out + block * LANES * 4, stride, depth, chunk, block_stride)
-                block += of_two
-        elif rows == 3:
-            while block + of_three <= number:
-                three(x, w + block * block_stride * nbytes, out + block * LANES * 4, stride, depth, chunk, block_stride)
-                block += of_three
+        if rows < len(WIDE):
+            while block + WIDE[rows] <= number:
+                at, to = w + block * block_stride * nbytes, out + block * LANES * 4
+                several(rows, x, at, to, stride, depth, chunk, block_stride)
+                block += WIDE[rows]
         while block < number:
-            tile(rows, x, w + block * block_stride * nbytes, out + block * LANES * 4, stride, depth, chunk)
+            one(rows, x, w + block * block_stride * nbytes, out + block * LANES * 4, stride, depth, chunk, 0)
             block += 1
 
     return blocks
 
 
-_onward, _onward_of_halves = _tiles(32, onward=True), _tiles(16, onward=True)
-_tile_blocks, _tile_blocks_of_halves = _blocks(32), _blocks(16)
+_blocks, _blocks_of_halves = _tile_blocks(32), _tile_blocks(16)
 
 
 @inlined
@@ -185,15 +156,15 @@ def multiply(
     length of a chain.
     """
     if halves:
-        _tile_blocks_of_halves(rows, x, w, out, stride, depth, chunk, number, block_stride)
+        _blocks_of_halves(rows, x, w, out, stride, depth, chunk, number, block_stride)
     else:
-        _tile_blocks(rows, x, w, out, stride, depth, chunk, number, block_stride)
+        _blocks(rows, x, w, out, stride, depth, chunk, number, block_stride)
 
 
 @inlined
 def multiply_onward(halves: int, rows: int, x: int, w: int, out: int, stride: int, depth: int) -> None:
     """`multiply` with one block in a chain that goes on from what is at ``out``: two of parts of the depth are one of all."""
     if halves:
-        _onward_of_halves(rows, x, w, out, stride, depth, depth)
+        _onward_of_halves(rows, x, w, out, stride, depth, depth, 0)
     else:
-        _onward(rows, x, w, out, stride, depth, depth)
+        _onward(rows, x, w, out, stride, depth, depth, 0)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -110,18 +111,11 @@ def shards(folder: Path) -> Iterator[Path]:
 
 def _damage(file: Path) -> str | None:
     """What is wrong with a safetensors file: its header, or its size."""
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        if not 2 <= length <= size - 8:
-            return "it has no header"
-        try:
-            header = json.loads(opened.read(length))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-            return "its header cannot be read"
-    expected = 8 + length + max(ends, default=0)
-    return f"it has {size} bytes and should have {expected}" if size != expected else None
+    try:
+        with safe_open(file, framework="pt"):
+            return None
+    except Exception as error:  # of safetensors
+        return reason(error)
 
 
 def _skeleton(config: PreTrainedConfig, source: str, trust_remote_code: bool) -> PreTrainedModel:

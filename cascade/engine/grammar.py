@@ -10,7 +10,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,14 +67,9 @@ class Grammars:
 
     def _first(self, compiled: LLMatcher) -> list[int]:
         """A token that may begin the text, if one may."""
-        ends = self._tokenizer.end_ids
-        allowed = (
-            8 * place + bit
-            for place, byte in enumerate(compiled.deep_copy().compute_bitmask())
-            for bit in range(8)
-            if byte >> bit & 1
-        )
-        return list(islice((token for token in allowed if token not in ends), 1))
+        mask = compiled.deep_copy().compute_bitmask()
+        [allowed] = _unpack([mask], 1, 8 * len(mask))
+        return [token for token in allowed.nonzero().flatten().tolist() if token not in self._tokenizer.end_ids][:1]
 
     def _renew(self, structured: Structured, broken: LLMatcher) -> LLMatcher:
         """A new matcher that shares nothing with others; forgets the ``broken`` one, so that nobody gets it again."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cascade.engine.network.attention import Span
 from cascade.engine.sampling.drawing import drawn
-from cascade.engine.sampling.own_tokens import Asked, own_tokens, own_tokens_and_next, runner_ups
+from cascade.engine.sampling.own_tokens import Asked, own_tokens_and_next, runner_ups
 from cascade.engine.sampling.processors import report, shape
 from cascade.params import SamplingParams
 from cascade.scorer import Row, Scored
@@ -65,7 +65,7 @@ def scored(logits: Tensor, rows: Sequence[Row], on_scored: Report = report) -> l
     """
     shaped, known = shape(logits, rows)
     number = max((row.runner_ups for row in rows), default=0)
-    packed = own_tokens_and_next(shaped, asked(rows), number) if number else own_tokens(shaped, asked(rows))[None]
+    packed = own_tokens_and_next(shaped, asked(rows), number)
     found = list(unpacked(packed.tolist(), rows, known))
     if any(row.draw is not None for row in rows):
         found = drawn(shaped, rows, found)

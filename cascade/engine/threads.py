@@ -8,7 +8,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from statistics import median
 from threading import Thread
@@ -81,11 +81,9 @@ class Threads:
         place = bisect_left(self.steps, (num_tokens, 0))
         return self.steps[place][1] if place < len(self.steps) else self.limit
 
-    @contextmanager
-    def use(self, num_tokens: int) -> Iterator[None]:
+    def use(self, num_tokens: int) -> AbstractContextManager[None]:
         """Give the calling thread what a pass is worth."""
-        with _set(self.count(num_tokens)):
-            yield
+        return _set(self.count(num_tokens))
 
 
 @contextmanager

@@ -16,8 +16,8 @@ def scores_of(rows: int, size: int, scale: float = 3.0) -> torch.Tensor:
     return scores - scores.amax(-1, keepdim=True)
 
 
-@pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 4096, 50_257, 262_144])
-@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("size", [1, 2, 64, 65, 50_257])
+@pytest.mark.parametrize(("number", "threads"), [(1, 1), (3, 2)], indirect=["threads"])
 def test_winners_are_among_them(size: int, number: int) -> None:
     """Guards bounds, the last block of a row, bits, and threads, of which each has rows of its own."""
     rows, number = 3, min(number, size)
@@ -65,13 +65,12 @@ def test_filtered_tokens_and_what_is_no_number() -> None:
 
 
 def test_bounds_hold_for_every_exponent_of_the_noise() -> None:
-    """Guards both bounds where the noise is extreme: of millions of tokens, with and without number 1 of them."""
-    size = 2**21
+    """Guards both bounds where the noise is extreme: of a million tokens, with and without the least of them."""
+    size = 2**20
     scores = torch.zeros(1, size)
-    for position in range(2):
-        noise = gumbel(noise_bits(mixed(SEED), torch.tensor([position]), size))
-        tokens, _, _, (count,) = contenders(scores, [(position, mixed(SEED))], 20)
-        assert set(noise[0].topk(20).indices.tolist()) <= set(tokens[0, :count].tolist())
-        low = torch.where(noise > -2.0, -torch.inf, scores)  # those with the least noise, near u = 1
-        tokens, _, _, (count,) = contenders(low, [(position, mixed(SEED))], 1)
-        assert count > ROOM or (low + noise).argmax() in tokens[0, :count]
+    noise = gumbel(noise_bits(mixed(SEED), torch.tensor([0]), size))
+    tokens, _, _, (count,) = contenders(scores, [(0, mixed(SEED))], 20)
+    assert set(noise[0].topk(20).indices.tolist()) <= set(tokens[0, :count].tolist())
+    low = torch.where(noise > -2.0, -torch.inf, scores)  # those with the least noise, near u = 1
+    tokens, _, _, (count,) = contenders(low, [(0, mixed(SEED))], 1)
+    assert count > ROOM or (low + noise).argmax() in tokens[0, :count]

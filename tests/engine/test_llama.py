@@ -1,5 +1,6 @@
 """The Llama family written out: what Transformers says, to float tolerance, and the same bits in every pass."""
 
+import random
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -15,6 +16,7 @@ from cascade.engine.threads import Threads
 from cascade.params import SamplingParams
 from cascade.scorer import Row
 from tests.architectures import VOCAB, build
+from tests.engine.test_bits import in_pieces
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 TEXT = tuple((7 * place + 3) % VOCAB for place in range(100))
@@ -72,14 +74,9 @@ def test_logits_are_those_of_transformers(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILY)
 def test_bits_depend_on_the_text_alone(name: str) -> None:
     """Guards near-ties: pieces, companions and drafts that are rolled back must not change a bit, nor must threads."""
-    model, store, other = served(name), served(name).new_cache(), served(name).new_cache()
+    model = served(name)
     whole = scored(model, (0, 100))
-    model.logits([Row(store, 0, TEXT[::-1], 1, GREEDY)])
-    found = []
-    for start, end in ((0, 1), (1, 3), (3, 16), (16, 33), (33, 34), (34, 98), (98, 100)):
-        rows = [Row(store, start, [*TEXT[start:end], 5, 6], end - start + 2, GREEDY), Row(other, 0, TEXT[9:20], 0, GREEDY)]
-        found.append(model.logits(rows)[: end - start])
-    assert torch.equal(torch.cat(found), whole)
+    assert torch.equal(in_pieces(model, list(TEXT), random.Random(name)), whole)
     with Threads(2).use(1):
         assert torch.equal(scored(model, (0, 50), (50, 100)), whole)
 

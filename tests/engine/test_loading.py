@@ -27,12 +27,13 @@ from cascade.engine.checkpoint import INDEX, anatomy
 from cascade.engine.heads.checkpoint import MAPS, num_weights
 from cascade.engine.model import Model
 from cascade.engine.model_config import read_config
-from cascade.engine.tokenizer import Tokenizer, check_source
+from cascade.engine.tokenizer import check_source
 from cascade.scorer import Row
 from cascade.settings.check import needs
 from cascade.settings.config import CascadeConfig
 from tests import small
-from tests.architectures import CONTEXT, REFUSED, SERVED, VOCAB, build, config, each
+from tests.architectures import CONTEXT, SERVED, VOCAB, build, config, each
+from tests.cases import rare
 from tests.heads import make
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
@@ -62,9 +63,7 @@ def test_checkpoint_becomes_the_same_model(checkpoint: Path) -> None:
 def spoil(checkpoint: Path, problem: str) -> None:
     file = checkpoint / "model.safetensors"
     weights = {name: tensor.clone() for name, tensor in load(file.read_bytes()).items()}
-    if problem == "gone":
-        file.unlink()
-    elif problem == "config":
+    if problem == "config":
         (checkpoint / "config.json").write_text("{")
     elif problem == "lacks a layer":
         rest = {name: tensor for name, tensor in weights.items() if "layers.1.self_attn" not in name}
@@ -74,7 +73,7 @@ def spoil(checkpoint: Path, problem: str) -> None:
         file.write_bytes(save({**weights, "model.norm.weight": norm}, metadata={"format": "pt"}))
 
 
-@pytest.mark.parametrize("problem", ["gone", "config", "lacks a layer", "shape", "not numbers"])
+@pytest.mark.parametrize("problem", ["config", "lacks a layer", "shape", "not numbers"])
 def test_broken_checkpoints_are_refused_in_one_sentence(checkpoint: Path, problem: str) -> None:
     """Guards the start of a server: torch, safetensors and Transformers raise errors of their own, or make weights up."""
     spoil(checkpoint, problem)
@@ -136,24 +135,17 @@ def test_weights_without_room_are_refused(tmp_path: Path) -> None:
     """Guards the host: a model larger than its memory must be refused before the first weight, not killed in the middle."""
     LlamaConfig(
         vocab_size=128_256,
-        hidden_size=16_384,
-        intermediate_size=53_248,
-        num_hidden_layers=126,
-        num_attention_heads=128,
+        hidden_size=131_072,
+        intermediate_size=425_984,
+        num_hidden_layers=2,
+        num_attention_heads=1024,
         num_key_value_heads=8,
         dtype="bfloat16",
     ).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"take 75\d\.\d\d GiB and cpu has .* GiB free: take a larger device") as caught:
+    with pytest.raises(ModelError, match=r"take 8\d\d\.\d\d GiB and cpu has .* GiB free: take a larger device") as caught:
         Model.from_pretrained(str(tmp_path), dtype="bfloat16", device="cpu")
     assert "\n" not in str(caught.value)
-    assert anatomy(str(tmp_path)).cache_bytes_per_token == 126 * 8 * 128 * 2 * 2
-
-
-def test_missing_tokenizer_is_one_sentence(sharded: Path) -> None:
-    """Guards checkpoints of weights alone."""
-    with pytest.raises(ModelError, match=r"^No tokenizer can be loaded from '.*sharded'") as caught:
-        Tokenizer.from_pretrained(str(sharded))
-    assert "\n" not in str(caught.value)
+    assert anatomy(str(tmp_path)).cache_bytes_per_token == 2 * 8 * 128 * 2 * 2
 
 
 @pytest.mark.parametrize("name", each(name for name in SERVED if name != "jetmoe"))  # whose attention chooses heads by content
@@ -171,10 +163,9 @@ def test_anatomy_is_that_of_the_loaded_model(name: str, tmp_path: Path) -> None:
     assert (told.vocab_size, told.context_len) == (model.vocab_size, model.context_len)
 
 
-@pytest.mark.parametrize("name", ["falcon", "bloom", "mamba", "qwen3_next"])
+@pytest.mark.parametrize("name", ["falcon", "qwen3_next", rare("bloom"), rare("mamba")])
 def test_anatomy_refuses_what_cannot_be_served(name: str, tmp_path: Path) -> None:
     """Guards the user's time: a model whose layers bypass the cache is known by its configuration."""
-    assert name in REFUSED
     config(name).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=rf"^{type(build(name)).__name__} cannot be served: "):
         anatomy(str(tmp_path))
@@ -258,7 +249,7 @@ def test_check_refuses_in_a_sentence(tmp_path: Path, sharded: Path) -> None:
 def test_check_knows_accelerators(tmp_path: Path) -> None:
     """Guards the check on a machine that has no such device itself."""
     large = tmp_path / "large"
-    LlamaConfig(vocab_size=4096, hidden_size=8192, num_hidden_layers=80, dtype="bfloat16").save_pretrained(large)
+    LlamaConfig(vocab_size=4096, hidden_size=65_536, num_hidden_layers=2, dtype="bfloat16").save_pretrained(large)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         source = Path(small.config().tiers[0].model_loading_config.source) / name
         (large / name).write_bytes(source.read_bytes())
@@ -269,7 +260,6 @@ def test_check_knows_accelerators(tmp_path: Path) -> None:
     assert code == 1
     assert "Tier full takes" in output.splitlines()[-1]
     assert "A100-80G offers 72.00 GiB" in output.splitlines()[-1]
-    assert json.loads((large / "config.json").read_text())["num_hidden_layers"] == 80
 
 
 # the hub

@@ -12,7 +12,6 @@ from cascade.engine.model import Model
 from cascade.engine.threads import LONG_S, Threads, apart
 from cascade.params import SamplingParams
 from cascade.scorer import Row
-from tests import small
 from tests.architectures import build
 
 GREEDY = SamplingParams(temperature=0, seed=0)
@@ -84,33 +83,17 @@ def test_a_pass_that_fails_gives_the_threads_back() -> None:
         raise RuntimeError
 
 
-ROWS = [1, 9, *[1] * 14, 60]  # tokens of each: text, guesses, a batch, a prompt
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_logits_do_not_depend_on_threads(dtype: str) -> None:
-    """Guards the law that a text is the same wherever it is written: to the last bit with one, two and four threads."""
-    model, found = Model.from_pretrained(small.paths()[-1], dtype=dtype, device="cpu", num_threads=1), []
-    for count in (1, 2, 4):
-        caches = [model.new_cache() for _ in ROWS]
-        with Threads(count).use(1):
-            model.logits([Row(cache, 0, range(7 + i, 70 + i), 1, GREEDY) for i, cache in enumerate(caches)])
-            rows = [Row(cache, 63, range(90, 90 + n), n, GREEDY) for cache, n in zip(caches, ROWS, strict=True)]
-            found += [model.logits(rows), torch.cat([model.logits([row]) for row in rows])]
-    assert all(torch.equal(logits, found[0]) for logits in found)
-
-
 def test_a_thread_that_ends_leaves_no_helpers() -> None:
     """Guards passes against OpenMP's helpers of the thread that loaded the model: with more of them than cores all sleep."""
     program = """if True:
-        import os, torch
+        import os, time, torch
         from cascade.engine.threads import apart
         torch.set_num_threads(2)
         running = lambda: len(os.listdir("/proc/self/task"))
         before = running()
         assert apart(lambda: float(torch.ones(1000, 1000).sum())) == 1e6
         while running() > before:  # for ever, if they stay
-            pass
+            time.sleep(0.01)
         float(torch.ones(1000, 1000).sum())
         assert running() == before + 1
     """

@@ -28,7 +28,7 @@ from tests.architectures import VOCAB, build
 from tests.cases import examples, rare
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
-ROUNDS = 3
+ROUNDS = 2
 ENDS = frozenset({3, 11})
 
 
@@ -159,13 +159,13 @@ SHAPED = st.builds(
 SEEDS = st.integers(0, 999)
 NAMES = [
     ("llama", "native"),
-    ("llama", "contiguous"),
-    ("gemma2", "native"),
     ("gemma2", "contiguous"),
-    rare("gemma3_text", "contiguous"),
     ("gpt_oss", "native"),
-    ("gpt_oss", "contiguous"),
     ("deepseek_v3", "native"),
+    rare("llama", "contiguous"),
+    rare("gemma2", "native"),
+    rare("gemma3_text", "contiguous"),
+    rare("gpt_oss", "contiguous"),
     rare("mixtral", "native"),
 ]
 
@@ -195,7 +195,7 @@ def test_nodes_say_what_their_paths_say(name: str, attention: str, trees: Any, p
     rounds([Session(model, params, text, random.Random(seed)) for text in texts(seed)], trees, runner_ups=2)
 
 
-@pytest.mark.parametrize("attention", ["native", "contiguous"])
+@pytest.mark.parametrize("attention", ["native", rare("contiguous")])
 @settings(max_examples=examples(0.3))
 @given(trees=st.lists(st.tuples(shapes(), shapes(), shapes()), min_size=ROUNDS, max_size=ROUNDS), params=SHAPED, seed=SEEDS)
 def test_branches_have_histories_of_their_own(attention: str, trees: Any, params: SamplingParams, seed: int) -> None:
@@ -326,32 +326,3 @@ def test_of_a_tree_with_other_own_tokens_the_trunk_is_scored() -> None:
         one, other = model.run([rows[0]]), model.run([rows[1]])
         assert one == other
         assert len(one[0].own) == num_own + 2
-
-
-@settings(max_examples=examples(0.4))
-@given(parents=shapes(), seed=SEEDS)
-def test_nodes_have_the_bits_of_their_paths(parents: tuple[int, ...], seed: int) -> None:
-    """Guards near-ties: logits of a branch are to the bit those of its path alone."""
-    model = model_of("llama", "native")
-    if not model.same_bits:
-        pytest.skip(f"this machine does not promise it: {model.summary}")
-    session = Session(model, GREEDY, [1, 2, 3, 4], random.Random(seed))
-    draft = session.guess(parents)
-    trees = [Tree(session.row(draft), shares_pass=True)]
-    lines = [line for tree in trees for line in tree.grow()]
-    found = model.logits([line.row for line in lines])
-    nodes = [node for line in lines for node in line.nodes] if draft.parents else list(range(-1, len(draft)))
-    assert sorted(nodes) == list(range(-1, len(draft)))
-    for node, logits in zip(nodes, found, strict=True):
-        text = [1, 2, 3, 4, *path_to(draft.tokens, parents, node)]
-        assert torch.equal(logits, model.logits([Row(model.new_cache(), 0, text, 1, GREEDY)])[0])
-    trees[0].free()
-
-
-def test_lines_are_no_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the common pass: rows whose drafts are lines are scored as they are."""
-    monkeypatch.setattr("cascade.engine.model.run_trees", None)
-    model = model_of("llama", "native")
-    line = Draft((5, 6, 7), bytes(3), b"", (-1, 0, 1))
-    [scored] = model.run([Row(model.new_cache(), 0, [1, 2], 1, GREEDY, draft=line)])
-    assert len(scored.own) == 4

@@ -86,7 +86,7 @@ class PagedBooks(Books):
         self.blocks.check(self.stores)
 
 
-PagedBooks.TestCase.settings = settings(deadline=None, derandomize=True, max_examples=50, stateful_step_count=40)
+PagedBooks.TestCase.settings = settings(deadline=None, derandomize=True, max_examples=25, stateful_step_count=40)
 TestPagedBooks = PagedBooks.TestCase
 
 
@@ -151,7 +151,7 @@ class Sessions(RuleBasedStateMachine):
             assert cache.tokens == text
 
 
-Sessions.TestCase.settings = settings(deadline=None, derandomize=True, max_examples=75, stateful_step_count=40)
+Sessions.TestCase.settings = settings(deadline=None, derandomize=True, max_examples=30, stateful_step_count=40)
 TestSessions = Sessions.TestCase
 
 
@@ -174,16 +174,6 @@ def test_memory_that_is_used_up_is_named() -> None:
     with pytest.raises(ModelError, match="2 blocks of keys and values are wanted and 1 of 5 are free"):
         other.reserve(8)
     blocks.check([one, other])
-
-
-def test_check_sees_a_lost_block() -> None:
-    """Guards the check itself."""
-    blocks = Memory(5, 4)
-    cache = Tokens(blocks)
-    cache.write(0, [1] * 9)
-    blocks._free.pop()
-    with pytest.raises(AssertionError, match="0 free \\+ 3 held blocks are 3 of 4"):
-        blocks.check([cache])
 
 
 def test_pools_count_whole_blocks() -> None:

@@ -99,28 +99,9 @@ async def test_sessions_leave_a_replica_whose_pass_hangs(
     pair.vllm._blocks.check([])
 
 
-def test_answers_go_on_without_a_draft_tier_that_hangs(pair: Pair, answers: threading.Event) -> None:
-    """Guards answers against a draft tier on vLLM whose pass does not end: the full tier goes on alone, and `close` returns."""
-    params = SamplingParams(temperature=0.8, seed=4, max_tokens=100, ignore_eos=True)
-    prompt = [5, 6, 7]
-    with Cascade([pair.own], tokenizer()) as alone:
-        expected = alone.generate(prompt, params).token_ids
-    with ThreadPoolExecutor(1) as threads, Cascade([pair.vllm, pair.own], tokenizer(), drafter=None) as cascade:
-        answers.clear()
-        said = threads.submit(cascade.generate, prompt, params)
-        assert said.result(LONG_S).token_ids == expected
-        begin = time.monotonic()
-        cascade.close()
-        assert time.monotonic() - begin < LONG_S
-        answers.set()
-        cascade.tiers[0]._thread.join(LONG_S)
-    pair.vllm._blocks.check([])
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_tiers_that_stop_cost_no_answer(pair: Pair, seed: int) -> None:
+def test_tiers_that_stop_cost_no_answer(pair: Pair) -> None:
     """Guards the promise with a full tier on vLLM and draft tiers on our own engine that stop in the middle of answers."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))] for _ in range(8)]
     params = [
         SamplingParams(temperature=0.9 * (number % 2), seed=number, max_tokens=60, ignore_eos=True) for number in range(8)

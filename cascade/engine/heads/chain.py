@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cascade.draft import Draft
 from cascade.engine.heads.guesses import Guesses, Text
-from cascade.engine.heads.head import Head, Part
+from cascade.engine.heads.head import Head, where
 from cascade.engine.heads.reader import Reader
 from cascade.engine.network.attention import Span
 
@@ -32,16 +32,22 @@ class Chain(Head):
         """What is in the place of a state after the text."""
         return out
 
-    def _pass(self, tokens: Tensor, states: Tensor, positions: Sequence[int], reader: Reader, spans: Sequence[Span]) -> Tensor:
-        """``[n, width]`` of its last layer, for ``tokens`` ``[n]`` and ``states`` ``[n, width]``."""
+    def forward(self, tokens: Tensor, states: Tensor, positions: Tensor, reader: Any, planned: Any) -> Tensor:
+        """``[n, width]`` of its last layer for ``tokens`` ``[n]`` and ``states`` ``[n, width]`` at ``positions`` ``[1, n]``.
+
+        Its layers attend by `Reader.attend`, which is given ``planned``.
+        """
         raise NotImplementedError
+
+    def _pass(self, tokens: Tensor, states: Tensor, reader: Reader, spans: Sequence[Span]) -> Tensor:
+        return self.forward(tokens, states, where(spans, self.device), reader, reader.plan(spans))
 
     def draft(self, texts: Sequence[Text], reader: Reader) -> list[Draft]:
         last = self._read(texts, reader)
-        active = [number for number, out in enumerate(last) if texts[number].guesses and out is not None]
+        active = [number for number in last if texts[number].guesses]
         guesses = Guesses(texts)
         if active:
-            hidden = torch.stack([out for number, out in enumerate(last) if number in active and out is not None])
+            hidden = torch.stack([last[number] for number in active])
             with reader.guess_stores([texts[number] for number in active]) as stores:
                 self._go_on(guesses, dict(zip(active, stores, strict=True)), hidden, reader)
         return guesses.drafts()
@@ -56,30 +62,24 @@ class Chain(Head):
                 return
             active = [active[row] for row in kept]
             tokens, states = chosen[kept], self.next_state(hidden[kept])
-            starts = [texts[number].end - 2 + guesses.step for number in active]
-            spans = [Span(stores[number], row, row + 1, starts[row]) for row, number in enumerate(active)]
-            hidden = self._pass(tokens, states, starts, reader, spans)
+            ends = [texts[number].end - 2 + guesses.step for number in active]
+            spans = [Span(stores[number], row, row + 1, ends[row]) for row, number in enumerate(active)]
+            hidden = self._pass(tokens, states, reader, spans)
 
-    def _read(self, texts: Sequence[Text], reader: Reader) -> list[Tensor | None]:
-        """Go on with what a pass has read; what the last token of each text makes of it, ``[width]``, if there is any."""
+    def _read(self, texts: Sequence[Text], reader: Reader) -> dict[int, Tensor]:
+        """Go on with what a pass has read: what the last token makes of each text that grew, ``[width]``, by its number."""
         spans: list[Span] = []
         tokens: list[int] = []
-        starts: list[int] = []
-        parts: list[Part] = []
-        ends: list[int | None] = []
-        for text in texts:
-            first = max(0, text.start - 1)  # whose next token is known only now
-            if first < text.start and not text.store.writable(first):
-                first = text.start
+        ends: dict[int, int] = {}
+        for number, text in enumerate(texts):
+            first = max(text.store.position, text.start - 1)  # whose next token is known only now; what is before is its base's
             new = list(text.tokens[first + 1 - text.start :])
             if new:
                 spans.append(Span(text.store, len(tokens), len(tokens) + len(new), first))
-                parts.append(Part(text.store, first, first + len(new)))
-                starts += range(first, first + len(new))
                 tokens += new
-            ends.append(len(tokens) - 1 if new else None)
+                ends[number] = len(tokens) - 1
         if not tokens:
-            return [None] * len(texts)
+            return {}
         ids = torch.tensor(tokens).to(self.device, non_blocking=True)
-        out = self._pass(ids, reader.states(parts), starts, reader, spans)
-        return [None if end is None else out[end] for end in ends]
+        out = self._pass(ids, reader.states(spans), reader, spans)
+        return {number: out[end] for number, end in ends.items()}

@@ -6,7 +6,8 @@ Names and formulas of one kind of head are in its own file; what several share i
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -193,35 +194,38 @@ def _same(given: Tensor, layer: nn.Module) -> bool:
     return torch.equal(given.to(device=held.device, dtype=held.dtype), held)
 
 
+@contextmanager
+def told(problem: str) -> Iterator[None]:
+    """Let any library fail with a `ModelError` that begins with ``problem``."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{problem}: {reason(error)}") from error
+
+
 def read(source: str, *, revision: str | None = None) -> Checkpoint:
     """The files of a path or hub id; raises `ModelError`."""
-    check_source(source)
-    try:
+    with told(problem := f"No drafter can be loaded from {source!r}"):
         local = _local(source, revision)
         config = json.loads(file.read_text(encoding="utf-8")) if (file := local / "config.json").is_file() else {}
         weights = {name: tensor for file in _files(local) for name, tensor in _tensors(file).items()} | _mask(local / MASK)
-    except ModelError:
-        raise
-    except Exception as error:  # of any library
-        raise ModelError(f"No drafter can be loaded from {source!r}: {reason(error)}") from error
     if not weights or not all(isinstance(tensor, Tensor) for tensor in weights.values()) or not isinstance(config, dict):
-        raise ModelError(f"No drafter can be loaded from {source!r}: it holds no weights")
+        raise ModelError(f"{problem}: it holds no weights")
     return Checkpoint(source, config, weights)
 
 
 def shapes(source: str, *, revision: str | None = None) -> dict[str, tuple[int, ...]]:
     """Shapes of all tensors of a path or hub id by name, from the headers of its files; raises `ModelError`."""
-    check_source(source)
-    try:
-        return {name: shape for file in _files(_local(source, revision)) for name, shape in file_shapes(file).items()}
-    except ModelError:
-        raise
-    except Exception as error:  # of any library
-        raise ModelError(f"The weights of {source!r} cannot be read: {reason(error)}") from error
+    with told(f"The weights of {source!r} cannot be read"):
+        found = {name: shape for file in _files(_local(source, revision)) for name, shape in file_shapes(file).items()}
+    return found
 
 
 def _local(source: str, revision: str | None) -> Path:
     """The folder of a path, or of a hub id's files, which are fetched; raises `ModelError` if one is damaged."""
+    check_source(source)
     local = Path(source if is_local(source) else snapshot_download(source, revision=revision, allow_patterns=PATTERNS))
     check_files(local)
     return local
@@ -230,16 +234,14 @@ def _local(source: str, revision: str | None) -> Path:
 def num_weights(source: str, *, revision: str | None = None) -> int | None:
     """Numbers in the files of a path or hub id, told from their headers; None where a hub cannot tell. Raises `ModelError`."""
     check_source(source)
-    try:
-        if not is_local(source):
-            return sum(get_safetensors_metadata(source, revision=revision).parameter_count.values())
-        return sum(math.prod(shape) for name, shape in shapes(source).items() if name not in MAPS)
-    except ModelError:
-        raise
-    except NotASafetensorsRepoError:
-        return None
-    except Exception as error:  # of any library
-        raise ModelError(f"No drafter can be loaded from {source!r}: {reason(error)}") from error
+    found: int | None = None
+    with told(f"No drafter can be loaded from {source!r}"):
+        if is_local(source):
+            found = sum(math.prod(shape) for name, shape in shapes(source).items() if name not in MAPS)
+        else:
+            with suppress(NotASafetensorsRepoError):
+                found = sum(get_safetensors_metadata(source, revision=revision).parameter_count.values())
+    return found
 
 
 def file_shapes(file: Path) -> dict[str, tuple[int, ...]]:

@@ -36,7 +36,7 @@ from cascade.draft import Draft
 from cascade.engine.heads.checkpoint import Checkpoint
 from cascade.engine.heads.eagle import Angles, Attention, Layer
 from cascade.engine.heads.guesses import Guesses, Text
-from cascade.engine.heads.head import Head, Verifier
+from cascade.engine.heads.head import Head, Verifier, where
 from cascade.engine.heads.reader import Reader
 from cascade.engine.network.attention import Span
 from cascade.scorer import MAX_FORKED
@@ -117,13 +117,8 @@ class DFlash(Head):
         self.fc = nn.Linear(len(reads) * verifier.hidden_size, size, bias="fc.bias" in names)
         self.hidden_norm, self.norm = LlamaRMSNorm(size, epsilon), LlamaRMSNorm(size, epsilon)
         self.layers = nn.ModuleList(Layer(config, BlockAttention(config, seen, names)) for seen in layout.seen)
-        self._own_embed, self._own_head, self._own_mask = (
-            name in names for name in ("embed_tokens.weight", "lm_head.weight", "mask_embedding")
-        )
-        if self._own_embed:
-            self.embed_tokens = nn.Embedding(verifier.vocab_size, size)
-        if self._own_head:
-            self.lm_head = nn.Linear(size, len(self.known), bias=False)
+        self.embed_with(verifier, names, size)
+        self._own_mask = "mask_embedding" in names
         if self._own_mask:
             self.mask_embedding = nn.Parameter(torch.empty(size))
         heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.head_dim)
@@ -131,7 +126,6 @@ class DFlash(Head):
         # the only query of a block whose places see all of it lies at its end
         past = [0 if seen.causal else layout.size for seen in layout.seen]
         self.windows = tuple(seen.window and seen.window + more for seen, more in zip(layout.seen, past, strict=True))
-        self._verifier = verifier
         with torch.device("cpu"):  # frequencies are never in 16 bits
             self._rotary = (LlamaRotaryEmbedding(config).to(verifier.embed.weight.device),)
 
@@ -167,31 +161,27 @@ class DFlash(Head):
         return self.hidden_norm(self.fc(torch.cat(list(hidden), dim=-1)))
 
     def keep(self, hidden: Sequence[Tensor], spans: Sequence[Span], planned: Any, reader: Reader) -> None:
-        positions = [span.start + at for span in spans for at in range(span.end - span.begin)]
-        states = self.state([part[: len(positions)] for part in hidden])
-        angles = self._rotary[0](states, self._where(positions))
+        positions = where(spans, self.fc.weight.device)
+        states = self.state([part[: positions.shape[1]] for part in hidden])
+        angles = self._rotary[0](states, positions)
         for layer in self.own_layers:
             key, value = layer.self_attn.context(states, angles)
             reader.write(layer.self_attn, key, value, planned)
-
-    def _where(self, positions: Sequence[int]) -> Tensor:
-        return torch.tensor(positions).to(self.fc.weight.device, non_blocking=True)[None]
 
     # of blocks
 
     def _embedded(self, last: Tensor) -> Tensor:
         """Blocks ``[blocks, size, hidden_size]``."""
-        embed = self.embed_tokens if self._own_embed else self._verifier.embed
         ids = last.new_full((len(last), self.layout.size), 0 if self._own_mask else self.layout.mask)
         ids[:, 0] = last
-        embedded: Tensor = embed(ids)
+        embedded: Tensor = self.embed(ids)
         if self._own_mask:
             embedded = torch.cat([embedded[:, :1], self.mask_embedding.expand(len(last), self.layout.size - 1, -1)], dim=1)
         return embedded
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Over the tokens it knows, ``[..., tokens]``, of ``[..., hidden_size]``."""
-        return self.lm_head(hidden) if self._own_head else self._verifier.lm_head(hidden)
+        return self.project(hidden)
 
     def draft(self, texts: Sequence[Text], reader: Reader) -> list[Draft]:
         found = [Draft()] * len(texts)
@@ -206,11 +196,12 @@ class DFlash(Head):
     def _draft_blocks(self, texts: Sequence[Text], stores: Sequence[Any], reader: Reader) -> list[Draft]:
         """Guesses after texts, in ``stores`` for a block from their last token on."""
         size, starts = self.layout.size, [text.end - 1 for text in texts]
-        whole = reader.plan([Span(store, row * size, (row + 1) * size, starts[row]) for row, store in enumerate(stores)])
+        blocks = [Span(store, row * size, (row + 1) * size, starts[row]) for row, store in enumerate(stores)]
+        whole = reader.plan(blocks)
         ends = reader.plan([Span(store, row, row + 1, starts[row] + size - 1) for row, store in enumerate(stores)])
         last = torch.tensor([text.tokens[-1] for text in texts]).to(self.fc.weight.device, non_blocking=True)
         x = self._embedded(last).flatten(0, 1)
-        angles = self._rotary[0](x, self._where([start + at for start in starts for at in range(size)]))
+        angles = self._rotary[0](x, where(blocks, x.device))
         for layer in self.own_layers:
             x = layer(layer.input_layernorm(x), x, angles, reader, (whole, ends, size))
         out: Tensor = self.norm(x).unflatten(0, (len(texts), size))

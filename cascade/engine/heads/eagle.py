@@ -25,7 +25,6 @@ from cascade.engine.heads.chain import Chain
 from cascade.engine.heads.checkpoint import ATTENTION, Checkpoint
 from cascade.engine.heads.head import Verifier
 from cascade.engine.heads.reader import Reader
-from cascade.engine.network.attention import Span
 
 Angles = tuple[Tensor, Tensor]
 
@@ -105,7 +104,7 @@ class Eagle(Chain):
         made = [Layer(config, Attention(config, each, names), first=not at) for at, each in enumerate(inputs)]
         self.layers = nn.ModuleList(made)
         self.attends = ((*heads, config.head_dim, config.head_dim),) * len(made)
-        self._verifier = verifier
+        self.embed_with(verifier, (), size)
         with torch.device("cpu"):  # frequencies are never in 16 bits
             self._rotary = (LlamaRotaryEmbedding(config).to(verifier.embed.weight.device),)
 
@@ -120,10 +119,6 @@ class Eagle(Chain):
         checkpoint.check_vocab(verifier)
         return cls(checkpoint.llama(verifier), verifier, {*checkpoint.weights}, reads=(verifier.num_layers,))
 
-    @property
-    def _embed(self) -> nn.Module:
-        return self._verifier.embed
-
     def state(self, hidden: Sequence[Tensor]) -> Tensor:
         return hidden[0]
 
@@ -133,17 +128,10 @@ class Eagle(Chain):
         return x, x
 
     def logits(self, out: Tensor) -> Tensor:
-        return self._verifier.lm_head(out)
+        return self.project(out)
 
-    def _pass(self, tokens: Tensor, states: Tensor, positions: Sequence[int], reader: Reader, spans: Sequence[Span]) -> Tensor:
-        """``[n, width]`` of the last layer."""
-        where = torch.tensor(positions).to(tokens.device, non_blocking=True)[None]
-        return self.forward(tokens, states, where, reader, reader.plan(spans))
-
-    def forward(self, tokens: Tensor, states: Tensor, positions: Tensor, reader: Reader, planned: Any) -> Tensor:
-        """The same, with ``positions`` ``[1, n]`` and what `Reader.attend` is given."""
-        embedded = self._embed(tokens)
-        x, out = self.enter(embedded, states)
+    def forward(self, tokens: Tensor, states: Tensor, positions: Tensor, reader: Any, planned: Any) -> Tensor:
+        x, out = self.enter(self.embed(tokens), states)
         angles = self._rotary[0](x, positions)
         for number, layer in enumerate(self.own_layers):
             out = layer(layer.input_layernorm(out) if number else x, out, angles, reader, planned)
@@ -170,10 +158,7 @@ class Eagle3(Eagle):
         super().__init__(config, verifier, names, **options)
         size, epsilon = config.hidden_size, config.rms_norm_eps
         self.norm = LlamaRMSNorm(size, epsilon)
-        self.lm_head = nn.Linear(size, len(self.known), bias=False)
-        self._own_embed = "embed_tokens.weight" in names
-        if self._own_embed:
-            self.embed_tokens = nn.Embedding(self.vocab_size, size)
+        self.embed_with(verifier, {"lm_head.weight", *names}, size)
         self._norms = "whole" if "input_norm.weight" in names else "each" if "fc_norm.0.weight" in names else ""
         if self._norms == "whole":
             self.input_norm = LlamaRMSNorm(self.fc.in_features, epsilon)
@@ -206,10 +191,6 @@ class Eagle3(Eagle):
             **options,
         )
 
-    @property
-    def _embed(self) -> nn.Module:
-        return self.embed_tokens if self._own_embed else self._verifier.embed
-
     def state(self, hidden: Sequence[Tensor]) -> Tensor:
         if self._norms == "each":
             hidden = [norm(part) for norm, part in zip(self.fc_norm, hidden, strict=True)]
@@ -223,7 +204,7 @@ class Eagle3(Eagle):
         return x, normed if self._norm_before_residual else state
 
     def logits(self, out: Tensor) -> Tensor:
-        return self.lm_head(self.norm(out))
+        return self.project(self.norm(out))
 
     def next_state(self, out: Tensor) -> Tensor:
         return self.norm(out) if self._norm_output else out

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cascade.draft import Draft
-from cascade.engine.sampling.own_tokens import Asked, own_tokens_and_next, runner_ups
+from cascade.engine.sampling.own_tokens import own_tokens_and_next, runner_ups
 from cascade.engine.sampling.processors import shape_next
 from cascade.engine.sampling.state import SequenceState
 from cascade.params import SamplingParams
@@ -62,7 +62,7 @@ class Guesses:
         if any(text.shaped for text in texts):
             parts = logits.split(1)
             logits = torch.cat([self._shape(number, part) for number, part in zip(active, parts, strict=True)])
-        chosen = choose(logits, [(text.params, text.end + self.step, 1) for text in texts])
+        chosen = own_tokens_and_next(logits, [(text.params, text.end + self.step, 1) for text in texts], 1)
         self._steps.append((list(active), chosen))
         return chosen[0]
 
@@ -74,7 +74,7 @@ class Guesses:
             for step, active in enumerate(places):
                 self.choose(active, logits[active, step])
             return
-        chosen = choose(logits.flatten(0, 1), [(text.params, text.end, num_places) for text in self.texts])
+        chosen = own_tokens_and_next(logits.flatten(0, 1), [(text.params, text.end, num_places) for text in self.texts], 1)
         together = chosen.unflatten(1, (len(self.texts), num_places))
         self._steps += [(active, together[:, active, step]) for step, active in enumerate(places)]
 
@@ -99,12 +99,8 @@ class Guesses:
         return [drafted(*both) for both in zip(steps, gaps, strict=True)]
 
 
-def choose(logits: Tensor, asked: Sequence[Asked]) -> Tensor:
-    """Guesses under the noise that all tiers share, and the next ones: see `with_runner_ups`."""
-    return own_tokens_and_next(logits, asked, 1)
-
-
 def steps_of(chosen: Tensor) -> list[Step]:
+    """Guesses, each with its runner-up, from what `own_tokens_and_next` says with one of them."""
     rows = chosen.tolist()
     return list(zip(rows[0], runner_ups(rows, 1), strict=True))
 

@@ -1,6 +1,6 @@
 """What a drafter that reads a model's hidden states is; knows nothing of files, and of sessions only their texts."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -36,10 +36,9 @@ class Verifier(NamedTuple):
         return cls(embed, network.get_output_embeddings(), *map(int, sizes))
 
 
-class Part(NamedTuple):
-    store: Any
-    start: int
-    end: int
+def where(spans: Sequence[Span], device: torch.device) -> Tensor:
+    """Positions of rows, one after another, ``[1, n]``."""
+    return torch.tensor([position for span in spans for position in span.positions]).to(device, non_blocking=True)[None]
 
 
 class Head(nn.Module):
@@ -60,6 +59,23 @@ class Head(nn.Module):
         super().__init__()
         self.vocab_size = vocab_size
         self.register_buffer("_ids", ids, persistent=False)
+
+    def embed_with(self, verifier: Verifier, names: Collection[str], size: int) -> None:
+        """Have those embeddings ``[..., size]`` of its own that are in ``names``; the verifier's are in the place of others."""
+        self._verifier = verifier
+        if "embed_tokens.weight" in names:
+            self.embed_tokens = nn.Embedding(verifier.vocab_size, size)
+        if "lm_head.weight" in names:
+            self.lm_head = nn.Linear(size, len(self.known), bias=False)
+
+    @property
+    def embed(self) -> Any:
+        return self._modules.get("embed_tokens") or self._verifier.embed
+
+    @property
+    def project(self) -> Any:
+        """From hidden states to logits of the tokens that it knows."""
+        return self._modules.get("lm_head") or self._verifier.lm_head
 
     @classmethod
     def fits(cls, checkpoint: "Checkpoint") -> bool:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from cascade.draft import Draft
 from cascade.engine.heads.checkpoint import Checkpoint
 from cascade.engine.heads.guesses import Guesses, Text
-from cascade.engine.heads.head import Head, Part, Verifier
+from cascade.engine.heads.head import Head, Verifier
 from cascade.engine.heads.reader import Reader
+from cascade.engine.network.attention import Span
 
 
 class Block(nn.Module):
@@ -77,8 +78,9 @@ class Medusa(Head):
         active = [number for number, text in enumerate(texts) if text.guesses]
         if not active:
             return guesses.drafts()
-        ends = [(texts[number].store, texts[number].end) for number in active]
-        hidden = reader.states([Part(store, end - 2, end - 1) for store, end in ends])
+        hidden = reader.states(
+            [Span(texts[number].store, row, row + 1, texts[number].end - 2) for row, number in enumerate(active)]
+        )
         for step, block in enumerate(self.blocks):
             rows = [row for row, number in enumerate(active) if texts[number].guesses > step]
             if not rows:

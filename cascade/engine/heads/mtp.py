@@ -24,7 +24,6 @@ import logging
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,11 +37,10 @@ from transformers import PreTrainedModel
 from cascade.engine.checkpoint import INDEX, SINGLE, check_files
 from cascade.engine.gguf import described
 from cascade.engine.heads.chain import Chain
-from cascade.engine.heads.checkpoint import SHARED, Checkpoint, file_shapes
+from cascade.engine.heads.checkpoint import SHARED, Checkpoint, file_shapes, told
 from cascade.engine.heads.head import Verifier
-from cascade.engine.heads.reader import Reader, decoder
+from cascade.engine.heads.reader import decoder
 from cascade.engine.model_config import read_config
-from cascade.engine.network.attention import Span
 from cascade.engine.network.llama import between
 from cascade.engine.network.survey import SURVEY, Survey
 from cascade.engine.tokenizer import check_source, is_local
@@ -82,13 +80,9 @@ class Mtp(Chain):
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
         self.block = block
         self.reads, self.width = (verifier.num_layers,), size
-        self._own_embed, self._own_head = (name in names for name in SHARED)
-        if self._own_embed:
-            self.embed_tokens = nn.Embedding(verifier.vocab_size, size)
-        if self._own_head:
-            self.lm_head = nn.Linear(size, verifier.vocab_size, bias=False)
+        self.embed_with(verifier, names, size)
         self._hidden_first = hidden_first
-        self._verifiers = (verifier, rotary)  # a tuple: its modules stay the verifier's
+        self._rotary = (rotary,)  # a tuple: its module stays the verifier's
 
     def number(self, first: int) -> None:
         for module in self.block.modules():
@@ -100,29 +94,26 @@ class Mtp(Chain):
         """Note what its layer attends with; raises `ModelError` if it goes round the attention of Transformers."""
         found, like = Survey(), self.eh_proj.weight
         tokens = torch.zeros(2, dtype=torch.long, device=like.device)
-        with _surveyed(network):
-            self(tokens, like.new_zeros(2, self.width), torch.arange(2, device=like.device)[None], cascade_pass=found)
+        before = network.config._attn_implementation
+        network.set_attn_implementation(SURVEY)
+        try:
+            self(tokens, like.new_zeros(2, self.width), torch.arange(2, device=like.device)[None], None, found)
+        finally:
+            network.set_attn_implementation(before)
         self.attends = tuple(found.heads.values())
 
     def state(self, hidden: Sequence[Tensor]) -> Tensor:
         return hidden[0]
 
     def logits(self, out: Tensor) -> Tensor:
-        return (self.lm_head if self._own_head else self._verifiers[0].lm_head)(out)
+        return self.project(out)
 
-    def _pass(self, tokens: Tensor, states: Tensor, positions: Sequence[int], reader: Reader, spans: Sequence[Span]) -> Tensor:
-        where = torch.tensor(positions).to(tokens.device, non_blocking=True)[None]
-        return self.forward(tokens, states, where, cascade_pass=reader.plan(spans))
-
-    def forward(self, tokens: Tensor, states: Tensor, positions: Tensor, **attention: Any) -> Tensor:
-        """``[n, width]`` of ``tokens`` ``[n]`` and ``states`` ``[n, width]`` at ``positions`` ``[1, n]``; ``attention`` is told
-        to the attention function."""
-        verifier, rotary = self._verifiers
-        embed = self.embed_tokens if self._own_embed else verifier.embed
-        parts = (self.enorm(embed(tokens)), self.hnorm(states))
+    def forward(self, tokens: Tensor, states: Tensor, positions: Tensor, reader: Any, planned: Any) -> Tensor:
+        """See `Chain.forward`; its layer attends by Transformers' own interface, which hands ``planned`` on."""
+        parts = (self.enorm(self.embed(tokens)), self.hnorm(states))
         x = self.eh_proj(torch.cat(parts[::-1] if self._hidden_first else parts, dim=-1))[None]
-        angles = rotary(x, positions)
-        out = self.block(x, attention_mask=None, position_ids=positions, position_embeddings=angles, **attention)
+        angles = self._rotary[0](x, positions)
+        out = self.block(x, attention_mask=None, position_ids=positions, position_embeddings=angles, cascade_pass=planned)
         return self.norm((out[0] if isinstance(out, tuple) else out)[0])
 
 
@@ -181,17 +172,13 @@ def check_mtp(source: str, *, revision: str | None = None, trust_remote_code: bo
     """
     text = read_config(source, revision=revision, trust_remote_code=trust_remote_code).get_text_config()
     num_layers, source = int(text.num_hidden_layers), described(source)
-    try:
+    with told(f"The checkpoint {source!r} cannot be read"):
         if is_local(source):
             check_files(Path(source))
             files = Path(source).glob(f"*{SUFFIX}")
             sizes = {name: math.prod(shape) for file in files for name, shape in file_shapes(file).items()}
         elif not (sizes := dict.fromkeys(_weight_map(source, revision), 0)):
             return None
-    except ModelError:
-        raise
-    except Exception as error:  # of any library
-        raise ModelError(f"The checkpoint {source!r} cannot be read: {reason(error)}") from error
     if not holds_mtp(sizes, num_layers):
         raise _none(source, num_layers)
     return sum(size for name, size in sizes.items() if any(naming.named(name, num_layers) for naming in NAMINGS)) or None
@@ -207,14 +194,10 @@ def read_mtp(source: str, num_layers: int, *, revision: str | None = None) -> tu
         return any(naming.named(name, num_layers) for naming in NAMINGS)
 
     weights: dict[str, Tensor] = {}
-    try:
+    with told(f"No MTP layers can be loaded from {source!r}"):
         for file in _files(source, revision, wanted):
             with safe_open(file, framework="pt") as opened:
                 weights |= {name: opened.get_tensor(name) for name in opened.keys() if wanted(name)}  # noqa: SIM118
-    except ModelError:
-        raise
-    except Exception as error:  # of any library
-        raise ModelError(f"No MTP layers can be loaded from {source!r}: {reason(error)}") from error
     for naming in NAMINGS:
         named = {new: tensor for name, tensor in weights.items() if (new := naming.named(name, num_layers))}
         if PROJECTION in named:
@@ -344,14 +327,3 @@ def _settle(head: Mtp, network: PreTrainedModel) -> None:
         dtype = torch.float32 if any(part in name for part in exact) else network.dtype
         tensor.data = tensor.data.to(network.device, dtype if tensor.is_floating_point() else tensor.dtype)
     head.eval()
-
-
-@contextmanager
-def _surveyed(network: PreTrainedModel) -> Iterator[None]:
-    """With the attention that notes what layers ask of it."""
-    before = network.config._attn_implementation
-    network.set_attn_implementation(SURVEY)
-    try:
-        yield
-    finally:
-        network.set_attn_implementation(before)

@@ -67,12 +67,11 @@ class Peagle(Eagle3):
     def _masked(self, guesses: Guesses, stores: Mapping[int, Any], masks: list[int], reader: Reader) -> Tensor:
         """``[n, width]`` of the masks after all texts, ``masks`` of each."""
         spans: list[Span] = []
-        starts: list[int] = []
+        total = 0
         for (number, store), count in zip(stores.items(), masks, strict=True):
-            start = guesses.texts[number].end - 1
             if count:
-                spans.append(Span(store, len(starts), len(starts) + count, start))
-                starts += range(start, start + count)
-        tokens = torch.full((len(starts),), self._mask, device=self.device)
+                spans.append(Span(store, total, total + count, guesses.texts[number].end - 1))
+                total += count
+        tokens = torch.full((total,), self._mask, device=self.device)
         state = self.state(self.mask_hidden[None].chunk(len(self.reads), dim=-1))
-        return self._pass(tokens, state.expand(len(starts), -1), starts, reader, spans)
+        return self._pass(tokens, state.expand(total, -1), reader, spans)

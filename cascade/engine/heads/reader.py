@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from cascade.cpu.cache import BlockedFork
 from cascade.draft import Draft
 from cascade.engine.heads.guesses import Text
-from cascade.engine.heads.head import Head, Part
+from cascade.engine.heads.head import Head
 from cascade.engine.network.attention import Attention, Scoring, Span
 from cascade.engine.network.contiguous import Fork
 from cascade.engine.network.llama import Llama
@@ -130,9 +130,10 @@ class Reader:
         for span in spans:
             span.cache.put(self._kept, span.start, states[span.begin : span.end])
 
-    def states(self, parts: Sequence[Part]) -> Tensor:
+    def states(self, spans: Sequence[Span]) -> Tensor:
         """What was kept of these positions, one after another, ``[n, width]``."""
-        return torch.cat([part.store.get(self._kept, part.start, part.end) for part in parts]).to(self._dtype)
+        kept = [span.cache.get(self._kept, span.positions.start, span.positions.stop) for span in spans]
+        return torch.cat(kept).to(self._dtype)
 
     def plan(self, spans: Sequence[Span]) -> Any:
         """What `attend` is given for rows that write and see the head's keys and values."""
@@ -150,25 +151,24 @@ class Reader:
 
     @contextmanager
     def guess_stores(self, texts: Sequence[Text]) -> Iterator[list[Any]]:
-        """Stores for keys and values of the guesses after each text, but the last one's."""
+        """Stores for keys and values of the guesses after each text, but the last one's.
+
+        The session's own store where it has memory after the text, or else a fork.
+        """
+        stores: list[Any] = []
         forks: list[Any] = []
         try:
-            yield [_guess_store(text, forks) for text in texts]
+            for text in texts:
+                begin, store = text.end - 1, text.store
+                end = begin + min(text.guesses - 1, MAX_FORKED)
+                if end > max(begin, store.capacity):
+                    store = store.fork(begin)
+                    forks.append(store)
+                stores.append(store)
+            yield stores
         finally:
             for fork in forks:
                 fork.free()
-
-
-def _guess_store(text: Text, forks: list[Any]) -> Any:
-    """The session's own store where it has memory after the text, or else a fork."""
-    begin, store = text.end - 1, text.store
-    end = begin + min(text.guesses - 1, MAX_FORKED)
-    if end <= begin:
-        return store
-    if end > store.capacity:
-        store = store.fork(begin)
-        forks.append(store)
-    return store
 
 
 def decoder(network: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:

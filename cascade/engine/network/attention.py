@@ -31,6 +31,10 @@ class Span(NamedTuple):
     end: int
     start: int
 
+    @property
+    def positions(self) -> range:
+        return range(self.start, self.start + self.end - self.begin)
+
 
 class Scoring(NamedTuple):
     """How a layer makes weights of its scores."""

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cascade.engine.network.attention import Scoring, Span, Windows
-from cascade.scorer import BLOCK, TILE, grown_capacity, num_blocks, tiled
+from cascade.scorer import BLOCK, TILE, grown_capacity
 
 SCORES = 2**26  # of queries with keys that are held at once
 SHARED = 2**22  # numbers in a mask that is kept from layer to layer
@@ -23,6 +23,7 @@ class Cache:
 
     __slots__ = ("_layers", "capacity")
     block = TILE
+    position = 0  # from which on it holds the text
 
     def __init__(self) -> None:
         self.capacity = 0  # positions
@@ -47,8 +48,8 @@ class Cache:
 
     @torch.inference_mode()
     def reserve(self, positions: int) -> None:
-        """Make room for ``positions``, in whole tiles; what is written stays."""
-        positions = tiled(positions)
+        """Make room for ``positions``, in whole blocks; what is written stays."""
+        positions = -(-positions // self.block) * self.block
         if positions > self.capacity:
             for layer, (keys, values) in self._layers.items():  # one at a time: memory peaks by a layer, not by a cache
                 self._layers[layer] = _resized(keys, positions), _resized(values, positions)
@@ -61,10 +62,6 @@ class Cache:
     def get(self, layer: int, start: int, end: int) -> Tensor:
         """What was kept there, ``[end - start, width]``."""
         return self._layers[layer][0][0, 0, start:end]
-
-    def writable(self, position: int) -> bool:
-        """Whether what is held there is this session's alone."""
-        return True
 
     @torch.inference_mode()
     def reuse(self, source: "Cache", positions: int) -> None:
@@ -92,43 +89,32 @@ class Cache:
         self.capacity = 0
 
 
-class Fork:
+class Fork(Cache):
     """Keys and values of one session from ``position`` on; those before it are its base's.
 
     What they are attended with lies in the base's storage for as long as that takes, see `in_place`: so attention over a fork
     is that over a cache, with the same bits.
     """
 
-    __slots__ = ("_base", "_end", "_layers", "position")
+    __slots__ = ("_base", "_end", "position")
+    block = BLOCK
 
     def __init__(self, base: Cache, position: int) -> None:
+        super().__init__()
         self._base = base
         self.position = self._end = position
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # as a cache's, but from ``position`` on
 
-    def write(self, layer: int, start: int, key: Tensor, value: Tensor) -> None:
+    def write(self, layer: int, start: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store ``[kv_heads, n, head_dim]`` at ``start``, after which nothing is held then."""
-        at, length = start - self.position, key.shape[1]
-        self._end = start + length
-        keys, values = self._layers.get(layer, (key[None, :, :0], value[None, :, :0]))
-        if at + length > keys.shape[2]:
-            capacity = BLOCK * num_blocks(at + length)
-            keys, values = self._layers[layer] = _resized(keys, capacity), _resized(values, capacity)
-        keys.narrow(2, at, length).copy_(key)
-        values.narrow(2, at, length).copy_(value)
-
-    def put(self, layer: int, start: int, states: Tensor) -> None:
-        self.write(layer, start, states[None], states[None, :, :0])
+        self._end = start + key.shape[1]
+        return super().write(layer, start - self.position, key, value)
 
     def get(self, layer: int, start: int, end: int) -> Tensor:
         """The same, what is before its position from its base."""
-        own = self._layers[layer][0][0, 0, max(0, start - self.position) : max(0, end - self.position)]
+        own = super().get(layer, max(0, start - self.position), max(0, end - self.position))
         if start >= self.position:
             return own
         return torch.cat([self._base.get(layer, start, min(end, self.position)), own])
-
-    def writable(self, position: int) -> bool:
-        return position >= self.position
 
     @property
     def layers(self) -> Sequence[int]:
@@ -154,13 +140,6 @@ class Fork:
         finally:
             for place, part in zip(places, lent, strict=True):
                 place.copy_(part)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for pair in self._layers.values() for tensor in pair)
-
-    def free(self) -> None:
-        self._layers.clear()
 
 
 def _resized(old: Tensor, capacity: int) -> Tensor:

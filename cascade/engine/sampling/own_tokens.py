@@ -10,11 +10,11 @@ The next tokens by ``logits' + G`` are *runner-ups*: what a verifier with the sa
 """
 
 import math
-import struct
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -122,7 +122,7 @@ def with_runner_ups(own: Tensor, scores: Tensor, number: int) -> Tensor:
 def runner_ups(packed: Sequence[Sequence[int]], number: int) -> list[tuple[RunnerUp, ...]]:
     """The first ``number`` of those in ``packed`` ``[1 + 2 * k, n]``, see `with_runner_ups`, without filtered tokens."""
     k = len(packed) // 2
-    gaps = [[struct.unpack("f", struct.pack("i", bits))[0] for bits in row] for row in packed[1 + k : 1 + k + number]]
+    gaps = np.array(packed[1 + k : 1 + k + number], dtype=np.int32).view(np.float32).tolist()
     pairs_of = (zip(*both, strict=True) for both in zip(packed[1 : 1 + number], gaps, strict=True))
     return [tuple(RunnerUp(*pair) for pair in pairs if pair[1] < math.inf) for pairs in zip(*pairs_of, strict=True)]
 

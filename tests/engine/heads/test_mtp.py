@@ -20,14 +20,13 @@ from cascade.engine.heads.mtp import Mtp, check_mtp
 from cascade.engine.model import Model
 from cascade.engine.model_config import read_config
 from cascade.errors import ModelError
-from cascade.params import SamplingParams
+from cascade.params import SamplingParams, Speculation
 from cascade.scorer import Row
 from tests import small
 from tests.architectures import VOCAB, build
-from tests.cases import crossed
-from tests.heads import Made, Paper, Weights
+from tests.cases import crossed, rare
+from tests.heads import Made, Paper
 from tests.mtp import LAYERS, MODELS, NAMES, mtp, network_of
-from tests.probe import probe
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 TEXT = [(37 * place + 11) % VOCAB for place in range(24)]
@@ -37,11 +36,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def whole(folder: Path, style: str, *, beside: bool = False) -> Made:
-    """A checkpoint of a model with its MTP layer, which may lie in a file that is in no index."""
+    """A checkpoint of a model with its MTP layer, which may lie in files that are in no index."""
     made = mtp(folder, style)
     network_of(style).save_pretrained(folder)
     if beside:
-        save_file(made.weights, folder / "mtp.safetensors")
+        names = sorted(made.weights)
+        for part in (0, 1):
+            save_file({name: made.weights[name] for name in names[part::2]}, folder / f"mtp-{part}.safetensors")
     else:
         save_file({**load_file(folder / "model.safetensors"), **made.weights}, folder / "model.safetensors", {"format": "pt"})
     return made
@@ -57,16 +58,19 @@ def guesses(model: Model, number: int) -> tuple[list[int], list[int]]:
 
 @pytest.mark.parametrize(("style", "beside"), crossed({style: style for style in MODELS}, {"within": False, "beside": True}))
 def test_layers_lie_in_the_checkpoint_of_the_model(tmp_path: Path, style: str, beside: bool) -> None:
-    """Guards loading without a source: the model loads as ever, and its layer is found whatever file it is in."""
+    """Guards loading without a source: the model loads as ever, and its layer is found whatever files it is in.
+
+    Guards `cascade check`, too, which counts what the layer takes.
+    """
     made = whole(tmp_path, style, beside=beside)
-    check_mtp(str(tmp_path))
+    assert check_mtp(str(tmp_path)) == sum(weight.numel() for weight in made.weights.values())
     model = Model.from_pretrained(str(tmp_path), drafter="", drafter_kind="mtp", num_threads=1)
     assert model.drafter == "mtp"
     text, said = guesses(model, 4)
     assert said == Paper(made, network_of(style)).guesses(text, 4, GREEDY)
 
 
-@pytest.mark.parametrize("style", ["mtp-glm", "mtp-mimo"])
+@pytest.mark.parametrize("style", ["mtp-glm", rare("mtp-mimo")])
 def test_sources_of_their_own(tmp_path: Path, style: str) -> None:
     """Guards folders and files with nothing but the layer, by kind and by their tensors."""
     made = mtp(tmp_path, style)
@@ -79,7 +83,7 @@ def test_sources_of_their_own(tmp_path: Path, style: str) -> None:
 
 
 @pytest.mark.skipif(not hasattr(transformers.modeling_layers, "MtpModel"), reason="Transformers has no MTP layers yet")
-@pytest.mark.parametrize("style", ["mtp-deepseek", "mtp-glm", "mtp-qwen"])
+@pytest.mark.parametrize("style", ["mtp-deepseek", "mtp-qwen", rare("mtp-glm")])
 def test_transformers_says_the_same(tmp_path: Path, style: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the reading of checkpoints and formulas against the same mistake in the layer and in our own formulas."""
     whole(tmp_path, style)
@@ -126,56 +130,39 @@ def test_embeddings_of_their_own_are_used(tmp_path: Path, other: str) -> None:
         assert said == [int(embeddings["head"](made.out(plain, text, states)[-1]).argmax())]
 
 
-def spoiled(weights: Weights, problem: str) -> Weights:
-    """Tensors with one mistake."""
-    names = NAMES["mtp-glm"]
-    if problem == "lacks":
-        del weights[f"{names['enorm']}.weight"]
-    elif problem == "lacks in layer":
-        del weights[f"{names['block']}.self_attn.o_proj.weight"]
-    elif problem == "unknown":
-        weights[f"{names['block']}.strange.weight"] = torch.zeros(1)
-    elif problem == "shape":
-        weights[f"{names['proj']}.weight"] = torch.zeros(32, 60)
-    elif problem == "vocabulary":
-        weights[f"{names['head']}.weight"] = torch.zeros(VOCAB + 8, 32)
-    elif problem == "quantised":
-        weights[f"{names['proj']}.weight"] = weights[f"{names['proj']}.weight"].to(torch.float8_e4m3fn)
-    elif problem == "other model":
-        weights = {name.replace(f".{LAYERS}.", ".9."): tensor for name, tensor in weights.items()}
-    return weights
-
-
-PROBLEMS = [
-    ("lacks", "lacks the tensor enorm.weight"),
-    ("lacks in layer", r"its layer lacks the tensor block.self_attn.o_proj.weight, unlike those of Glm4MoeForCausalLM"),
-    ("unknown", "its layer has the tensor block.strange.weight, unlike those of Glm4MoeForCausalLM"),
-    ("shape", r"its tensor eh_proj.weight is \[32, 60\], and has to be \[32, 64\]"),
-    ("vocabulary", "made for a vocabulary of 104 tokens, and the model has 96"),
-    ("quantised", r"its MTP layers are quantised \(float8_e4m3fn\)"),
-    ("other model", "holds no MTP layers for a model of 6 layers"),
+GLM = NAMES["mtp-glm"]
+PROBLEMS: list[tuple[str, Tensor | None, str]] = [  # a tensor, and what is there instead
+    (f"{GLM['enorm']}.weight", None, "lacks the tensor enorm.weight"),
+    (
+        f"{GLM['block']}.self_attn.o_proj.weight",
+        None,
+        r"its layer lacks the tensor block.self_attn.o_proj.weight, unlike those of Glm4MoeForCausalLM",
+    ),
+    (
+        f"{GLM['block']}.strange.weight",
+        torch.zeros(1),
+        "its layer has the tensor block.strange.weight, unlike those of Glm4MoeForCausalLM",
+    ),
+    (f"{GLM['proj']}.weight", torch.zeros(32, 60), r"its tensor eh_proj.weight is \[32, 60\], and has to be \[32, 64\]"),
+    (f"{GLM['proj']}.weight", torch.zeros(32, 64, dtype=torch.float8_e4m3fn), r"are quantised \(float8_e4m3fn\)"),
+    (f"{GLM['proj']}.weight", None, "holds no MTP layers for a model of 6 layers"),
+    (f"{GLM['head']}.weight", torch.zeros(VOCAB + 8, 32), "made for a vocabulary of 104 tokens, and the model has 96"),
 ]
 
 
-@pytest.mark.parametrize(("problem", "words"), PROBLEMS)
-def test_layers_that_do_not_fit_are_refused(tmp_path: Path, problem: str, words: str) -> None:
+@pytest.mark.parametrize(("name", "tensor", "words"), PROBLEMS)
+def test_layers_that_do_not_fit_are_refused(tmp_path: Path, name: str, tensor: Tensor | None, words: str) -> None:
     """Guards against a layer of another model, or half of one, that loads without a word."""
     made = mtp(tmp_path, "mtp-glm")
-    made.weights = spoiled(made.weights, problem)
+    if tensor is None:
+        del made.weights[name]
+    else:
+        made.weights[name] = tensor
     source = made.write()
     with pytest.raises(ModelError, match=words) as caught:
         load_head(source, network_of("mtp-glm"), kind="mtp")
     assert "\n" not in str(caught.value)
     assert source in str(caught.value)
-
-
-def test_sizes_of_layers_are_told(tmp_path: Path) -> None:
-    """Guards `cascade check`, which counts what the layers of the checkpoint itself take."""
-    made = mtp(tmp_path / "layers", "mtp-glm")
-    network_of("mtp-glm").save_pretrained(tmp_path / "model")
-    made.folder = tmp_path / "model"
-    made.write("mtp.safetensors", **network_of("mtp-glm").config.to_diff_dict())
-    assert check_mtp(str(tmp_path / "model")) == sum(weight.numel() for weight in made.weights.values())
 
 
 def test_models_without_layers_are_named(tmp_path: Path) -> None:
@@ -234,22 +221,6 @@ def test_of_several_layers_the_first_is_used(tmp_path: Path) -> None:
     assert said[0] == said[1]
 
 
-def test_indices_are_followed(tmp_path: Path) -> None:
-    """Guards large checkpoints: files by their index, in which the layer may be spread over several."""
-    made = whole(tmp_path, "mtp-qwen")
-    tensors = load_file(tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors").unlink()
-    names = sorted(tensors)
-    files = {f"model-{part + 1:05}-of-00002.safetensors": names[part::2] for part in range(2)}
-    for file, held in files.items():
-        save_file({name: tensors[name] for name in held}, tmp_path / file, {"format": "pt"})
-    index = {"metadata": {}, "weight_map": {name: file for file, held in files.items() for name in held}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    model = Model.from_pretrained(str(tmp_path), drafter="", drafter_kind="mtp", num_threads=1)
-    text, said = guesses(model, 3)
-    assert said == Paper(made, network_of("mtp-qwen")).guesses(text, 3, GREEDY)
-
-
 def test_of_the_hub_other_files_are_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards downloads: a layer of its own model lies in a few of many large files."""
     made, asked = mtp(tmp_path, "mtp-glm"), []
@@ -272,36 +243,18 @@ def test_of_the_hub_other_files_are_not_fetched(tmp_path: Path, monkeypatch: pyt
     assert asked[2:] == [("some/model", "abc", ["model.safetensors.index.json"])]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_guesses_are_what_the_model_says(tmp_path: Path, temperature: float) -> None:
-    """Guards the whole way from `drafter="mtp"` to guesses that are right, with a layer that says what its model says."""
-    params = SamplingParams(max_tokens=40, temperature=temperature, seed=3)
+def test_a_model_drafts_for_itself(tmp_path: Path) -> None:
+    """Guards the whole way from `drafter="mtp"` to the tiers of a cascade, in the same text."""
     sizes: dict[str, Any] = {"vocab_size": 4096, "tie_word_embeddings": False}
-    network: Any = build("qwen2", **sizes)
-    donor: Any = build("qwen2", 1, **sizes)
-    with torch.no_grad():
-        network.get_input_embeddings().weight[:] = network.get_input_embeddings().weight[0].clone()
-        for layer in (*network.model.layers, donor.model.layers[0]):
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-        network.model.norm.weight.fill_(1.0)
-    network.save_pretrained(tmp_path)
-    names, ones = NAMES["mtp-mimo"], torch.ones(32)
+    build("qwen2", **sizes).save_pretrained(tmp_path)
+    names, donor = NAMES["mtp-mimo"], build("qwen2", 1, **sizes)
     weights = {f"{names['block']}.{name}": tensor for name, tensor in donor.model.layers[0].state_dict().items()}
-    weights |= {f"{names[norm]}.weight": ones.clone() for norm in ("enorm", "hnorm", "norm")}
-    weights[f"{names['proj']}.weight"] = torch.cat([torch.eye(32), torch.zeros(32, 32)], -1)
-    save_file(weights, tmp_path / "mtp.safetensors")
+    weights |= {f"{names[norm]}.weight": torch.ones(32) for norm in ("enorm", "hnorm", "norm")}
+    save_file({**weights, f"{names['proj']}.weight": torch.eye(32, 64)}, tmp_path / "mtp.safetensors")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(small.paths()[-1]) / name, tmp_path / name)
-    model = Model.from_pretrained(str(tmp_path), drafter="", drafter_kind="mtp", num_threads=1)
-    assert probe(model) == 1.0
-    store = model.new_cache()
-    [scored] = model.run([Row(store, 0, [5, 6, 7], 1, params, guesses=4)])
-    [verified] = model.run([Row(store, 3, scored.own, 1, params, draft=scored.draft.trunk)])
-    assert verified.own[:4] == list(scored.draft.trunk.tokens)
-    said = []
-    for drafter in (None, "mtp"):
-        with Cascade.from_pretrained([str(tmp_path)], drafter=drafter) as cascade:
-            said.append(cascade.generate([5, 6, 7], params).token_ids)
-            assert cascade.names == ((drafter, "full") if drafter else ("full",))
-    assert said[0] == said[1]
+    with Cascade.from_pretrained([str(tmp_path)], drafter="mtp") as cascade:
+        assert cascade.names == ("mtp", "full")
+        asked = SamplingParams(max_tokens=40, temperature=0.8, seed=3, ignore_eos=True)
+        said, alone = (cascade.generate([5, 6, 7], asked, Speculation(mode)) for mode in ("auto", "off"))
+    assert said.token_ids == alone.token_ids

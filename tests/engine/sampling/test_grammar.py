@@ -3,14 +3,13 @@
 import json
 import random
 import re
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jsonschema
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLParserLimits
 from tokenizers import AddedToken
@@ -25,6 +24,7 @@ from cascade.engine.tokenizer import Tokenizer
 from cascade.scorer import Row, Scored
 from tests import small
 from tests.architectures import build
+from tests.cases import examples
 
 CONTEXT = 512
 VOCAB = 4096  # of the small models's tokenizer
@@ -126,15 +126,14 @@ ASKED = {
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.3])
 def test_texts_are_valid_and_the_full_models(cascades: list[Cascade], structured: Structured, temperature: float) -> None:
     """Guards validity and losslessness at once: random networks and random drafts, every set of tiers, several windows."""
-    for seed in range(2):
-        params = SamplingParams(max_tokens=480, temperature=temperature, seed=seed, structured=structured)
-        alone = cascades[0].generate(PROMPT, params, Speculation("off"))
-        assert alone.finish_reason == "stop"
-        assert valid(structured, alone.text)
-        for cascade in cascades:
-            for tiers, window, schedule in ((("tiny",), 6, "async"), (("tiny", "medium"), 4, "lockstep")):
-                speculation = Speculation(tiers=tiers, window=window, schedule=schedule)  # type: ignore[arg-type]
-                assert cascade.generate(PROMPT, params, speculation).token_ids == alone.token_ids
+    params = SamplingParams(max_tokens=480, temperature=temperature, seed=1, structured=structured)
+    alone = cascades[0].generate(PROMPT, params, Speculation("off"))
+    assert alone.finish_reason == "stop"
+    assert valid(structured, alone.text)
+    for cascade in cascades:
+        for tiers, window, schedule in ((("tiny",), 6, "async"), (("tiny", "medium"), 4, "lockstep")):
+            speculation = Speculation(tiers=tiers, window=window, schedule=schedule)  # type: ignore[arg-type]
+            assert cascade.generate(PROMPT, params, speculation).token_ids == alone.token_ids
 
 
 def test_constrained_drafts_are_accepted(cascades: list[Cascade]) -> None:
@@ -171,18 +170,30 @@ def test_any_json_object(cascades: list[Cascade]) -> None:
 TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1, max_size=6)
 
 
+@settings(max_examples=examples(0.5))
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4), seed=st.integers(0, 999))
 def test_a_matcher_allows_exactly_the_grammar(grammars: Grammars, tokenizer: Tokenizer, texts: list[str], seed: int) -> None:
-    """Guards escapes in choices, masks under guesses and rollback: every walk along the masks spells one of the texts."""
+    """Guards escapes in choices, masks under guesses and rollback: every walk along the masks spells one of the texts.
+
+    Guards a mask that is taken once a pass, too: each position's is that of the text with the guesses before it.
+    """
     rng = random.Random(seed)
-    matcher = grammars.matcher(Structured(choice=tuple(texts)))
+    structured = Structured(choice=tuple(texts))
+    matcher = grammars.matcher(structured)
     [end] = tokenizer.end_ids
     output: list[int] = []
     while not output or output[-1] != end:
-        ahead = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 3))]
+        right = [token for token in tokenizer.encode_part(texts[0])[len(output) :] if rng.random() < 0.9]
+        ahead = [*right, *(rng.randrange(VOCAB) for _ in range(rng.randint(0, 3)))]
         allowed = matcher.allowed(output, ahead, VOCAB + 5)
         assert allowed.shape == (1 + len(ahead), VOCAB + 5)
         assert not allowed[0, VOCAB:].any()
+        for i, guess in enumerate(ahead[: ahead.index(end)] if end in ahead else ahead):
+            if not allowed[i, guess]:
+                assert allowed[i + 1 :].all(), "nobody asks what comes after it"
+                break
+            [mask] = grammars.matcher(structured).allowed([*output, *ahead[: i + 1]], [], VOCAB)
+            assert torch.equal(allowed[i + 1, :VOCAB], mask)
         token = rng.choice(allowed[0].nonzero().flatten().tolist())
         assert matcher.allowed(output, [token], VOCAB)[1].any() or token == end
         output.append(token)
@@ -191,19 +202,6 @@ def test_a_matcher_allows_exactly_the_grammar(grammars: Grammars, tokenizer: Tok
             matcher.rewind(len(output))
     spelt = tokenizer.backend.decode(output[:-1], clean_up_tokenization_spaces=False)
     assert spelt in texts
-
-
-def test_positions_behind_guesses_have_their_own_masks(grammars: Grammars, tokenizer: Tokenizer) -> None:
-    """Guards a mask that is taken once a pass: each position's is that of the text with the guesses before it."""
-    structured = Structured(regex="[0-9]{6}[a-z]{6}")
-    digits = [tokenizer.encode(str(i))[-1] for i in (1, 2, 3)]
-    letter = tokenizer.encode("x")[-1]
-    ahead = grammars.matcher(structured)
-    masks = ahead.allowed([], [*digits, letter, *digits], VOCAB)
-    for i in range(4):
-        assert torch.equal(masks[i], grammars.matcher(structured).allowed(digits[:i], [], VOCAB)[0])
-    assert masks[4:].all()  # a letter may not come there: nobody asks what comes after it
-    assert torch.equal(ahead.allowed(digits, [], VOCAB)[0], masks[3])
 
 
 MARKED = 'x <tool_call>"y'
@@ -240,10 +238,8 @@ def test_enforced_words_may_be_those_of_added_tokens(structured: Structured, spe
         (Structured(regex="[a-c"), "structured.regex cannot be compiled"),
         (Structured(json_schema="{"), "structured.json_schema cannot be compiled"),
         (Structured(json_schema={"type": "foo"}), "structured.json_schema cannot be compiled.*foo"),
-        (Structured(json_schema={"not": {"type": "integer"}}), "structured.json_schema cannot be compiled.*not"),
         (Structured(grammar="start: missing"), "structured.grammar cannot be compiled"),
         (Structured(grammar='root ::= "a'), "structured.grammar cannot be compiled"),
-        (Structured(grammar="((((("), "structured.grammar cannot be compiled"),
         (Structured(json_schema="[" * 60_000), "structured.json_schema cannot be compiled"),
     ],
     ids=lambda value: value.kind if isinstance(value, Structured) else "",
@@ -303,11 +299,11 @@ def test_a_limit_behind_a_wrong_guess_changes_nothing(
     [end] = tokenizer.end_ids
     ids = [end, *(tokenizer.encode(char)[-1] for char in "12xya")]
     errors = []
-    for seed in range(12):
+    for seed in range(6):
         text, error = written(Grammars(tokenizer).matcher(structured), ids, None, seed)
         shared = Grammars(tokenizer)
         other = shared.matcher(structured)
-        for draft in range(4):
+        for draft in range(2):
             assert written(shared.matcher(structured), ids, random.Random(draft), seed) == (text, error)
         assert written(other, ids, random.Random(9), seed) == (text, error)
         errors.append(error)
@@ -342,8 +338,6 @@ def test_masks_behind_a_wrong_guess_are_forgotten(grammars: Grammars, tokenizer:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "must be one of"),
-        ({"regex": "a", "json_object": True}, "must be one of"),
         ({"regex": "a" * 70_000}, "70000 characters"),
         ({"choice": ("a", "")}, "not empty"),
         ({"choice": "abc"}, "list of texts"),
@@ -355,31 +349,6 @@ def test_bad_requests_are_refused(options: dict[str, Any], words: str) -> None:
     """Guards against values that mean nothing or too much."""
     with pytest.raises(InvalidRequest, match=words):
         Structured(**options)
-
-
-def test_structured_texts_end() -> None:
-    """Guards against texts that could not end where their grammar does."""
-    with pytest.raises(InvalidRequest, match="ignore_eos"):
-        SamplingParams(ignore_eos=True, structured=Structured(regex="a"))
-
-
-def test_grammars_are_compiled_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the cache: equal grammars share their work, old ones are forgotten, threads do not disturb each other."""
-    monkeypatch.setattr(module, "MAX_COMPILED", 3)
-    grammars = Grammars(tokenizer)
-    compiled = []
-    original = grammars._compile
-    monkeypatch.setattr(grammars, "_compile", lambda s: compiled.append(s) or original(s))
-    asked = [Structured(regex=f"a{{{i}}}") for i in range(1, 5)]
-    threads = [threading.Thread(target=grammars.matcher, args=(asked[0],)) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert compiled == asked[:1]
-    for structured in (*asked[1:], asked[1], asked[0]):
-        grammars.matcher(structured)
-    assert compiled == [*asked, asked[0]]
 
 
 def test_a_model_without_ends_is_refused(tokenizer: Tokenizer) -> None:

@@ -12,29 +12,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
-    LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
 )
 
 from benchmarks.toy import ToyModel, full_text
-from cascade import Cascade, Completion, InvalidRequest, SamplingParams, Speculation
-from cascade.engine.model import Model
-from cascade.engine.sampling.own_tokens import adjust
+from cascade import InvalidRequest, SamplingParams, Structured
 from cascade.engine.sampling.processors import shape
 from cascade.engine.sampling.state import SequenceState, state_maker
-from cascade.engine.tokenizer import Tokenizer
-from cascade.messages import Logprobs, Open, mint
+from cascade.messages import Open, mint
 from cascade.scorer import Row, Scored
 from cascade.session.session import Session
-from cascade.tier.local_links import join
 from cascade.tier.tier import Tier
-from tests import small
-from tests.architectures import build, each
 from tests.cases import examples
-from tests.engine.sampling.test_sampling import ALPHA, p_value
-from tests.tier.test_tier import answered
+from tests.tier.test_tier import answered, running
 
 VOCAB = 12
 PROMPT = (1, 2, 3, 2)
@@ -138,26 +130,17 @@ class Babbler(ToyModel):
 
 @pytest.fixture(scope="module")
 def cascades() -> Iterator[list[list[Tier]]]:
-    """Toy cascades whose lower tiers err, and babble."""
+    """Toy cascades whose lower tiers err, and babble; and one whose tiers are all alike."""
     lower = [
         [ToyModel(VOCAB, agreement=0.6), ToyModel(VOCAB, agreement=0.8)],
         [ToyModel(VOCAB, agreement=0.6), Babbler(VOCAB)],
         [Babbler(VOCAB), ToyModel(VOCAB, agreement=0.8)],
+        [ToyModel(VOCAB), ToyModel(VOCAB)],
     ]
-    all_tiers = []
-    for models in lower:
-        tiers = [
-            Tier(name, level, model, new_state=state_maker())
-            for level, (name, model) in enumerate(zip(NAMES, [*models, ToyModel(VOCAB)], strict=True))
-        ]
-        join(tiers)
-        for tier in tiers:
-            tier.start()
-        all_tiers.append(tiers)
-    yield all_tiers
-    for tiers in all_tiers:
-        for tier in reversed(tiers):
-            tier.close()
+    named = [enumerate(zip(NAMES, [*models, ToyModel(VOCAB)], strict=True)) for models in lower]
+    houses = [running([Tier(name, i, one, new_state=state_maker()) for i, (name, one) in tiers]) for tiers in named]
+    yield [next(house) for house in houses]
+    assert [next(house, None) for house in houses] == [None] * len(houses)
 
 
 @given(
@@ -179,59 +162,15 @@ def test_text_is_the_full_models(
     assert len(answer.logprobs) == (0 if params.logprobs is None else len(answer.tokens))
 
 
-def test_penalised_drafts_are_accepted() -> None:
+def test_penalised_drafts_are_accepted(cascades: list[list[Tier]]) -> None:
     """Guards the lower tiers' own shaping: without it the text is right and no guess is."""
-    tiers = [Tier(name, level, ToyModel(VOCAB), new_state=state_maker()) for level, name in enumerate(("tiny", "full"))]
-    join(tiers)
-    for tier in tiers:
-        tier.start()
     params = SamplingParams(
         max_tokens=60, temperature=0.8, seed=3, presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=1.3,
         logit_bias={5: 2.0}, min_tokens=60, logprobs=1,
     )  # fmt: skip
-    [answer], _ = answered(tiers[-1], opening_of(params, tokens=PROMPT, chain=("tiny",), draft_window=6, lockstep=True))
-    for tier in reversed(tiers):
-        tier.close()
+    [answer], _ = answered(cascades[-1][-1], opening_of(params, chain=("tiny",), draft_window=6, lockstep=True))
     assert sum(edge.proposed for edge in answer.edges) > 30
     assert all(edge.accepted == edge.proposed for edge in answer.edges)
-
-
-def test_distribution_of_texts_is_exact() -> None:
-    """Guards sampling under penalties, bias, `min_tokens` and filters: all texts of three tokens, enumerated."""
-    params = SamplingParams(
-        max_tokens=3, temperature=1.3, seed=0, presence_penalty=0.8, frequency_penalty=0.6, repetition_penalty=1.2,
-        logit_bias={1: 1.0, 2: -0.5}, min_tokens=2, top_p=0.97, min_p=0.01,
-    )  # fmt: skip
-    model = ToyModel(4, order=2)
-    opening = Open("s", (1, 3), 2, params, ends=frozenset({0}))
-
-    def chances(output: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], float]]:
-        if len(output) == params.max_tokens or 0 in output:
-            yield output, 1.0
-            return
-        logits = torch.tensor(model.logits((*opening.tokens, *output)[-model.order :]))
-        scores = adjust(reference(logits, params, opening.tokens, output, {0})[None], [params])[0]
-        for token, chance in enumerate(scores.softmax(-1).tolist()):
-            if chance:
-                yield from ((text, chance * rest) for text, rest in chances((*output, token)))
-
-    law = dict(chances(()))
-    num_texts = 1500
-    seen: Counter[tuple[int, ...]] = Counter()
-    for seed in range(num_texts):
-        seeded = Open("s", opening.tokens, 2, SamplingParams(**{**_options(params), "seed": seed}), ends=opening.ends)
-        seen[tuple(full_text(model, seeded)[2:])] += 1
-    assert set(seen) <= set(law)
-    likely = [text for text, chance in law.items() if chance * num_texts >= 5]
-    rest = num_texts - sum(seen[text] for text in likely)
-    observed = torch.tensor([float(seen[text]) for text in likely] + [float(rest)])
-    expected = torch.tensor([law[text] for text in likely] + [1 - sum(law[text] for text in likely)]) * num_texts
-    assert len(likely) > 10
-    assert p_value(observed, expected) > ALPHA
-
-
-def _options(params: SamplingParams) -> dict[str, Any]:
-    return {name: getattr(params, name) for name in params.__slots__}
 
 
 def test_lower_tiers_report_nothing() -> None:
@@ -241,107 +180,22 @@ def test_lower_tiers_report_nothing() -> None:
     assert below.params == SamplingParams(seed=1, presence_penalty=1.0, logit_bias={3: 1.0}, min_tokens=4)
 
 
-# real networks, against Transformers
+PROCESSORS = {
+    "bias": (SamplingParams(logit_bias={7: 4.0, 9: -3.0}), SequenceBiasLogitsProcessor({(7,): 4.0, (9,): -3.0})),
+    "likelier": (SamplingParams(repetition_penalty=0.8), RepetitionPenaltyLogitsProcessor(0.8)),
+    "less likely": (SamplingParams(repetition_penalty=1.3), RepetitionPenaltyLogitsProcessor(1.3)),
+    "min_tokens": (SamplingParams(min_tokens=3), MinNewTokensLengthLogitsProcessor(len(PROMPT), 3, 0)),
+}
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_pretrained(small.paths()[-1])
-
-
-@pytest.fixture(scope="module", params=each(["llama", "qwen3", "gpt2"], default=["llama"]))
-def architecture(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def network(architecture: str) -> Any:
-    """The full model, as Transformers runs it."""
-    return build(architecture, 3)
-
-
-@pytest.fixture(scope="module")
-def cascade(architecture: str, tokenizer: Tokenizer) -> Iterator[Cascade]:
-    with Cascade([Model(build(architecture, seed)) for seed in (1, 2, 3)], tokenizer) as cascade:
-        yield cascade
-
-
-def texts(cascade: Cascade, prompt: list[int], params: SamplingParams) -> Iterator[Completion]:
-    for tiers, window in (((), 1), (("tiny",), 3), (("medium",), 7), (("tiny", "medium"), 5)):
-        for schedule in ("async", "lockstep"):
-            yield cascade.generate(prompt, params, Speculation(tiers=tiers, window=window, schedule=schedule))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("params", "options"),
-    [
-        (SamplingParams(repetition_penalty=1.3), {"repetition_penalty": 1.3}),
-        (SamplingParams(repetition_penalty=0.8), {"repetition_penalty": 0.8}),
-        (SamplingParams(min_tokens=20), {"min_new_tokens": 20}),
-        (SamplingParams(logit_bias={7: 4.0, 9: -3.0}), {"sequence_bias": {(7,): 4.0, (9,): -3.0}}),
-        (
-            SamplingParams(logit_bias={0: 3.0}, repetition_penalty=1.2, min_tokens=9),
-            {"sequence_bias": {(0,): 3.0}, "repetition_penalty": 1.2, "min_new_tokens": 9},
-        ),
-    ],
-    ids=["repetition 1.3", "repetition 0.8", "min_tokens", "bias", "bias, repetition, min_tokens"],
-)
-def test_greedy_text_equals_transformers(
-    network: Any, cascade: Cascade, params: SamplingParams, options: dict[str, Any]
-) -> None:
-    """Guards the meaning of the parameters against the reference, on every set of tiers."""
-    prompt = [5, 17, 3, 60, 8]
-    ids = torch.tensor([prompt])
-    processors = LogitsProcessorList()
-    for name, value in options.items():
-        if name == "sequence_bias":  # first, as here: `generate` would put it after the others
-            processors.append(SequenceBiasLogitsProcessor(value))
-        elif name == "repetition_penalty":
-            processors.append(RepetitionPenaltyLogitsProcessor(value))
-        else:
-            processors.append(MinNewTokensLengthLogitsProcessor(len(prompt), value, 0))
-    whole = {} if "sequence_bias" in options and len(options) > 1 else options
-    expected = network.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False, eos_token_id=0,
-        **(whole or {"logits_processor": processors}),
-    )[0, len(prompt) :].tolist()  # fmt: skip
-    asked = SamplingParams(**{**_options(params), "max_tokens": 40, "temperature": 0.0})
-    for completion in texts(cascade, prompt, asked):
-        assert list(completion.token_ids) == expected
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_logprobs_equal_a_plain_forward(network: Any, cascade: Cascade, temperature: float) -> None:
-    """Guards log-probabilities of real networks under drafts: those of one plain forward over prompt and text."""
-    prompt = [5, 17, 3, 60, 8]
-    params = SamplingParams(max_tokens=30, temperature=temperature, seed=5, ignore_eos=True, logprobs=3, frequency_penalty=0.5)
-    for completion in texts(cascade, prompt, params):
-        with torch.inference_mode():
-            logits = network(torch.tensor([[*prompt, *completion.token_ids]])).logits[0, len(prompt) - 1 : -1]
-        logs = logits.float().log_softmax(-1)
-        assert len(completion.logprobs) == len(completion.token_ids) == 30
-        for said, token, expected in zip(completion.logprobs, completion.token_ids, logs, strict=True):
-            assert said.logprob == pytest.approx(expected[token].item(), abs=1e-3)
-            assert [value for _, value in said.top] == pytest.approx(expected.topk(3).values.tolist(), abs=1e-3)
-            assert all(value == pytest.approx(expected[id].item(), abs=1e-3) for id, value in said.top)
-
-
-def test_logprobs_are_cut_with_text_and_ids(tokenizer: Tokenizer) -> None:
-    """Guards log-probabilities left behind a stop string (vLLM 47616), and pieces that do not join."""
-    with small.cascade() as demo:
-        whole = demo.generate("def read(path):\n", SamplingParams(max_tokens=40, temperature=0, logprobs=1))
-        stop = whole.text[12:15]
-        params = SamplingParams(max_tokens=40, temperature=0, logprobs=1, stop=(stop,))
-        chunks = list(demo.stream("def read(path):\n", params))
-        late = demo.generate("def read(path):\n", SamplingParams(max_tokens=40, temperature=0, stop=(stop,), min_tokens=30))
-    cut = chunks[-1].completion
-    assert cut is not None
-    assert cut.text == whole.text[: whole.text.find(stop)]
-    assert len(cut.logprobs) == len(cut.token_ids) < len(whole.token_ids)
-    for said, expected in zip(cut.logprobs, whole.logprobs, strict=False):
-        assert said.logprob == pytest.approx(expected.logprob, abs=1e-4)
-    assert sum((chunk.logprobs for chunk in chunks), ()) == cut.logprobs
-    assert len(late.token_ids) >= 30
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_parameters_mean_what_they_mean_to_transformers(name: str) -> None:
+    """Guards the reference of the tests above."""
+    params, processor = PROCESSORS[name]
+    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1))
+    for output in ((), (4, 4), (5, 6, 7, 1)):
+        expected = processor(torch.tensor([[*PROMPT, *output]]), logits[None].clone())[0]
+        torch.testing.assert_close(reference(logits, params, PROMPT, output, {0}), expected)
 
 
 # what is refused
@@ -350,16 +204,15 @@ def test_logprobs_are_cut_with_text_and_ids(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"presence_penalty": 2.5}, "presence_penalty is 2.5"),
         ({"frequency_penalty": float("nan")}, "frequency_penalty is nan"),
         ({"repetition_penalty": 0}, "repetition_penalty is 0"),
         ({"logit_bias": {1: 101.0}}, "logit_bias of token 1 is 101.0"),
         ({"logit_bias": {-1: 1.0}}, "logit_bias is -1"),
         ({"logit_bias": 3}, "logit_bias is 3"),
         ({"logit_bias": dict.fromkeys(range(2000), 1.0)}, "2000 tokens"),
-        ({"min_tokens": 200}, "min_tokens is 200.*max_tokens, 128"),
-        ({"logprobs": 21}, "logprobs is 21"),
         ({"logprobs": True}, "logprobs is True"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs is -1"),
+        ({"ignore_eos": True, "structured": Structured(regex="a")}, "ignore_eos"),  # a text that could not end
     ],
 )
 def test_bad_values_are_refused(options: dict[str, Any], words: str) -> None:
@@ -372,8 +225,3 @@ def test_parameters_are_values() -> None:
     """Guards hashing, on which caches rely: equal parameters are one, however they were written."""
     assert SamplingParams(logit_bias={2: 1.0, 1: 3}) == SamplingParams(logit_bias=((1, 3), (2, 1.0)))
     assert hash(SamplingParams(logit_bias={2: 1.0})) == hash(SamplingParams(logit_bias=((2, 1.0),)))
-    with pytest.raises(InvalidRequest, match="logit_bias is 12"):
-        SamplingParams(logit_bias={12: 1.0}).check_vocabulary(VOCAB)
-    with pytest.raises(InvalidRequest, match="stop_token_ids is 99"):
-        SamplingParams(stop_token_ids=(3, 99)).check_vocabulary(VOCAB)
-    assert Logprobs(-1.0) == Logprobs(-1.0, ())

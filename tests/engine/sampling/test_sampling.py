@@ -1,6 +1,7 @@
 """The noise is sound and the own token is an exact sample of the model's distribution."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -18,13 +19,13 @@ from cascade.engine.sampling.own_tokens import (
     own_tokens,
     own_tokens_and_next,
     runner_ups,
-    with_runner_ups,
 )
 from cascade.params import SamplingParams
+from cascade.scorer import RunnerUp
 from tests.cases import examples
 
 ALPHA = 1e-4  # of every test of a distribution; seeds are fixed, so a pass stays a pass
-SAMPLES = 200_000
+SAMPLES = 100_000
 KNOWN = [444, 266, 179, 325, 397, 34]  # own tokens of `test_own_tokens_of_a_seed_stay_the_same`
 LOGITS = torch.tensor([2.0, 0.3, -1.0, 1.1, 0.0, -4.0])
 
@@ -69,14 +70,6 @@ def test_noise_is_uniform_and_independent_along(axis: str) -> None:
     assert p_value(torch.bincount(pairs, minlength=256).float(), torch.full((256,), pairs.numel() / 256)) > ALPHA
 
 
-def test_noise_is_gumbel() -> None:
-    """Guards against a wrong transform of the uniform: mean and variance of a standard Gumbel are 0.5772 and pi^2 / 6."""
-    noise = gumbel(noise_bits(mixed(11), torch.arange(200), 4096))
-    assert noise.isfinite().all()
-    assert noise.mean().item() == pytest.approx(0.57722, abs=5e-3)
-    assert noise.var().item() == pytest.approx(1.64493, abs=1e-2)
-
-
 @pytest.mark.parametrize(
     "params",
     [
@@ -90,7 +83,7 @@ def test_noise_is_gumbel() -> None:
     ids=str,
 )
 def test_own_tokens_follow_the_distribution(params: SamplingParams) -> None:
-    """Guards the law of the output: a bias in noise or filters shows in the counts of 2e5 tokens."""
+    """Guards the law of the output: a bias in noise or filters shows in the counts of 1e5 tokens."""
     own = own_tokens(LOGITS.expand(SAMPLES, -1), [(params, 9, SAMPLES)])
     expected = adjust(LOGITS[None], [params])[0].softmax(-1) * SAMPLES
     assert p_value(torch.bincount(own, minlength=len(LOGITS)).float(), expected) > ALPHA
@@ -150,54 +143,6 @@ def test_rows_do_not_influence_each_other() -> None:
     assert together[4] == own_tokens(logits[4:5], [(warm, 9, 1)]).item()
 
 
-def test_extreme_temperatures_stay_finite() -> None:
-    """Guards against overflow of logits / temperature."""
-    logits = torch.tensor([[1e4, -1e4, 0.0]])
-    for temperature in (1e-30, 1e-3, 100.0):
-        params = SamplingParams(seed=1, temperature=temperature)
-        assert own_tokens(logits, [(params, 0, 1)]).item() == 0
-
-
-RUNNER_PARAMS = st.builds(
-    SamplingParams,
-    temperature=st.sampled_from([0.0, 0.7, 1.3]),
-    seed=st.integers(0, 2**63 - 1),
-    top_k=st.sampled_from([0, 1, 2, 5]),
-    top_p=st.sampled_from([1.0, 0.6]),
-    min_p=st.sampled_from([0.0, 0.2]),
-)
-
-
-@settings(max_examples=examples(2))
-@given(
-    params=st.lists(RUNNER_PARAMS, min_size=1, max_size=4),
-    seed=st.integers(0, 999),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    masked=st.integers(0, 12),
-)
-def test_runner_ups_are_the_next_of_a_sort(params: list[SamplingParams], seed: int, dtype: torch.dtype, masked: int) -> None:
-    """Guards order, gaps and ties, and filtered tokens, which nobody may say; own tokens are those without runner-ups."""
-    logits = torch.randn(2 * len(params), 12, generator=torch.Generator().manual_seed(seed)).mul(4).round().to(dtype)
-    logits[:, masked + 1 :] = -torch.inf
-    rows = [(one, 5 + place, 2) for place, one in enumerate(params)]
-    said = own_tokens_and_next(logits, rows, 2)
-    assert torch.equal(said[0], own_tokens(logits, rows))
-    found = runner_ups(said.tolist(), 2)
-    for place, (one, position) in enumerate((one, 5 + n + i) for n, one in enumerate(params) for i in range(2)):
-        scores = logits[place].float()
-        if one.temperature:
-            assert one.seed is not None
-            scores = (
-                adjust(logits[place : place + 1], [one]) + gumbel(noise_bits(mixed(one.seed), torch.tensor([position]), 12))
-            )[0]
-        ordered = sorted((-score, token) for token, score in enumerate(scores.tolist()) if score > -torch.inf)
-        assert said[0, place] == ordered[0][1]
-        assert [up.token for up in found[place]] == [token for _, token in ordered[1:3]]
-        assert [up.gap for up in found[place]] == pytest.approx([score - ordered[0][0] for score, _ in ordered[1:3]], abs=1e-5)
-        assert all(up.gap >= 0 for up in found[place])
-    assert [ups[:1] for ups in found] == runner_ups(said.tolist(), 1)
-
-
 SHAPES = {
     "as drawn": lambda logits: logits,
     "all equal": torch.zeros_like,
@@ -221,9 +166,11 @@ ANY_PARAMS = st.builds(
 WARM_PARAMS = st.builds(SamplingParams, temperature=st.sampled_from([0.3, 0.7, 1.7]), seed=st.integers(0, 2**63 - 1))
 
 
-def of_the_whole_vocabulary(logits: torch.Tensor, rows: list[Asked], number: int) -> torch.Tensor:
-    """Own tokens and runner-ups by their definition, row by row."""
-    found = []
+def of_the_whole_vocabulary(
+    logits: torch.Tensor, rows: list[Asked], number: int
+) -> tuple[list[int], list[tuple[RunnerUp, ...]]]:
+    """Own tokens and runner-ups by their definition, row by row: those of a sort."""
+    own, others = [], []
     every = [(params, position + at) for params, position, n in rows for at in range(n)]
     for row, (params, position) in zip(logits.split(1), every, strict=True):
         scores = row.float()
@@ -233,9 +180,11 @@ def of_the_whole_vocabulary(logits: torch.Tensor, rows: list[Asked], number: int
             gone = ordered(scores, [params]).isneginf() | adjust(row, [replace(params, top_k=0, top_p=1.0)]).isneginf()
             noise = gumbel(noise_bits(mixed(params.seed), torch.tensor([position]), row.shape[-1]))
             scores = scores.masked_fill(gone, -torch.inf) + noise
-        own = scores.argmax(-1)
-        found.append(with_runner_ups(own, scores, number) if number else own[None])
-    return torch.cat(found, 1)
+        values, order = scores[0].sort(descending=True, stable=True)  # of equal ones the first
+        own.append(int(order[0]))
+        pairs = zip(order[1 : 1 + number].tolist(), (values[0] - values[1 : 1 + number]).tolist(), strict=True)
+        others.append(tuple(RunnerUp(token, gap) for token, gap in pairs if gap < math.inf))
+    return own, others
 
 
 def test_own_tokens_of_a_seed_stay_the_same() -> None:
@@ -269,10 +218,12 @@ def test_own_tokens_of_a_seed_stay_the_same() -> None:
 def test_bounds_change_no_bit(
     rows: list[Asked], size: int, shape: str, spread: float, seed: int, dtype: torch.dtype, number: int
 ) -> None:
-    """Guards own tokens, runner-ups and gaps on a CPU: they are those of the whole vocabulary, computed by PyTorch."""
+    """Guards own tokens, runner-ups and gaps, ties and filtered tokens: to the bit what a sort of the whole vocabulary says."""
     number = min(number, size - 1)
     drawn = torch.randn(sum(n for *_, n in rows), size, generator=torch.Generator().manual_seed(seed)) * spread
     logits = SHAPES[shape](drawn).to(dtype)
     found = own_tokens_and_next(logits, rows, number)
-    assert torch.equal(found, of_the_whole_vocabulary(logits, rows, number))
-    assert torch.equal(found[0], own_tokens(logits, rows))
+    expected, others = of_the_whole_vocabulary(logits, rows, number)
+    assert found[0].tolist() == own_tokens(logits, rows).tolist() == expected
+    for fewer in range(1, number + 1):
+        assert runner_ups(found.tolist(), fewer) == [ups[:fewer] for ups in others]

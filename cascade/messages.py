@@ -205,7 +205,8 @@ class Proposal:
     session: str
     start: int
     draft: Draft  # its root is the text before ``start``
-    edges: tuple[Edge, ...] = field(default=(), compare=False)  # totals of the sender's edge and those below it
+    # totals of the sender's edge and those below it; empty but for the first, every eighth, and one at the end of a text
+    edges: tuple[Edge, ...] = field(default=(), compare=False)
     logprobs: tuple[Logprobs, ...] = field(default=(), compare=False)  # one a token where the session was opened with them
     skip_reason: str = field(default="", compare=False)  # why the sender leaves out the tiers below, if it does
     prompt_logprobs: tuple[Logprobs, ...] = field(default=(), compare=False)  # of the prompt's tokens but the first, likewise

@@ -8,35 +8,63 @@ from cascade.messages import MAX_POSITIONS, MAX_RANKS, Edge
 
 
 @dataclass(slots=True)
+class Counts:
+    """An `Edge` that is still counted: each pass adds to it, so it is changed in place."""
+
+    passes: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    waited_s: float = 0.0
+    corrected: int = 0
+    prefetched: int = 0
+    prefetched_tokens: int = 0
+    undrafted_passes: int = 0
+    agreed: int = 0
+    accepted_by_position: list[int] = field(default_factory=lambda: [0] * MAX_POSITIONS)
+    proposed_by_position: list[int] = field(default_factory=lambda: [0] * MAX_POSITIONS)
+    accepted_by_rank: list[int] = field(default_factory=lambda: [0] * MAX_RANKS)
+    proposed_by_rank: list[int] = field(default_factory=lambda: [0] * MAX_RANKS)
+
+    def edge(self, drafter: str, verifier: str) -> Edge:
+        return Edge(
+            drafter,
+            verifier,
+            self.passes,
+            self.proposed,
+            self.accepted,
+            self.emitted,
+            self.waited_s,
+            _trimmed(self.accepted_by_position),
+            _trimmed(self.proposed_by_position),
+            _trimmed(self.accepted_by_rank),
+            _trimmed(self.proposed_by_rank),
+            self.corrected,
+            self.prefetched,
+            self.prefetched_tokens,
+            self.undrafted_passes,
+            self.agreed,
+        )
+
+
+def _trimmed(counts: list[int]) -> tuple[int, ...]:
+    """Up to the last that is not 0."""
+    size = len(counts)
+    while size and not counts[size - 1]:
+        size -= 1
+    return tuple(counts[:size])
+
+
 class EdgeTotals:
     """Totals of the edge to the verifier ``tier`` and of those below it."""
 
-    tier: str
-    below: tuple[Edge, ...] = ()  # of the edges below that one
-    _edge: Edge = field(init=False)  # of the current drafter, without the four counters below
-    agreed: int = 0  # tokens of the current drafter that the verifier said too
-    _undrafted: int = 0  # passes that scored no guess
-    _emitted: int = 0  # own tokens of these
-    _waited_s: float = 0.0
-    _past: dict[tuple[str, str], Edge] = field(default_factory=dict)  # before the last change of drafter
-
-    def __post_init__(self) -> None:
-        self._edge = Edge("", self.tier)
-
-    @property
-    def edge(self) -> Edge:
-        if self._undrafted or self._waited_s or self.agreed:
-            self._edge += Edge(
-                self._edge.drafter,
-                self.tier,
-                self._undrafted,
-                emitted=self._emitted,
-                waited_s=self._waited_s,
-                undrafted_passes=self._undrafted,
-                agreed=self.agreed,
-            )
-            self._undrafted, self._emitted, self._waited_s, self.agreed = 0, 0, 0.0, 0
-        return self._edge
+    def __init__(self, tier: str) -> None:
+        self._tier = tier
+        self._drafter = ""  # the tier below that drafts
+        self._counts = {"": Counts()}  # of the edge to the verifier, by drafter; "" is none
+        self.current = self._counts[""]  # of the tier below, or of none
+        self._below: tuple[Edge, ...] = ()  # what it has told of the edges below it
+        self._below_past: dict[tuple[str, str], Edge] = {}  # the same of those before it
 
     def passed(self, draft: Draft, num_scored: int, path: Sequence[int], num_new: int, drafters: Sequence[str] = ()) -> None:
         """A pass scored the first nodes of a draft, found those of ``path`` right, and gave ``num_new`` tokens.
@@ -44,76 +72,75 @@ class EdgeTotals:
         ``drafters`` names the drafter inside the tier that guessed a node, "" for the tier below; empty if that guessed all.
         The pass itself counts for the tier below, as do guesses of one that was left; for a drafter here if there is neither.
         """
+        current = self.current
+        whose = current
         if not num_scored:
-            self._undrafted += 1
-            self._emitted += num_new
-            return
-        names, ranks, depths = drafters or ("",) * num_scored, draft.ranks, draft.depths
-        guessed = {*names[:num_scored]}
-        pass_of = "" if self._edge.drafter or "" in guessed else min(guessed)
-        for name in sorted({pass_of, *guessed}):
-            nodes, right = ([node for node in some if names[node] == name] for some in (range(num_scored), path))
-            part = Edge(
-                name or self._edge.drafter,
-                self.tier,
-                int(name == pass_of),
-                len(nodes),
-                len(right),
-                num_new if name == pass_of else 0,
-                accepted_by_position=_counted([depths[node] for node in right], MAX_POSITIONS),
-                proposed_by_position=_counted([depths[node] for node in nodes], MAX_POSITIONS),
-                accepted_by_rank=_counted([ranks[node] for node in right], MAX_RANKS),
-                proposed_by_rank=_counted([ranks[node] for node in nodes], MAX_RANKS),
-            )
-            if name:
-                _add(self._past, part)
-            else:
-                self._edge += part
+            current.undrafted_passes += 1
+        else:
+            names = drafters[:num_scored]
+            if names and not self._drafter and "" not in names:
+                whose = self._of(min(names))
+            depths, ranks = draft.depths, draft.ranks
+            for node in range(num_scored):
+                counts = self._of(names[node]) if names else current
+                counts.proposed += 1
+                _count(counts.proposed_by_position, depths[node])
+                _count(counts.proposed_by_rank, ranks[node])
+            for node in path:
+                counts = self._of(names[node]) if names else current
+                counts.accepted += 1
+                _count(counts.accepted_by_position, depths[node])
+                _count(counts.accepted_by_rank, ranks[node])
+        whose.passes += 1
+        whose.emitted += num_new
 
-    def corrected(self) -> None:
-        """The verifier says another token than the drafter did."""
-        self._edge += Edge(self._edge.drafter, self.tier, corrected=1)
+    def _of(self, drafter: str) -> Counts:
+        """Those of a drafter inside the tier; "" is the tier below."""
+        if not drafter:
+            return self.current
+        if drafter not in self._counts:
+            self._counts[drafter] = Counts()
+        return self._counts[drafter]
 
     def prepared(self, num_tokens: int) -> None:
         """The drafter had written so many tokens after a correction before it heard of it."""
-        self._edge += Edge(self._edge.drafter, self.tier, prefetched=1, prefetched_tokens=num_tokens)
-
-    def waited(self, seconds: float) -> None:
-        self._waited_s += seconds
+        self.current.prefetched += 1
+        self.current.prefetched_tokens += num_tokens
 
     def heard(self, edges: tuple[Edge, ...]) -> None:
         """The drafter tells totals of its own, unless it was overtaken by itself."""
-        if sum(edge.passes for edge in edges) > sum(edge.passes for edge in self.below):
-            self.below = edges
+        if sum(edge.passes for edge in edges) > sum(edge.passes for edge in self._below):
+            self._below = edges
 
     def change_drafter(self, drafter: str) -> None:
         """Another drafter from now on, or none."""
-        for edge in (self.edge, *self.below):
-            _add(self._past, edge)
-        self._edge, self.below = Edge(drafter, self.tier), ()
+        for edge in self._below:
+            _add(self._below_past, edge)
+        self._drafter, self._below = drafter, ()
+        self.current = self._counts.setdefault(drafter, Counts())
 
     @property
     def all(self) -> tuple[Edge, ...]:
-        """Totals per edge, this tier's first."""
-        totals = dict(self._past)
-        for edge in (self.edge, *self.below):
-            _add(totals, edge)
-        return tuple(totals.values())
+        """Totals per edge, this tier's first. Edges on which nothing happened are left out."""
+        own = (
+            counts.edge(drafter, self._tier)
+            for drafter, counts in self._counts.items()
+            if counts.passes or counts.proposed or counts.waited_s
+        )
+        if not self._below_past:
+            return (*own, *self._below)
+        below = dict(self._below_past)
+        for edge in self._below:
+            _add(below, edge)
+        return (*own, *below.values())
 
 
-def _counted(values: Sequence[int], size: int) -> tuple[int, ...]:
-    """How many are 0, 1, ...; those beyond the last count as nothing."""
-    if not values:
-        return ()
-    counts = [0] * min(size, max(values) + 1)
-    for value in values:
-        if value < size:
-            counts[value] += 1
-    return tuple(counts)
+def _count(counts: list[int], at: int) -> None:
+    """One more there; what is beyond the last counts as nothing."""
+    if at < len(counts):
+        counts[at] += 1
 
 
 def _add(totals: dict[tuple[str, str], Edge], edge: Edge) -> None:
-    """Add to the totals, leaving out edges on which nothing happened."""
-    if edge.passes or edge.proposed or edge.waited_s:
-        key = (edge.drafter, edge.verifier)
-        totals[key] = totals[key] + edge if key in totals else edge
+    key = (edge.drafter, edge.verifier)
+    totals[key] = totals[key] + edge if key in totals else edge

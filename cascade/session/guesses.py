@@ -123,9 +123,9 @@ class Guesses:
         for hint in self.hints:
             hint.calibration.learn(hint.draft, new, hint.draft.find(new))
         self._unprepared = None
-        self._totals.agreed += num_right
+        self._totals.current.agreed += num_right
         if num_right < min(len(trunk), len(new)):  # the tier below was wrong there
-            self._totals.corrected()
+            self._totals.current.corrected += 1
             self.lanes_below = ()
             if len(path) > num_right and (num_prepared := self.draft.below(path[num_right]).height):
                 self._totals.prepared(num_prepared)

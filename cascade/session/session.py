@@ -24,6 +24,7 @@ from cascade.session.work import Work
 
 MIN_RUN_AHEAD = 2
 MAX_REPEATED = 4  # tokens of a proposal at most, for each that the tier above has not been sent
+TELL_EVERY = 8  # of so many proposals one has totals of edges, which take four times as long to send as all the rest
 MAX_PROMPT_SCORED = 128  # positions of a prompt whose logits one pass gives: they take far more memory than keys and values
 
 
@@ -60,27 +61,27 @@ class Session:
             self.branches = Branches(opening.branches, self.committed, verdicts or Calibration())
         self.accepted_branch: Branch | None = None  # made the text by the last commit; its keys and values still in its fork
         self._sent_len = len(self.text)  # positions of the text that the tier above has been sent
+        self._untold = TELL_EVERY  # proposals since the last one with totals of edges
         self._origins = bytearray(len(self.text))  # parallel to text
         self._limit = opening.prompt_len + opening.params.max_tokens
+        self.done = False  # the text is at its end, unless the tier above corrects it
+        self.window = opening.window  # tokens that it runs ahead of what is committed
+        self.stalled = False  # nothing to score: the text has ended or the window is used up
+        self.max_depth = 0  # guesses one after another that a pass can use: one own token must still fit after them
+        self._measure()
+
+    def _measure(self) -> None:
+        """How far the text may go on: asked for many times between two changes of the text or of what is committed."""
+        text, opening = self.text, self.opening
+        self.done = len(text) >= self._limit or (len(text) > opening.prompt_len and text[-1] in opening.ends)
+        if not opening.in_rounds:  # else as many as it may
+            useful = self.run_ahead.tokens
+            self.window = opening.window if useful >= opening.window else max(MIN_RUN_AHEAD, math.ceil(useful))
+        left = min(self._limit, self.committed + self.window) - len(text)
+        self.stalled = self.done or left <= 0
+        self.max_depth = max(0, left - 1)
 
     # what the tier asks
-
-    @property
-    def done(self) -> bool:
-        """The text is at its end, unless the tier above corrects it."""
-        text = self.text
-        return len(text) >= self._limit or (len(text) > self.opening.prompt_len and text[-1] in self.opening.ends)
-
-    @property
-    def stalled(self) -> bool:
-        """Nothing to score: the text has ended or the window is used up."""
-        return self.done or len(self.text) >= self.committed + self.window
-
-    @property
-    def window(self) -> int:
-        """Tokens it runs ahead of what is committed: in rounds as many as it may, else no more than are of use."""
-        allowed, useful = self.opening.window, self.run_ahead.tokens
-        return allowed if useful >= allowed or self.opening.in_rounds else max(MIN_RUN_AHEAD, math.ceil(useful))
 
     @property
     def prefilling(self) -> bool:
@@ -98,12 +99,6 @@ class Session:
     def num_pending(self) -> int:
         """Positions of the text that have no keys and values yet; 1 while decoding, more before and after a commit."""
         return len(self.text) - self.kv_len
-
-    @property
-    def max_depth(self) -> int:
-        """Guesses one after another that a pass can use: after them one own token must still fit limit and window."""
-        end = min(self._limit, self.committed + self.window)
-        return max(0, end - len(self.text) - 1)
 
     @property
     def depth(self) -> int:
@@ -208,6 +203,7 @@ class Session:
         if len(known) < len(new):
             self._origins.append(origin(self.level, corrected=replaced))
         self.kv_len = len(self.text) - 1
+        self._measure()
         return Commit(self.drafter_session, start, tuple(new))
 
     def _advance_branch(self, branch: Branch, work: Work, scored: Scored) -> None:
@@ -233,6 +229,7 @@ class Session:
             if branches is not None:
                 branches.commit(max(0, end - self.committed))
             self.committed = max(self.committed, end)
+            self._measure()
             return None
         self.guesses.cut(rest if cut == len(self.text) else None)
         self.changed_from = min(self.changed_from, cut)
@@ -250,6 +247,7 @@ class Session:
         if ahead and all_sent:
             self._sent_len = len(self.text)
         self.committed = end
+        self._measure()
         return Commit(self.drafter_session, cut, rest + ahead)
 
     def propose(self, proposal: Proposal) -> None:
@@ -288,9 +286,19 @@ class Session:
             draft = self.rounds.proposal(start, tokens, origins)
         else:
             draft = Draft(tuple(tokens), origins)
-        lanes = self.lanes if watch else ()
-        name, reason = self.opening.session, self.skip_reason
-        return Proposal(name, start, draft, self.edges, skip_reason=reason, lanes=lanes, cached=self.cached)
+        self._untold += 1
+        told = watch or self.done or self._untold >= TELL_EVERY
+        if told:
+            self._untold = 0
+        return Proposal(
+            self.opening.session,
+            start,
+            draft,
+            self.edges if told else (),
+            skip_reason=self.skip_reason,
+            lanes=self.lanes if watch else (),
+            cached=self.cached,
+        )
 
     @property
     def lanes(self) -> tuple[Lane, ...]:

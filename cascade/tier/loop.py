@@ -195,7 +195,7 @@ class Loop(Generic[U]):
         batch = [(slot, work) for slot, work in batch if work.branch is None or self._fork(slot, work)]
         for slot, work in batch:
             if work.num_own and work.branch is None:
-                slot.session.totals.waited(now - slot.since)
+                slot.session.totals.current.waited_s += now - slot.since
         return batch, earliest(wake_at, start_at, retry_at)
 
     def _fork(self, slot: Slot[U], work: Work) -> bool:

@@ -520,6 +520,21 @@ def test_totals_of_two_drafters_are_kept_apart() -> None:
     }
 
 
+def test_totals_are_whole_at_the_end_of_a_text() -> None:
+    """Guards statistics of answers: totals that are not sent with every proposal must not lack the last passes."""
+    session = Session(opening(max_tokens=20), "full", 0, VOCAB)
+    told: list[int] = []
+    while not session.stalled:
+        session.advance(session.work(10), Scored([4]))
+        proposal = session.proposal()
+        assert proposal is not None
+        told += [edge.passes for edge in proposal.edges]
+        session.commit(proposal.start, proposal.draft.tokens)
+    assert told[0] == 1
+    assert told[-1] == 20
+    assert len(told) < 10
+
+
 def test_agreement_does_not_depend_on_how_much_was_scored() -> None:
     """Guards the alarm on drafters: guesses that a pass had no room for are judged, too, each once."""
     for most in (1, 2, 3, 10):

@@ -198,11 +198,11 @@ def aligned(document: Document) -> str:
 
 
 def course(name: str, found: Document) -> str:
-    """Agreement of a drafter over the seconds that it learns, a point for each swap, as a chart of Mermaid."""
+    """Agreement of a drafter before the change of traffic, right after it, and with the weights of each round, as a chart."""
     seconds, new, _ = zip(*found["course"], strict=True)
-    axis, shares = ", ".join(f'"{second:.0f}"' for second in seconds), ", ".join(map(str, new))
-    scale = f'x-axis "seconds of learning" [{axis}]'
-    lines = (f'title "{name}, on Java"', scale, 'y-axis "agreement" 0 --> 1', f"line [{shares}]")
+    marks = ["chats", "change to Java", *(f"new weights, {second:.0f} s" for second in seconds[1:])]
+    axis, shares = ", ".join(f'"{mark}"' for mark in marks), ", ".join(map(str, (round(found["old"]["before"], 3), *new)))
+    lines = (f'title "{name}"', f"x-axis [{axis}]", 'y-axis "agreement" 0 --> 1', f"line [{shares}]")
     return "\n```mermaid\nxychart-beta\n" + "".join(f"    {line}\n" for line in lines) + "```\n"
 
 

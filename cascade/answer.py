@@ -39,20 +39,23 @@ class Stats:
 
     @property
     def full_passes(self) -> int:
-        """Passes of the full tier."""
-        top = self.edges[0].verifier if self.edges else ""
-        return sum(edge.passes for edge in self.edges if edge.verifier == top)
+        """Passes of the full tier; of a text that a stop string ended, without the last few."""
+        return sum(edge.passes for edge in self._of_full_tier)
+
+    @property
+    def _of_full_tier(self) -> list[Edge]:
+        return [edge for edge in self.edges if edge.verifier == self.edges[0].verifier]
 
     @property
     def drafted(self) -> Edge:
         """What all drafters together did for the full tier; its passes are those that scored guesses."""
         top = self.edges[0].verifier if self.edges else ""
-        total = sum((edge for edge in self.edges if edge.verifier == top and edge.drafter), Edge("", top))
+        total = sum((edge for edge in self._of_full_tier if edge.drafter), Edge("", top))
         return replace(total, passes=total.passes - total.undrafted_passes, undrafted_passes=0)
 
     @property
     def tokens_per_full_pass(self) -> float:
-        return self.completion_tokens / self.full_passes if self.full_passes else 0.0
+        return sum(edge.emitted for edge in self._of_full_tier) / self.full_passes if self.full_passes else 0.0
 
 
 @dataclass(frozen=True, slots=True)

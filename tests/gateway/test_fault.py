@@ -49,7 +49,7 @@ def test_grammars_that_take_too_much_work_are_refused_at_once(served: House, cap
     assert "".join(piece.text for piece in pieces) == expected.text
     assert not [record for record in caplog.records if record.exc_info or record.levelno >= logging.WARNING]
     assert all(tier.stats.failures == 0 and tier.healthy for tier in tiers)
-    assert not any(tier._loop._drafting._health.retry_at for tier in tiers)
+    assert not any(tier._loop._drafting._failures for tier in tiers)
     served.settle()
 
 

@@ -49,7 +49,7 @@ def handle(tier: str) -> Any:
 
 
 def replicas(tier: str) -> dict[int, dict[str, Any]]:
-    """All running replicas of a tier by process id."""
+    """All running replicas of a tier by process id; there is at least one again when this returns."""
     found = dict[int, dict[str, Any]]()
 
     def all_answered() -> bool:
@@ -57,7 +57,8 @@ def replicas(tier: str) -> dict[int, dict[str, Any]]:
         with contextlib.suppress(RayServeException):  # the handle knows of none yet
             answers = handle(tier).broadcast("describe").results(timeout_s=LONG_S, return_exceptions=True)
             found.update((state["pid"], state) for state in answers if isinstance(state, dict))
-        return len(found) >= serve.status().applications[APPLICATION].deployments[tier].replica_states.get("RUNNING", 0)
+        running = serve.status().applications[APPLICATION].deployments[tier].replica_states.get("RUNNING", 0)
+        return len(found) >= max(1, running)
 
     wait_until(all_answered, lambda: f"not all replicas of {tier} answer")
     return found

@@ -1,48 +1,135 @@
-"""What KubeRay 1.6, Kubernetes and its gateways know of the names that we use: what they do not know, they drop."""
+"""What KubeRay 1.6, Kubernetes and its gateways know of the fields that we use: what they do not know, they drop."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-BASE = "apiVersion kind metadata name namespace annotations labels spec "
-KINDS = {  # names of fields, wherever they stand in a document of the kind
-    "RayService": "rayClusterConfig rayClusterDeletionDelaySeconds serveConfigV2 serveService upgradeStrategy type"
-    # of the service and of upgrades
-    " clusterUpgradeOptions gatewayClassName intervalSeconds maxSurgePercent stepSizePercent ports port appProtocol"
-    # of the cluster
-    " authOptions mode autoscalerOptions idleTimeoutSeconds enableInTreeAutoscaling gcsFaultToleranceOptions redisAddress"
-    " redisPassword rayVersion headGroupSpec workerGroupSpecs groupName minReplicas maxReplicas replicas rayStartParams"
-    # of pods
-    " template nodeSelector tolerations key operator effect value terminationGracePeriodSeconds securityContext fsGroup"
-    " runAsUser runAsNonRoot seccompProfile volumes emptyDir sizeLimit secret secretName optional"
-    # of containers
-    " containers image command env valueFrom secretKeyRef containerPort lifecycle preStop exec resources requests limits"
-    " allowPrivilegeEscalation capabilities drop readOnlyRootFilesystem volumeMounts mountPath readOnly",
-    "PodMonitor": "interval matchLabels podMetricsEndpoints podTargetLabels port selector",
-    "PodDisruptionBudget": "matchLabels maxUnavailable selector",
-    "NetworkPolicy": "from ingress matchLabels namespaceSelector podSelector policyTypes port ports",
-    "Gateway": "certificateRefs gatewayClassName hostname listeners mode port protocol tls",
-    "HTTPRoute": "backendRefs hostnames parentRefs port request rules sectionName timeouts",
-    "GRPCRoute": "backendRefs hostnames matches method parentRefs port rules sectionName service",
+BASE = {"": "apiVersion kind metadata spec", ".metadata": "annotations labels name namespace"}
+POD = {
+    "": "metadata spec",
+    ".metadata": "annotations labels",
+    ".spec": "containers initContainers nodeSelector securityContext serviceAccountName terminationGracePeriodSeconds"
+    " tolerations topologySpreadConstraints volumes",
+    ".spec.securityContext": "fsGroup fsGroupChangePolicy runAsGroup runAsNonRoot runAsUser seccompProfile",
+    ".spec.securityContext.seccompProfile": "localhostProfile type",
+    ".spec.tolerations": "effect key operator tolerationSeconds value",
+    ".spec.containers": "args command env envFrom image imagePullPolicy lifecycle livenessProbe name ports readinessProbe"
+    " resources securityContext startupProbe volumeMounts workingDir",
+    ".spec.containers.env": "name value valueFrom",
+    ".spec.containers.env.valueFrom": "configMapKeyRef fieldRef resourceFieldRef secretKeyRef",
+    ".spec.containers.env.valueFrom.secretKeyRef": "key name optional",
+    ".spec.containers.lifecycle": "postStart preStop",
+    ".spec.containers.lifecycle.preStop": "exec httpGet sleep tcpSocket",
+    ".spec.containers.lifecycle.preStop.exec": "command",
+    ".spec.containers.ports": "containerPort hostPort name protocol",
+    ".spec.containers.resources": "claims limits requests",
+    ".spec.containers.securityContext": "allowPrivilegeEscalation capabilities privileged readOnlyRootFilesystem runAsNonRoot"
+    " runAsUser seccompProfile",
+    ".spec.containers.securityContext.capabilities": "add drop",
+    ".spec.containers.volumeMounts": "mountPath name readOnly subPath",
+    ".spec.volumes": "configMap emptyDir hostPath name nfs persistentVolumeClaim secret",
+    ".spec.volumes.emptyDir": "medium sizeLimit",
+    ".spec.volumes.persistentVolumeClaim": "claimName readOnly",
+    ".spec.volumes.secret": "defaultMode items optional secretName",
 }
-# mappings whose names are their writer's, and whose values are text
-FREE = ("limits", "requests", "resources", "rayStartParams", "nodeSelector", "labels", "annotations", "matchLabels")
+CLUSTER = {
+    "": "authOptions autoscalerOptions enableInTreeAutoscaling gcsFaultToleranceOptions headGroupSpec headServiceAnnotations"
+    " managedBy rayVersion suspend upgradeStrategy workerGroupSpecs",
+    ".authOptions": "mode",
+    ".autoscalerOptions": "env envFrom idleTimeoutSeconds image imagePullPolicy resources securityContext upscalingMode version"
+    " volumeMounts",
+    ".autoscalerOptions.securityContext": POD[".spec.containers.securityContext"],
+    ".autoscalerOptions.securityContext.capabilities": POD[".spec.containers.securityContext.capabilities"],
+    ".gcsFaultToleranceOptions": "externalStorageNamespace redisAddress redisPassword redisUsername",
+    ".gcsFaultToleranceOptions.redisPassword": "value valueFrom",
+    ".gcsFaultToleranceOptions.redisPassword.valueFrom": POD[".spec.containers.env.valueFrom"],
+    ".gcsFaultToleranceOptions.redisPassword.valueFrom.secretKeyRef": POD[".spec.containers.env.valueFrom.secretKeyRef"],
+    ".headGroupSpec": "enableIngress headService labels rayStartParams resources serviceType template",
+    ".workerGroupSpecs": "groupName idleTimeoutSeconds labels maxReplicas minReplicas numOfHosts rayStartParams"
+    " replicas resources scaleStrategy suspend template",
+    **{f".{group}.template{path}": names for group in ("headGroupSpec", "workerGroupSpecs") for path, names in POD.items()},
+}
+SERVICE = {
+    **BASE,
+    ".spec": "excludeHeadPodFromServeSvc managedBy rayClusterConfig rayClusterDeletionDelaySeconds serveConfigV2 serveService"
+    " suspend upgradeStrategy",
+    ".spec.serveService": "metadata spec",
+    ".spec.serveService.spec": "clusterIP ports type",
+    ".spec.serveService.spec.ports": "appProtocol name nodePort port protocol targetPort",
+    ".spec.upgradeStrategy": "clusterUpgradeOptions type",
+    ".spec.upgradeStrategy.clusterUpgradeOptions": "gatewayClassName intervalSeconds maxSurgePercent stepSizePercent",
+    **{f".spec.rayClusterConfig{path}": names for path, names in CLUSTER.items()},
+}
+LABELS = "matchExpressions matchLabels"
+ROUTE = {
+    **BASE,
+    ".spec": "hostnames parentRefs rules",
+    ".spec.parentRefs": "group kind name namespace port sectionName",
+    ".spec.rules": "backendRefs filters matches name timeouts",
+    ".spec.rules.timeouts": "backendRequest request",
+    ".spec.rules.backendRefs": "group kind name namespace port weight",
+    ".spec.rules.matches": "headers method path queryParams",
+    ".spec.rules.matches.method": "method service type",
+}
+KINDS = {
+    "RayService": SERVICE,
+    "PodMonitor": {
+        **BASE,
+        ".spec": "jobLabel namespaceSelector podMetricsEndpoints podTargetLabels selector",
+        ".spec.selector": LABELS,
+        ".spec.podMetricsEndpoints": "interval path port scheme",
+    },
+    "PodDisruptionBudget": {
+        **BASE,
+        ".spec": "maxUnavailable minAvailable selector unhealthyPodEvictionPolicy",
+        ".spec.selector": LABELS,
+    },
+    "NetworkPolicy": {
+        **BASE,
+        ".spec": "egress ingress podSelector policyTypes",
+        ".spec.podSelector": LABELS,
+        ".spec.ingress": "from ports",
+        ".spec.ingress.ports": "endPort port protocol",
+        ".spec.ingress.from": "ipBlock namespaceSelector podSelector",
+        ".spec.ingress.from.namespaceSelector": LABELS,
+        ".spec.ingress.from.podSelector": LABELS,
+    },
+    "Gateway": {
+        **BASE,
+        ".spec": "addresses gatewayClassName infrastructure listeners",
+        ".spec.listeners": "allowedRoutes hostname name port protocol tls",
+        ".spec.listeners.tls": "certificateRefs mode options",
+        ".spec.listeners.tls.certificateRefs": "group kind name namespace",
+    },
+    "HTTPRoute": ROUTE,
+    "GRPCRoute": {**ROUTE, ".spec.rules": "backendRefs filters matches name sessionPersistence"},
+}
+NAMED = (
+    "limits",
+    "requests",
+    "resources",
+    "rayStartParams",
+    "nodeSelector",
+    "labels",
+    "annotations",
+    "matchLabels",
+)  # by whoever writes them
 
 
 def unknown(document: Mapping[str, Any]) -> Iterator[str]:
     """Paths in a document, of a RayService unless it says another kind, that nobody knows; and numbers where text is wanted."""
-    return _unknown(document, {*BASE.split(), *KINDS[document.get("kind", "RayService")].split()}, "")
+    yield from _unknown(document, KINDS[document.get("kind", "RayService")], "")
 
 
-def _unknown(value: Any, known: set[str], path: str) -> Iterator[str]:
+def _unknown(value: Any, known: Mapping[str, str], path: str) -> Iterator[str]:
     if isinstance(value, list):
         for item in value:
             yield from _unknown(item, known, path)
     elif isinstance(value, dict):
-        free = path.rpartition(".")[2] in FREE and not value.keys() <= {"requests", "limits"}
+        if path.rpartition(".")[2] in NAMED and path not in known:
+            yield from (f"{path}.{name} must be text" for name, said in value.items() if not isinstance(said, str))
+            return
         for name, said in value.items():
-            if free and not isinstance(said, str):
-                yield f"{path}.{name} must be text"
-            elif not free and name not in known:
+            if name not in known.get(path, "").split():
                 yield f"{path}.{name}"
-            elif not free:
+            else:
                 yield from _unknown(said, known, f"{path}.{name}")

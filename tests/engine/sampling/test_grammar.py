@@ -351,6 +351,18 @@ def test_bad_requests_are_refused(options: dict[str, Any], words: str) -> None:
         Structured(**options)
 
 
+def test_only_the_last_grammars_are_remembered(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards memory against clients that send ever new grammars, and passes against one that is compiled each time."""
+    monkeypatch.setattr(module, "MAX_COMPILED", 3)
+    grammars, compiled = Grammars(tokenizer), list[Structured]()
+    original = grammars._compile
+    monkeypatch.setattr(grammars, "_compile", lambda structured: compiled.append(structured) or original(structured))
+    asked = [Structured(regex=f"a{{{number}}}") for number in range(1, 5)]
+    for structured in (*asked, asked[1], asked[0]):
+        grammars.matcher(structured)
+    assert compiled == [*asked, asked[0]]
+
+
 def test_a_model_without_ends_is_refused(tokenizer: Tokenizer) -> None:
     """Guards against texts that run on to `max_tokens` after a complete grammar."""
     with pytest.raises(InvalidRequest, match="no end-of-text token"):

@@ -39,7 +39,7 @@ class Stats:
 
     @property
     def full_passes(self) -> int:
-        """Passes of the full tier; of a text that a stop string ended, without the last few."""
+        """Passes of the full tier. Those of a text that a stop string ended may lack the last seven."""
         return sum(edge.passes for edge in self._of_full_tier)
 
     @property

@@ -205,7 +205,7 @@ class Proposal:
     session: str
     start: int
     draft: Draft  # its root is the text before ``start``
-    # totals of the sender's edge and those below it; empty but for the first, every eighth, and one at the end of a text
+    # totals of the sender's edge and those below it, in the first proposal, every eighth, and one that ends a text
     edges: tuple[Edge, ...] = field(default=(), compare=False)
     logprobs: tuple[Logprobs, ...] = field(default=(), compare=False)  # one a token where the session was opened with them
     skip_reason: str = field(default="", compare=False)  # why the sender leaves out the tiers below, if it does

@@ -1,4 +1,4 @@
-"""What the configuration of a model says, before its code is imported: that takes seconds."""
+"""What the configuration of a model says. Imports no code of models, which takes seconds."""
 
 from transformers import AutoConfig, PreTrainedConfig
 

@@ -1,7 +1,8 @@
 """What a session counts of its edge, and what it has heard of those below, over every drafter that it ever had."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from cascade.draft import Draft
 from cascade.messages import MAX_POSITIONS, MAX_RANKS, Edge
@@ -9,7 +10,7 @@ from cascade.messages import MAX_POSITIONS, MAX_RANKS, Edge
 
 @dataclass(slots=True)
 class Counts:
-    """An `Edge` that is still counted: each pass adds to it, so it is changed in place."""
+    """The numbers of an `Edge`, under its names, while they are counted: each pass adds to them in place."""
 
     passes: int = 0
     proposed: int = 0
@@ -27,24 +28,9 @@ class Counts:
     proposed_by_rank: list[int] = field(default_factory=lambda: [0] * MAX_RANKS)
 
     def edge(self, drafter: str, verifier: str) -> Edge:
-        return Edge(
-            drafter,
-            verifier,
-            self.passes,
-            self.proposed,
-            self.accepted,
-            self.emitted,
-            self.waited_s,
-            _trimmed(self.accepted_by_position),
-            _trimmed(self.proposed_by_position),
-            _trimmed(self.accepted_by_rank),
-            _trimmed(self.proposed_by_rank),
-            self.corrected,
-            self.prefetched,
-            self.prefetched_tokens,
-            self.undrafted_passes,
-            self.agreed,
-        )
+        counts: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
+        lists = {name: _trimmed(value) for name, value in counts.items() if isinstance(value, list)}
+        return Edge(drafter, verifier, **counts | lists)
 
 
 def _trimmed(counts: list[int]) -> tuple[int, ...]:
@@ -72,8 +58,7 @@ class EdgeTotals:
         ``drafters`` names the drafter inside the tier that guessed a node, "" for the tier below; empty if that guessed all.
         The pass itself counts for the tier below, as do guesses of one that was left; for a drafter here if there is neither.
         """
-        current = self.current
-        whose = current
+        current = whose = self.current
         if not num_scored:
             current.undrafted_passes += 1
         else:

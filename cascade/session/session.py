@@ -24,7 +24,7 @@ from cascade.session.work import Work
 
 MIN_RUN_AHEAD = 2
 MAX_REPEATED = 4  # tokens of a proposal at most, for each that the tier above has not been sent
-TELL_EVERY = 8  # of so many proposals one has totals of edges, which take four times as long to send as all the rest
+TOTALS_EVERY = 8  # of so many proposals one has totals of edges, which take four times as long to encode as all the rest
 MAX_PROMPT_SCORED = 128  # positions of a prompt whose logits one pass gives: they take far more memory than keys and values
 
 
@@ -61,7 +61,7 @@ class Session:
             self.branches = Branches(opening.branches, self.committed, verdicts or Calibration())
         self.accepted_branch: Branch | None = None  # made the text by the last commit; its keys and values still in its fork
         self._sent_len = len(self.text)  # positions of the text that the tier above has been sent
-        self._untold = TELL_EVERY  # proposals since the last one with totals of edges
+        self._without_totals = TOTALS_EVERY  # proposals since the last one with totals of edges
         self._origins = bytearray(len(self.text))  # parallel to text
         self._limit = opening.prompt_len + opening.params.max_tokens
         self.done = False  # the text is at its end, unless the tier above corrects it
@@ -71,7 +71,7 @@ class Session:
         self._measure()
 
     def _measure(self) -> None:
-        """How far the text may go on: asked for many times between two changes of the text or of what is committed."""
+        """How far the text may go on: computed when it or what is committed changes, for each pass asks many times."""
         text, opening = self.text, self.opening
         self.done = len(text) >= self._limit or (len(text) > opening.prompt_len and text[-1] in opening.ends)
         if not opening.in_rounds:  # else as many as it may
@@ -286,15 +286,15 @@ class Session:
             draft = self.rounds.proposal(start, tokens, origins)
         else:
             draft = Draft(tuple(tokens), origins)
-        self._untold += 1
-        told = watch or self.done or self._untold >= TELL_EVERY
-        if told:
-            self._untold = 0
+        self._without_totals += 1
+        has_totals = watch or self.done or self._without_totals >= TOTALS_EVERY
+        if has_totals:
+            self._without_totals = 0
         return Proposal(
             self.opening.session,
             start,
             draft,
-            self.edges if told else (),
+            self.edges if has_totals else (),
             skip_reason=self.skip_reason,
             lanes=self.lanes if watch else (),
             cached=self.cached,

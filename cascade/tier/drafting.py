@@ -29,9 +29,9 @@ class Progress(NamedTuple, Generic[U]):
 
 
 class Failure(NamedTuple):
-    """Of a tier below, not so long ago."""
+    """A tier below has failed, and is not asked before ``retry_at``, in seconds of the loop's clock."""
 
-    backoff_s: float  # after it, twice that of the one before
+    backoff_s: float  # waited after it: twice as long as after the one before
     retry_at: float
 
 

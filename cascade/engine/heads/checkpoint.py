@@ -195,8 +195,8 @@ def _same(given: Tensor, layer: nn.Module) -> bool:
 
 
 @contextmanager
-def told(problem: str) -> Iterator[None]:
-    """Let any library fail with a `ModelError` that begins with ``problem``."""
+def model_errors(problem: str) -> Iterator[None]:
+    """Turn errors of any library into a `ModelError` that begins with ``problem``; a `ModelError` stays as it is."""
     try:
         yield
     except ModelError:
@@ -207,7 +207,7 @@ def told(problem: str) -> Iterator[None]:
 
 def read(source: str, *, revision: str | None = None) -> Checkpoint:
     """The files of a path or hub id; raises `ModelError`."""
-    with told(problem := f"No drafter can be loaded from {source!r}"):
+    with model_errors(problem := f"No drafter can be loaded from {source!r}"):
         local = _local(source, revision)
         config = json.loads(file.read_text(encoding="utf-8")) if (file := local / "config.json").is_file() else {}
         weights = {name: tensor for file in _files(local) for name, tensor in _tensors(file).items()} | _mask(local / MASK)
@@ -218,7 +218,7 @@ def read(source: str, *, revision: str | None = None) -> Checkpoint:
 
 def shapes(source: str, *, revision: str | None = None) -> dict[str, tuple[int, ...]]:
     """Shapes of all tensors of a path or hub id by name, from the headers of its files; raises `ModelError`."""
-    with told(f"The weights of {source!r} cannot be read"):
+    with model_errors(f"The weights of {source!r} cannot be read"):
         found = {name: shape for file in _files(_local(source, revision)) for name, shape in file_shapes(file).items()}
     return found
 
@@ -235,7 +235,7 @@ def num_weights(source: str, *, revision: str | None = None) -> int | None:
     """Numbers in the files of a path or hub id, told from their headers; None where a hub cannot tell. Raises `ModelError`."""
     check_source(source)
     found: int | None = None
-    with told(f"No drafter can be loaded from {source!r}"):
+    with model_errors(f"No drafter can be loaded from {source!r}"):
         if is_local(source):
             found = sum(math.prod(shape) for name, shape in shapes(source).items() if name not in MAPS)
         else:

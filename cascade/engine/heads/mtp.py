@@ -37,7 +37,7 @@ from transformers import PreTrainedModel
 from cascade.engine.checkpoint import INDEX, SINGLE, check_files
 from cascade.engine.gguf import described
 from cascade.engine.heads.chain import Chain
-from cascade.engine.heads.checkpoint import SHARED, Checkpoint, file_shapes, told
+from cascade.engine.heads.checkpoint import SHARED, Checkpoint, file_shapes, model_errors
 from cascade.engine.heads.head import Verifier
 from cascade.engine.heads.reader import decoder
 from cascade.engine.model_config import read_config
@@ -172,7 +172,7 @@ def check_mtp(source: str, *, revision: str | None = None, trust_remote_code: bo
     """
     text = read_config(source, revision=revision, trust_remote_code=trust_remote_code).get_text_config()
     num_layers, source = int(text.num_hidden_layers), described(source)
-    with told(f"The checkpoint {source!r} cannot be read"):
+    with model_errors(f"The checkpoint {source!r} cannot be read"):
         if is_local(source):
             check_files(Path(source))
             files = Path(source).glob(f"*{SUFFIX}")
@@ -194,7 +194,7 @@ def read_mtp(source: str, num_layers: int, *, revision: str | None = None) -> tu
         return any(naming.named(name, num_layers) for naming in NAMINGS)
 
     weights: dict[str, Tensor] = {}
-    with told(f"No MTP layers can be loaded from {source!r}"):
+    with model_errors(f"No MTP layers can be loaded from {source!r}"):
         for file in _files(source, revision, wanted):
             with safe_open(file, framework="pt") as opened:
                 weights |= {name: opened.get_tensor(name) for name in opened.keys() if wanted(name)}  # noqa: SIM118

@@ -20,7 +20,7 @@ AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS
 NUMERIC := tests/cpu $(addprefix tests/engine/,test_bits.py test_llama.py test_pass.py test_adapters.py)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo serve generators docs figures test test-all test-avx2 test-nodes test-vllm lint bench-engine bench-vllm proto clean bench-passes bench-peers bench-trees bench-drafters bench-cluster bench-autoscale bench-rules bench-never-slower bench-align soak
+.PHONY: demo serve generators docs figures test test-all test-avx2 test-nodes test-vllm lint proto clean bench-peers bench-vllm bench-drafters bench-never-slower bench-cluster bench-align soak
 
 demo: $(VENV)/.installed           ## start the cascade, ask five questions, compare, shut down
 	$(BIN)/cascade demo
@@ -50,12 +50,6 @@ lint: $(VENV)/.installed-dev       ## style and types
 
 generators: $(VLLM)/.installed $(GUIDELLM)/.installed $(AIPERF)/.installed ## load generators of others, which test-all then runs
 
-bench-engine: $(VENV)/.installed   ## one tier against Transformers; the last line is JSON
-	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m benchmarks.engine
-
-bench-passes: $(VENV)/.installed   ## products of a few rows against what memory gives; the last line is JSON
-	$(BIN)/python -m benchmarks.passes
-
 bench-vllm: $(VLLM)/.installed     ## a full tier on vLLM against vLLM's own server; the last line is JSON
 	$(VLLM)/bin/python -m benchmarks.vllm
 
@@ -63,9 +57,6 @@ bench-peers: $(VENV)/.installed    ## against Transformers, vLLM and llama.cpp; 
 	-$(MAKE) --keep-going $(VLLM)/.installed $(LLAMA)/.installed  # a peer that cannot be had is null in the document
 	-$(VLLM)/bin/python -m pip install --quiet --no-deps arctic-inference==0.3.0  # suffix decoding of vLLM
 	$(BIN)/python -m benchmarks.peers
-
-bench-trees: $(VENV)/.installed    ## what runner-ups add to guesses; the last line is JSON
-	$(BIN)/python -m benchmarks.trees
 
 bench-drafters: $(VENV)/.installed ## every drafter beside every other; the last line is JSON
 	$(BIN)/python -m benchmarks.drafters
@@ -75,12 +66,6 @@ bench-never-slower: $(VENV)/.installed ## the planner's choice beside no drafts,
 
 bench-cluster: $(VENV)/.installed  ## a device for each replica, emulated; the last line is JSON
 	$(BIN)/python -m benchmarks.cluster
-
-bench-autoscale: $(VENV)/.installed ## device-hours of scaled replicas, simulated; the last line is JSON
-	$(BIN)/python -m benchmarks.autoscale
-
-bench-rules: $(VENV)/.installed    ## rules of acceptance beside each other; the last line is JSON
-	$(BIN)/python -m benchmarks.rules
 
 bench-align: $(VENV)/.installed    ## drafters that learn from new traffic, swapped under load; the last line is JSON
 	$(BIN)/python -m benchmarks.align

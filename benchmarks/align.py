@@ -3,23 +3,19 @@
     make bench-align
 
 Two parts. *Learning*: the full model answers chats in English, which its drafters were made for, and continues files in Java,
-which they were not; then each drafter learns in rounds, as the learner of a server does, and answers that were held out judge
-it. *Swapping*: a server of the same models takes weights of before and after, turn and turn about, while clients stream; then
-the same while replicas and the learner are killed. Every text is held against the full model's. The last line is one JSON
-document.
+which they were not; then each drafter learns in rounds, as the learner of a server does, and held-out answers judge it.
+*Swapping*: a server of the same models takes weights of before and after in turn while clients stream. Every text is compared
+with the full model's. The last line is one JSON document.
 """
 
 import asyncio
-import os
-import pickle
+import json
 import shutil
-import signal
 import statistics
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, cycle
@@ -30,15 +26,18 @@ import numpy as np
 import torch
 from ray import serve
 
-from benchmarks.document import console, finish, parsed, parser, stamp, timed, titled
+from benchmarks.document import console, finish, parsed, parser, stamp, timed
 from benchmarks.prompts import chat_ids
 from cascade import SamplingParams, Speculation, family
 from cascade.bench.prompts import BUILT_IN
 from cascade.client import AsyncClient
+from cascade.drafters import EAGLE3
+from cascade.engine.devices import processor
 from cascade.engine.loading import load
+from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer
 from cascade.settings.config import CascadeConfig
-from cascade.training.alignment import HEAD, Outcome, Student, align, record, shards, student_of
+from cascade.training.alignment import Outcome, Student, align, record, shards, student_of
 from cascade.training.reservoir import Sample
 from cascade.training.versions import Versions
 from cascade.training.writing import Turns, end_tokens, given_prompts, write
@@ -54,7 +53,7 @@ NOUNS = (
 )
 FIELDS = ("String name", "int count", "double price", "List<String> items", "Map<String, Integer> totals", "boolean active")
 ROLES = ("", "Service", "Repository", "Controller", "Builder", "Test", "Factory", "Exception")
-STUDENTS = ("medium", "tiny", HEAD)  # in the order in which they learn: tiny's verifier is medium
+STUDENTS = ("medium", "tiny", EAGLE3)  # in the order in which they learn: tiny's verifier is medium
 CLIENTS = 2
 SWAPPED = ("tiny", "medium")
 SWAP_S = 90.0  # that a replica has to take new weights
@@ -67,12 +66,12 @@ class Size:
     answers: int = 64  # of each language
     tokens: int = 112  # of an answer with its prompt
     rounds: int = 3
-    seconds: Mapping[str, float] = field(default_factory=lambda: {"medium": 330.0, "tiny": 150.0, HEAD: 270.0})
+    seconds: Mapping[str, float] = field(default_factory=lambda: {"medium": 330.0, "tiny": 150.0, EAGLE3: 270.0})
     swaps: int = 20
     quiet_s: float = 25.0  # of load without swaps, to compare with
 
 
-QUICK = Size(16, 96, 1, dict.fromkeys(STUDENTS, 2.0), 4, 3.0)
+QUICK = Size(64, 96, 1, dict.fromkeys(STUDENTS, 2.0), 4, 3.0)
 
 
 def chats(tokenizer: Tokenizer) -> list[list[int]]:
@@ -92,14 +91,14 @@ def answers(prompts: Callable[[Tokenizer], list[list[int]]], size: Size) -> list
     tokenizer, network = Tokenizer.from_pretrained(family.path("full")), load(family.path("full"))
     turns = Turns.of(tokenizer.backend, end_tokens(network, tokenizer.backend))
     beginnings = given_prompts(iter(prompts(tokenizer)[: size.answers]))
-    written = write(network, turns, beginnings, rows=size.answers, max_len=size.tokens)
+    written = write(Model(network, owned=True), turns, beginnings, rows=size.answers, max_len=size.tokens)
     return [Sample(tuple(one.tokens), one.prompt_len, one.temperature, "", 1, time.time()) for one in written]
 
 
 def agreement(student: Student, samples: Sequence[Sample]) -> float:
     """Share of held-out answers that a student says."""
     held_out = shards([sample for sample in samples if sample.held_out], student.tokens)
-    return float(np.concatenate([student.says(shard) for shard in held_out]).mean())
+    return float(np.concatenate([student.agrees(shard) for shard in held_out]).mean())
 
 
 def learn(size: Size, old: Sequence[Sample], new: Sequence[Sample], folder: Path) -> dict[str, Any]:
@@ -194,28 +193,22 @@ async def alone(server: Server, count: int) -> dict[int, str]:
     return {number: text.text for number, text in enumerate(texts)}
 
 
-def swap(folder: Path, wanted: int, over: asyncio.Event, loop: asyncio.AbstractEventLoop, kills: bool) -> int:
-    """Let tiers go from one version to the other, until replicas have taken so many; returns how many did."""
-    learner, done = serve.get_deployment_handle("learner", APPLICATION), 0
-    killed = iter(("medium", "learner", "tiny") if kills else ())
+def swap(folder: Path, wanted: int, over: asyncio.Event, loop: asyncio.AbstractEventLoop) -> int:
+    """Let tiers go from one version to the other so many times; returns how often all replicas took it in time."""
+    done = 0
     try:
         for turn in range(wanted):
             name = SWAPPED[turn % len(SWAPPED)]
             versions = Versions(folder / name)
             chosen = versions.all[turn // len(SWAPPED) % 2]
             versions.choose(chosen)
-            if turn % 3 == 1 and (victim := next(killed, None)):
-                for pid in titled(f"ray::ServeReplica:{APPLICATION}:{victim}"):
-                    os.kill(pid, signal.SIGKILL)
             end = time.monotonic() + SWAP_S
             while time.monotonic() < end:
-                with suppress(Exception):  # the learner, or a replica, may be the one that was killed
-                    states = serve.get_deployment_handle(name, APPLICATION).broadcast("weights").results(timeout_s=10)
-                    if states and all(state.version == chosen.name for state in states):
-                        done += 1
-                        break
+                states = serve.get_deployment_handle(name, APPLICATION).broadcast("weights").results(timeout_s=SWAP_S)
+                if all(state.version == chosen.name for state in states):
+                    done += 1
+                    break
                 time.sleep(0.2)
-        learner.progress.remote().result(timeout_s=60)
     finally:
         loop.call_soon_threadsafe(over.set)
     return done
@@ -233,32 +226,24 @@ def copied(source: str, target: Path) -> None:
 
 
 async def serve_and_swap(server: Server, folder: Path, size: Size) -> dict[str, Any]:
+    """What clients see without swaps, and while tiers swap."""
     loop, expected = asyncio.get_running_loop(), await alone(server, 8)
     over = asyncio.Event()
     loop.call_later(size.quiet_s, over.set)
     calm = await loaded(server, expected, over)
-    found: dict[str, Any] = {}
-    swaps, everything = 0, [calm]
-    for part, kills, share in (("swaps", False, 0.6), ("kills", True, 0.4)):
-        over = asyncio.Event()
-        swapping = asyncio.create_task(asyncio.to_thread(swap, folder, max(4, round(size.swaps * share)), over, loop, kills))
-        load = await loaded(server, expected, over)
-        done = await swapping
-        swaps += done
-        everything.append(load)
-        found[part] = {
-            "swaps": done,
-            "p99_gap_s": round(p99(load.gaps), 4),
-            "answers": dict(load.ended),
-            "faults": load.faults[:5],
-        }
-    ended = sum((load.ended for load in everything), Counter[str]())
-    return found | {
+    over = asyncio.Event()
+    swapping = asyncio.create_task(asyncio.to_thread(swap, folder, size.swaps, over, loop))
+    load = await loaded(server, expected, over)
+    ended = calm.ended + load.ended
+    return {
+        "swaps": await swapping,
         "calm": {"p99_gap_s": round(p99(calm.gaps), 4), "tokens_per_second": round(calm.tokens / size.quiet_s, 1)},
-        "swapped": swaps,
+        "p99_gap_s": round(p99(load.gaps), 4),
+        "p99_gap_ratio": round(p99(load.gaps) / p99(calm.gaps), 3),
+        "answers": dict(load.ended),
+        "faults": [*calm.faults, *load.faults][:5],
         "failed": ended["failed"],
         "changed": ended["changed"],
-        "p99_gap_ratio": round(p99(everything[1].gaps) / p99(calm.gaps), 3),
         "same_text": not ended["changed"],
     }
 
@@ -267,24 +252,15 @@ def p99(values: Sequence[float]) -> float:
     return statistics.quantiles(values, n=100)[98]
 
 
-def collecting(samples: Sequence[Sample], tokens_per_second: float) -> float:
-    """Share of a second that keeping and sending what a server writes in a second takes a router."""
-    begin = time.perf_counter()
-    for _ in range(10):
-        kept = [Sample((*one.tokens,), one.prompt_len, one.temperature, "key", 1, time.time()) for one in samples]
-        pickle.dumps(kept)
-    seconds = (time.perf_counter() - begin) / 10
-    return seconds / sum(len(one.tokens) - one.prompt_len for one in samples) * tokens_per_second
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     made = parser("align", "Drafters that follow the traffic.", parts=("learning", "swapping"))
     chosen = parsed(made, arguments)
     size, parts = QUICK if chosen.quick else Size(), chosen.only or ("learning", "swapping")
     torch.set_num_threads(1)  # a spare core
     folder = Path(tempfile.mkdtemp(prefix="cascade-align-"))
-    learnt: dict[str, Any] = {}
-    swapped: dict[str, Any] = {}
+    kept = json.loads(chosen.results.read_text()) if chosen.only and chosen.results and chosen.results.exists() else {}
+    learnt: dict[str, Any] = kept.get("learning", {})  # a part that is not run stays as an earlier run has left it
+    swapped: dict[str, Any] = kept.get("swapping", {})
     try:
         if "learning" in parts:
             old, new = (timed(f"answers to {kind.__name__}", partial(answers, kind, size)) for kind in (chats, code))
@@ -292,19 +268,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if "swapping" in parts:
             begin(folder)
             with Server.start(config(folder), port=0, tell=console.print) as server:
-                swapped = asyncio.run(serve_and_swap(server, folder, size))
-            if learnt:
-                swapped["collecting_cost"] = round(collecting([*old, *new], swapped["calm"]["tokens_per_second"]), 6)
+                swapped = asyncio.run(serve_and_swap(server, folder, size)) | {
+                    "date": stamp()["date"],
+                    "processor": processor(),
+                }
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     line = {
         "recovered": {name: found["recovered"] and round(found["recovered"], 3) for name, found in learnt.items()},
         "old_lost": round(max((found["old_lost"] for found in learnt.values()), default=0.0), 3),
-        **{name: swapped.get(name) for name in ("collecting_cost", "p99_gap_ratio")},
-        "swaps": swapped.get("swapped"),
-        **{name: swapped.get(name) for name in ("failed", "changed")},
+        **{name: swapped.get(name) for name in ("p99_gap_ratio", "swaps", "failed", "changed")},
     }
-    finish({"head": line, "learning": learnt, "swapping": swapped} | stamp(), line, chosen.results)
+    learnt_at = stamp() if "learning" in parts else {name: kept.get(name) for name in stamp()}
+    finish({"head": line, "learning": learnt, "swapping": swapped} | learnt_at, line, chosen.results)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from cascade import family
 from cascade.bench import report
 from cascade.bench.load import Cell, Mode, same_text
 from cascade.draft import NO_DRAFT
-from cascade.drafters import TEXT, DrafterSpec, make
+from cascade.drafters import EAGLE3, TEXT, DrafterSpec, make
 from cascade.drafters.matching import Matcher
 from cascade.local import Cascade
 from cascade.params import Handling, SamplingParams, Speculation
@@ -36,10 +36,10 @@ QUICK = Size(tokens=8, temperatures=(0.0,))
 LOWER = family.NAMES[:-1]
 INSIDE = tuple(kind for kind in TEXT if kind != "corpus")  # which needs a user's own texts
 CHAINS = (
-    *((kind,) for kind in (*INSIDE, family.HEAD, *LOWER)),
+    *((kind,) for kind in (*INSIDE, EAGLE3, *LOWER)),
     LOWER,
     ("suffix", LOWER[0]),
-    ("suffix", family.HEAD),
+    ("suffix", EAGLE3),
 )
 NAMED = tuple(Mode(" + ".join(chain), Speculation(tiers=chain)) for chain in CHAINS)
 MODES = (ALONE, AGAIN, AUTO, *NAMED)
@@ -56,10 +56,10 @@ def family_in_process() -> Iterator[Stream]:
     inside = [DrafterSpec(kind) for kind in INSIDE]
     with ExitStack() as stack:
         default, plain = (stack.enter_context(cascade) for cascade in (Cascade.demo(), Cascade.demo(drafter=inside)))
-        headed = stack.enter_context(Cascade.demo(drafter=[*inside, DrafterSpec(family.HEAD, family.head())]))
+        headed = stack.enter_context(Cascade.demo(drafter=[*inside, DrafterSpec(EAGLE3, family.path(EAGLE3))]))
 
         def stream(ids: list[int], params: SamplingParams, speculation: Speculation, handling: Handling) -> Any:
-            named = headed if family.HEAD in (speculation.tiers or ()) else plain
+            named = headed if EAGLE3 in (speculation.tiers or ()) else plain
             chosen = default if speculation in (ALONE.speculation, AUTO.speculation) else named
             return chosen.astream(ids, params, speculation, handling)
 

@@ -20,7 +20,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
@@ -63,9 +63,6 @@ class Window:
 
     token_s: list[float] = field(default_factory=list)  # of each answer
     mib: dict[str, float] = field(default_factory=dict)  # of a process of each kind, the mean at the end
-    files: dict[str, float] = field(default_factory=dict)  # likewise, that it has open
-    cpu_s: dict[str, float] = field(default_factory=dict)  # that all processes of a kind have computed so far
-    spent_ms: dict[str, float] = field(default_factory=dict)  # of it in this minute, for an answer
 
     def row(self) -> dict[str, Any]:
         times = sorted(self.token_s) or [0.0]
@@ -74,8 +71,6 @@ class Window:
             "answers": len(self.token_s),
             "token_ms": {"p50": round(1e3 * cuts[9], 2), "p95": round(1e3 * cuts[18], 2)},
             "mib": {kind: round(size) for kind, size in self.mib.items()},
-            "files": {kind: round(number) for kind, number in self.files.items()},
-            "cpu_ms_an_answer": {kind: round(spent) for kind, spent in self.spent_ms.items()},
         }
 
 
@@ -179,18 +174,12 @@ def close(course: Course) -> None:
     """End a window."""
     window = course.windows[-1]
     for kind, pids in processes().items():
-        held: list[tuple[float, int, float]] = []
+        sizes = []
         for pid in pids:
             with suppress(psutil.Error):  # it has died
-                one = psutil.Process(pid)
-                held.append((one.memory_info().rss / 2**20, one.num_fds(), sum(one.cpu_times()[:2])))
-        if held:
-            sizes, files, seconds = zip(*held, strict=True)
-            window.mib[kind], window.files[kind] = statistics.mean(sizes), statistics.mean(files)
-            window.cpu_s[kind] = sum(seconds)
-    before = course.windows[-2].cpu_s if len(course.windows) > 1 else {}
-    for kind in window.cpu_s.keys() & before.keys():
-        window.spent_ms[kind] = 1e3 * max(0.0, window.cpu_s[kind] - before[kind]) / max(1, len(window.token_s))
+                sizes.append(psutil.Process(pid).memory_info().rss / 2**20)
+        if sizes:
+            window.mib[kind] = statistics.mean(sizes)
     console.print(f"{len(course.windows):>3} {json.dumps(window.row())} {dict(course.ended)}")
     course.windows.append(Window())
 
@@ -250,25 +239,20 @@ def report(course: Course, left: Sequence[str]) -> dict[str, Any]:
     """All of it, and the last third beside the first, of whole windows: the last two hold what ended after the time."""
     windows = [window for window in course.windows[:-2] if window.token_s]
     third = max(1, len(windows) // 3)
-    first, last = (_together(some) for some in (windows[:third], windows[-third:]))
-    ends = [windows[third - 1].mib, windows[-1].mib] if windows else [{}, {}]
-    grown = {kind: round(ends[1][kind] / ends[0][kind], 3) for kind in ends[0].keys() & ends[1].keys()}
+    ends: list[Window] = []  # times of all answers of a third, and memory at its end
+    for some in (windows[:third], windows[-third:]) if windows else ():
+        ends.append(Window([seconds for window in some for seconds in window.token_s], some[-1].mib))
+    first, last = ends or (Window(), Window())
+    grown = {kind: round(last.mib[kind] / first.mib[kind], 3) for kind in first.mib.keys() & last.mib.keys()}
     return {
         "answers": dict(course.ended),
         "faults": course.faults[:20],
         "left": list(left),
         "kills": {kind: {"count": len(times), "back_s": times} for kind, times in course.kills.items()},
-        "first": replace(first, mib=ends[0], files=windows[third - 1].files).row() if windows else {},
-        "last": replace(last, mib=ends[1], files=windows[-1].files).row() if windows else {},
+        "first": first.row(),
+        "last": last.row(),
         "memory_last_over_first": grown,
     }
-
-
-def _together(windows: Sequence[Window]) -> Window:
-    """Answers of all, and what one of them took on average."""
-    kinds = {kind for window in windows for kind in window.spent_ms}
-    spent = {kind: statistics.mean(w.spent_ms[kind] for w in windows if kind in w.spent_ms) for kind in sorted(kinds)}
-    return Window([seconds for window in windows for seconds in window.token_s], spent_ms=spent)
 
 
 if __name__ == "__main__":

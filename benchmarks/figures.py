@@ -50,18 +50,22 @@ def mode(found: Document) -> str:
 
 
 def one(peers: Document) -> str:
-    """Tokens per second of one request at a time, beside peers."""
-    names = {"auto": "cascade", "best": "cascade, best drafter", "vllm_alone": "vLLM", "vllm_best": "vLLM, best drafter"}
+    """Tokens per second of one request at a time, beside peers, in float32 and in bfloat16."""
+    names = {"alone": "full model alone", "auto": "cascade", "best": "cascade, best drafter"}
+    names |= {"vllm_alone": "vLLM", "vllm_best": "vLLM, best drafter"}
     names |= {"llama_alone": "llama.cpp", "llama_best": "llama.cpp, best drafter"}
-    header = ("temperature", "full model alone", *names.values(), "llama.cpp in bfloat16")
     lines = []
     for key, label in TEMPERATURES.items():
-        found = peers["one"][key]
-        ours = [number(found[name], found["alone"]) for name in ("auto", "best")]
-        bfloat16 = peers["cells"]["one"][key].get("llama_alone_bf16", {}).get("tokens_per_second")
-        theirs = (*(found[name] for name in [*names][2:]), bfloat16)
-        lines.append([label, number(found["alone"]), *ours, *map(number, theirs)])
-    return rows(header, lines)
+        speeds = {mode: cell["tokens_per_second"] for mode, cell in peers["cells"]["one"][key].items()}
+        narrow = {mode.removesuffix("_bf16"): speed for mode, speed in speeds.items() if mode.endswith("_bf16")}
+        best = max((speed for mode, speed in narrow.items() if mode.startswith("llama_")), default=None)
+        half = {"alone": narrow.get("cascade_alone"), "auto": narrow.get("cascade_auto")}
+        half |= {"llama_alone": narrow.get("llama_alone"), "llama_best": best}
+        for dtype, found in (("float32", peers["one"][key]), ("bfloat16", half)):
+            ours = [number(found.get(name), found["alone"]) for name in ("auto", "best")]
+            theirs = [number(found.get(name)) for name in [*names][3:]]
+            lines.append([label, dtype, number(found["alone"]), *ours, *theirs])
+    return rows(("temperature", "dtype", *names.values()), lines)
 
 
 def by_temperature(first: str, found: Mapping[str, Mapping[str, str]]) -> str:
@@ -132,23 +136,6 @@ def emulated(cluster: Document) -> str:
     return rows(("mode", "over alone", "simulated"), lines)
 
 
-def trees(document: Document) -> str:
-    """How often the verifier says what a drafter does, or one of its runner-ups."""
-    found = {
-        key: {name: ", ".join(f"{share:.2f}" for share in shares) for name, shares in edges.items()}
-        for key, edges in document["acceptance"].items()
-    }
-    return by_temperature("edge", found)
-
-
-def rules(document: Document) -> str:
-    """Tokens per full pass by rules of acceptance."""
-    found = {
-        key: {name: f"{one['tokens_per_pass']:.2f}" for name, one in modes.items()} for key, modes in document["modes"].items()
-    }
-    return by_temperature("mode", found)
-
-
 def trio(cluster: Document) -> str:
     """What the passes of emulated devices take, in milliseconds."""
     sizes = list(next(iter(cluster["devices"].values()))["pass_ms"])
@@ -211,8 +198,7 @@ SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # 
         "One request at a time",
         "peers",
         "make bench-peers",
-        "Tokens per second, all engines in turns on the same weights and threads, in float32 but for the last column. In "
-        "brackets: over the full model alone.",
+        "Tokens per second, all engines in turns on the same weights and threads. In brackets: over the full model alone.",
         one,
     ),
     (
@@ -231,7 +217,7 @@ SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # 
         "error.",
         loads,
     ),
-    ("Over HTTP", "peers", "make bench-peers", "Tokens per second, `vllm bench serve` as the client.", served),
+    ("Over HTTP", "peers", "make bench-peers", "Tokens per second in bfloat16, `vllm bench serve` as the client.", served),
     (
         "A tier on vLLM",
         "vllm",
@@ -270,13 +256,6 @@ SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # 
         drafters,
     ),
     (
-        "Runner-ups",
-        "trees",
-        "make bench-trees",
-        "Share of positions at which the verifier's own token is the drafter's; with one runner-up; with two.",
-        trees,
-    ),
-    (
         "Drafters that follow the traffic",
         "align",
         "make bench-align",
@@ -284,7 +263,6 @@ SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # 
         "from files in Java on one core. *Recovered*: of what the change from chats in English to Java had cost.",
         aligned,
     ),
-    ("Rules of acceptance", "rules", "make bench-rules", "Tokens per pass of the full model.", rules),
 )
 
 
@@ -298,7 +276,10 @@ def page() -> str:
     for title, name, command, what, table in SECTIONS:
         document = load(name)
         if document and (figures := table(document)):
-            source = f"`{command}`, {document['date']}, {document['processor']}, SmolLM2-135M-Instruct."
+            # the parts of the cluster's document have dates of their own
+            parts_of: dict[Callable[[Document], str], str] = {emulated: "one", devices: "scale"}
+            date = document.get("dates", {}).get(parts_of.get(table, ""), document["date"])
+            source = f"`{command}`, {date}, {document['processor']}, SmolLM2-135M-Instruct."
             parts.append(f"## {title}\n\n{what}\n\n{figures}\n{source}\n")
     ships = "Share of held-out positions at which they say the same token as SmolLM2-135M-Instruct, by temperature of the text."
     source = "`cascade distill`, from the model cards in `cascade/family/weights`."

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from cascade import family
 from cascade.bench.prompts import BUILT_IN, Prompt
 from cascade.engine.tokenizer import Tokenizer
+from cascade.llm import chat_text
 
 
 def by_category(count: int | None, prompts: Sequence[Prompt] = BUILT_IN) -> tuple[Prompt, ...]:
@@ -17,10 +18,7 @@ def chat_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     """Token ids of a chat in which a user says ``text`` and the model is to answer; of a base model's, those of the text."""
     if tokenizer.backend.chat_template is None:
         return tokenizer.encode(text)
-    chat = [{"role": "user", "content": text}]
-    whole = tokenizer.backend.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    assert isinstance(whole, str)
-    return tokenizer.encode_part(whole)
+    return tokenizer.encode_part(chat_text(tokenizer, [{"role": "user", "content": text}]))
 
 
 def chats(count: int) -> list[list[int]]:

@@ -119,8 +119,7 @@ class ToyModel:
     and at temperature 0 another own token, in the share ``1 - agreement`` of all contexts; the shared noise lets it agree more
     often at higher ones. Models of different ``agreement`` err independently of each other; equal ones are the same model. Of
     the sampling parameters only temperature and seed are honoured, unless a row has a state: then all are, with the noise of
-    `cascade.engine.sampling.own_tokens`; in rows with a `Draw` filters, too. A pass sleeps ``pass_s + token_s * tokens``
-    seconds.
+    `cascade.engine.sampling.own_tokens`. A pass sleeps ``pass_s + token_s * tokens`` seconds.
     """
 
     vocab_size: int = 32
@@ -188,28 +187,13 @@ class ToyModel:
         for node, depth in enumerate(draft.depths):
             ends.append(end + depth + 1)
             contexts.append((*contexts[row.num_own + draft.parent(node)], draft.tokens[node])[-self.order :])
-        if row.draw is not None:
-            scored = self._drawn(row, contexts)
-        elif row.state is not None:
+        if row.state is not None:
             scored = self._shaped(row, contexts)
         else:
             ranked = [self.ranked(c, p, row.params, 1 + row.runner_ups) for c, p in zip(contexts, ends, strict=True)]
             others = [tuple(one[1:]) for one in ranked] if row.runner_ups else ()
             scored = Scored([one[0].token for one in ranked], runner_ups=others)
         row.cache.write(end, draft.tokens if draft.is_line else [draft.tokens[node] for node in draft.walk(scored.own)[1]])
-        return scored
-
-    def _drawn(self, row: Row, contexts: Sequence[tuple[int, ...]]) -> Scored:
-        """What `cascade.engine.model.Model` does where noise is not shared."""
-        import torch  # rows with shared noise do without
-
-        from cascade.engine.sampling.drawing import drawn
-        from cascade.engine.sampling.processors import report, shape
-
-        logits = torch.tensor([self.logits(context) for context in contexts]).reshape(-1, self.vocab_size)
-        shaped, [known] = shape(logits, [row])
-        [scored] = drawn(shaped, [row], [Scored([0] * known)])
-        report(logits, [row], [scored.own])
         return scored
 
     def _shaped(self, row: Row, contexts: Sequence[tuple[int, ...]]) -> Scored:
@@ -220,10 +204,12 @@ class ToyModel:
         known: dict[int, int] = {}
         leaves = [node for node in range(len(draft)) if not any(True for _ in draft.children(node))]
         for leaf in leaves:
-            self._shaped_path(row, contexts, draft.way(leaf), known)
+            path = [leaf]
+            while (parent := draft.parent(path[0])) >= 0:
+                path.insert(0, parent)
+            self._shaped_path(row, contexts, path, known)
         own = [known[node] for node in range(-1, next((n for n in range(len(draft)) if n not in known), len(draft)))]
-        path = draft.walk(own)[1]
-        self._shaped_path(row, contexts, path, known)
+        self._shaped_path(row, contexts, draft.walk(own)[1], known)
         return Scored(own)
 
     def _shaped_path(self, row: Row, contexts: Sequence[tuple[int, ...]], path: Sequence[int], known: dict[int, int]) -> None:

@@ -3,13 +3,9 @@
     make bench-vllm
     python -m benchmarks.vllm --model Qwen/Qwen3-8B --dtype bfloat16    # on a GPU
 
-1. ``text``: passes over wrong and right drafts, rolled back at random, write what passes of one token write.
-2. ``sizes``: how far logits of passes of 1 to 40 tokens, which fill captured graphs up, are from those of one long pass.
-3. ``two``: two tiers of this process pass at once: the same texts, and the time they take beside one after the other.
-4. ``fp8``: the same as 1 with ``quantization: fp8``, and the price of its passes; on a GPU alone.
-5. ``gap``: what lies between two passes of the tier, with a model that answers at once, for 1 and 32 sessions.
-6. ``passes``: what a pass of 1 to 64 tokens costs, and one of 1 to 32 rows.
-7. ``served``: `vllm bench serve` asks this project's server and ``vllm serve``, 1, 8 and 32 requests at once, in turns, all
+1. ``text``: passes over right and wrong drafts, rolled back at random, write what passes of one token write.
+2. ``passes``: what a pass of 1 to 64 tokens costs, and one of 1 to 32 rows.
+3. ``served``: `vllm bench serve` asks this project's server and ``vllm serve``, 1, 8 and 32 requests at once, in turns, all
    in this environment if it has pandas and datasets beside vLLM.
 
 A part that fails is named under ``problems``, and the others go on. The last line is one JSON document, also in
@@ -17,7 +13,6 @@ benchmarks/results/vllm.json, which is written after each part.
 """
 
 import argparse
-import functools
 import gc
 import json
 import random
@@ -25,25 +20,24 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 import torch
 
 from benchmarks.document import RESULTS, console, keep, parsed, parser, stamp
 from benchmarks.peers import served
-from benchmarks.peers.contract import HEAD, Models
+from benchmarks.peers.contract import Models
 from benchmarks.prompts import by_category
-from cascade import Cascade, SamplingParams, family
+from cascade import SamplingParams, family
 from cascade.draft import Draft
+from cascade.drafters import EAGLE3
 from cascade.engine.gguf import converted
-from cascade.engine.tokenizer import Tokenizer
 from cascade.engine.vllm.model import VllmModel
 from cascade.scorer import Row
 
-PARTS = ("text", "sizes", "two", "fp8", "gap", "passes", "served")
-SHARE = 0.28  # of a GPU's memory for each model: three of them are there at once
+PARTS = ("text", "passes", "served")
+SHARE = 0.28  # of a GPU's memory for each server: three of them are there at once
 REQUESTS = {1: 6, 8: 24, 32: 64}  # at once, and in all
 GREEDY = SamplingParams(temperature=0, seed=0)
 REPEATS = 15  # of a timed pass, of which the median counts
@@ -79,35 +73,6 @@ def _written(model: VllmModel, length: int, drafts: Callable[[Sequence[int]], li
     return written[begin : begin + length]
 
 
-def sizes(model: VllmModel, length: int = 200) -> dict[str, float]:
-    """Largest difference of any logit of a text, read in pieces of so many tokens, from those of one pass."""
-    rng, vocab = random.Random(1), min(model.vocab_size, 30_000)
-    tokens = [rng.randrange(5, vocab) for _ in range(length)]
-
-    def read(size: int) -> torch.Tensor:
-        store = model.new_cache()
-        store.reserve(length)
-        pieces = [(begin, tokens[begin : begin + size]) for begin in range(0, length, size)]
-        found = [model.logits([Row(store, begin, piece, len(piece), GREEDY)]).float().cpu() for begin, piece in pieces]
-        store.free()
-        return torch.cat(found)
-
-    whole = read(length)
-    return {str(size): round(float((read(size) - whole).abs().max()), 5) for size in (1, 2, 3, 5, 8, 13, 40)}
-
-
-def two(model: VllmModel, other: VllmModel) -> dict[str, Any]:
-    """Whether two models of a process write the same at once as one after the other, and the ratio of the times."""
-    pair, length = (model, other), 100
-    begin = time.perf_counter()
-    apart = [_written(one, length, None) for one in pair]
-    alone_s = time.perf_counter() - begin
-    begin = time.perf_counter()
-    with ThreadPoolExecutor(2) as threads:
-        together = list(threads.map(lambda one: _written(one, length, None), pair))
-    return {"same": together == apart, "time_vs_apart": round((time.perf_counter() - begin) / alone_s, 3)}
-
-
 def passes(model: VllmModel) -> dict[str, Any]:
     """Milliseconds of a pass of one row after 200 positions, by its tokens; and of rows of one token, by their number."""
     stores = [model.new_cache() for _ in range(32)]
@@ -135,28 +100,6 @@ def passes(model: VllmModel) -> dict[str, Any]:
     return found
 
 
-def gap(model: VllmModel, source: str) -> dict[str, float]:
-    """Milliseconds between two passes with a model that answers at once, by the number of sessions."""
-    call, logits = model._engine.collective_rpc, torch.zeros(4096, 64)  # of so few tokens that choosing one takes no time
-
-    def at_once(name: str, args: tuple[Any, ...]) -> list[Any]:
-        return [logits[: len(args[0].keep)]] if name == "cascade_score" else []
-
-    found = {}
-    model._engine.collective_rpc = at_once
-    try:
-        for sessions in (1, 32):
-            with Cascade([model], Tokenizer.from_pretrained(source), drafter=None) as cascade:
-                params = SamplingParams(temperature=0, seed=0, max_tokens=400, ignore_eos=True)
-                begin = time.perf_counter()
-                cascade.generate([[5 + place, 6, 7] for place in range(sessions)], params)
-                number = cascade.tiers[0].snapshot().passes
-                found[str(sessions)] = round((time.perf_counter() - begin) / number * 1e3, 3)
-    finally:
-        model._engine.collective_rpc = call
-    return found
-
-
 def serve(chosen: argparse.Namespace, source: str) -> dict[str, Any]:
     """Tokens a second by requests at once and mode, and their ratios; see `served`."""
     tier: dict[str, Any] = {
@@ -168,7 +111,7 @@ def serve(chosen: argparse.Namespace, source: str) -> dict[str, Any]:
     if share:
         tier["engine_kwargs"]["gpu_memory_utilization"] = share
         tier["deployment_config"] = {"ray_actor_options": {"num_gpus": 1}}
-    models = Models(source, "", "", HEAD)
+    models = Models(source, "", "", EAGLE3)
     plan = served.Plan(by_category(2), TOKENS, chosen.temperature, REQUESTS, "vllm_ngram")
     options: dict[str, Any] = {"config": {"tiers": [tier]}, "dtype": chosen.dtype, "share": share, "python": sys.executable}
     cells: dict[str, Any] = {}
@@ -202,49 +145,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     gpu = torch.cuda.is_available()
     document: dict[str, Any] = stamp() | {"model": chosen.model or family.MODEL, "dtype": chosen.dtype, "problems": []}
     document |= {"device": torch.cuda.get_device_name() if gpu else "cpu"}
-    opened: list[VllmModel] = []
-
-    def start(**more: Any) -> VllmModel:
-        options = {"dtype": chosen.dtype, "max_model_len": 2048, **more}
+    parts: dict[str, Callable[[VllmModel], dict[str, Any]]] = {"text": text, "passes": passes}
+    if own := [name for name in parts if name in wanted]:
+        options = {"dtype": chosen.dtype, "max_model_len": 2048}
         options |= {"gpu_memory_utilization": SHARE} if gpu else {"enforce_eager": True}
-        opened.append(VllmModel(source, cache_tokens=16_384, options=options))
-        return opened[-1]
-
-    def fp8() -> dict[str, Any]:
-        quantized = start(quantization="fp8")
-        return {**text(quantized), **passes(quantized)}
-
-    first = functools.cache(start)
-    parts: dict[str, Callable[[], Any]] = {
-        "text": lambda: text(first()),
-        "sizes": lambda: sizes(first()),
-        "two": lambda: two(first(), start()),
-        **({"fp8": fp8} if gpu else {}),
-        "gap": lambda: gap(first(), source),
-        "passes": lambda: passes(first()),
-    }
-    for name in (name for name in parts if name in wanted):
-        _attempt(name, parts[name], document)
-        keep(document, results)
-    for model in opened:
-        model.close()
-    opened.clear()
-    first.cache_clear()
-    gc.collect()
-    if gpu:
-        torch.cuda.empty_cache()  # for the servers
+        with closing(VllmModel(source, cache_tokens=16_384, options=options)) as model:
+            for name in own:
+                _attempt(name, lambda part=parts[name]: part(model), document)  # type: ignore[misc]
+                keep(document, results)
+        del model
+        gc.collect()
+        if gpu:
+            torch.cuda.empty_cache()  # for the servers
     if "served" in wanted:
         _attempt("served", lambda: serve(chosen, source), document)
         keep(document, results)
     console.print(document)
-    print(json.dumps({name: document.get(name) for name in ("served", "gap_ms")}))
+    print(json.dumps({"served": document.get("served"), "problems": document["problems"]}))
 
 
 def _attempt(name: str, part: Callable[[], dict[str, Any]], document: dict[str, Any]) -> None:
     """Add what a part found, or why it failed."""
     try:
         found = part()
-        document |= found if name == "served" else {"gap_ms" if name == "gap" else name: found}
+        document |= found if name == "served" else {name: found}
         console.print(name, found)
     except Exception as error:  # of any library
         document["problems"].append(f"{name}: {type(error).__name__}: {error}")

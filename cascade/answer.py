@@ -1,7 +1,7 @@
-"""From the full tier's proposals to what a client gets.
+"""From the full tier's proposals to what a client gets. Pure; the library and the router run this code.
 
-Pure; the library and the router run the same code. Text and token ids are cut together: a token is handed out with the text
-that it completes, and text that may be the beginning of a stop string is held back until it is certain.
+A token is handed out with the text that it completes. Text that may be the beginning of a stop string is held back until it is
+certain.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from cascade.messages import Commit, Edge, Lane, Logprobs, Open, Proposal
-from cascade.params import Rule
 
 FinishReason = Literal["stop", "length"]
 Undrafted = Literal["disabled", "load", "low_acceptance", "no_replica", "short", "late"]
@@ -34,7 +33,6 @@ class Stats:
     edges: tuple[Edge, ...] = ()  # the full tier's first
     first_token_s: float | None = None  # from the request to the full tier's first token, seconds
     undrafted: Undrafted | None = None  # why no guess was scored at the full tier, see `undrafted`
-    rule: Rule = "coupled"  # by which the full tier accepted guesses
     cached_tokens: int = 0  # of the prompt, whose keys and values the full tier had of texts before
 
     @property
@@ -85,11 +83,11 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of a text; joined, those of a request are its completion's ``text``, ``token_ids``, ``origins``, ``logprobs``."""
+    """A piece of a text. Joined, those of a request are its completion's ``text``, ``token_ids``, ``origins``, ``logprobs``."""
 
     text: str
     token_ids: tuple[int, ...]
-    ends: tuple[int, ...]  # characters of `text` that are complete with each token
+    ends: tuple[int, ...]  # characters of `text` up to the end of each token
     origins: bytes  # history of each token, see `cascade.messages.origin`
     completion: Completion | None = None  # with the last piece
     index: int = 0  # of the prompt, in a batch
@@ -103,33 +101,33 @@ class Chunk:
 class Answer:
     """The text of one request as it grows; ``opening`` is what the full tier was first asked.
 
-    Output that the opening has is known to the client, whose stream broke off there: only what comes after it is handed out,
-    and the completion has the text, ids, origins and log-probabilities of that alone.
+    Output that the opening has is known to the client, whose stream broke off there. Only what comes after it is handed out,
+    and the completion has only that.
     """
 
     opening: Open
     decoder: TextDecoder
     index: int = 0
-    elapsed: Callable[[], float] | None = None  # seconds since the request came; without it time is not told
+    elapsed: Callable[[], float] | None = None  # seconds since the request came
     finish_reason: FinishReason | None = None
     tokens: list[int] = field(default_factory=list)  # output of the full tier so far
-    _num_known: int = 0  # of them, known to the client from the beginning
-    _origins: bytearray = field(default_factory=bytearray)  # one a token, 0 of those that are known
-    logprobs: list[Logprobs] = field(default_factory=list)  # of the others, if asked for
+    _num_known: int = 0  # of these tokens, known to the client
+    _origins: bytearray = field(default_factory=bytearray)  # one a token, 0 if known
+    logprobs: list[Logprobs] = field(default_factory=list)  # of tokens that are not known, if asked for
     prompt: tuple[PromptToken, ...] = ()
-    _ends: list[int] = field(default_factory=list)  # characters of _text that each token completes
+    _ends: list[int] = field(default_factory=list)  # characters of _text up to the end of each token
     _text: str = ""
     _num_known_chars: int = 0
     _num_sent_chars: int = 0
     _num_sent_tokens: int = 0
     edges: tuple[Edge, ...] = ()
     _first_token_s: float | None = None
-    _skip_reason: str = ""  # why the full tier leaves out those below, if it does
+    _skip_reason: str = ""  # of the full tier, see `Proposal`
     _num_cached: int = 0
     _stop_string: str | None = None
 
     def __post_init__(self) -> None:
-        """Take up the text after the tokens that the client has: as it would stand, had they been written here."""
+        """Take up the text after the tokens that the client has, as if they had been written here."""
         known = self.opening.tokens[self.opening.prompt_len :]
         self._extend(known, bytes(len(known)))
         self._num_known = self._num_sent_tokens = len(self.tokens)
@@ -145,13 +143,13 @@ class Answer:
 
     @property
     def known(self) -> Chunk:
-        """What the client has of an answer that begins, as one piece without history; with a completion if that is all."""
+        """What the client has, as one piece without history; with a completion if that is the whole answer."""
         text, ids = self._text[: self._num_known_chars], tuple(self.tokens[: self._num_known])
         ends = tuple(min(end, len(text)) for end in self._ends[: self._num_known])
         return Chunk(text, ids, ends, bytes(len(ids)), self._completion(self._num_known), self.index)
 
     def rest(self) -> Chunk | None:
-        """The last piece, empty, of an answer that the client knows whole; ``None`` if there is more to come."""
+        """The last, empty piece of an answer that the client has whole; ``None`` if there is more to come."""
         return self._piece() if self.finished else None
 
     def receive(self, proposal: Proposal) -> tuple[Chunk | None, Commit | None]:
@@ -209,7 +207,7 @@ class Answer:
             self._stop()
 
     def _stop(self) -> None:
-        """Cut at the first stop string, of text that is not sent yet and that `min_tokens` does not keep."""
+        """Cut at the first stop string in text that is not sent yet and that is not of the first `min_tokens` tokens."""
         params = self.opening.params
         kept = self._covers(min(params.min_tokens, len(self._ends)))
         begin = max(self._num_sent_chars, kept)
@@ -220,7 +218,7 @@ class Answer:
             self._text = self._text[:at]
 
     def _piece(self) -> Chunk | None:
-        """Everything that is certain and was not handed out yet."""
+        """What is certain and was not handed out yet; ``None`` if nothing is."""
         certain = len(self._text)
         if not self.finished:  # what may begin a stop string may be taken back
             certain -= max((overlap(self._text, stop) for stop in self.opening.params.stop), default=0)
@@ -252,7 +250,7 @@ class Answer:
         )
 
     def _covers(self, num_tokens: int) -> int:
-        """Characters that the first ``num_tokens`` tokens complete."""
+        """Characters up to the end of so many tokens."""
         return self._ends[num_tokens - 1] if num_tokens else 0
 
     def _completion(self, num_tokens: int) -> Completion | None:
@@ -261,10 +259,7 @@ class Answer:
         seed = self.opening.params.seed
         assert seed is not None
         reason = undrafted(self.opening, self.edges, self._skip_reason)
-        rule = self.opening.rules.rule
-        stats = Stats(
-            self.opening.prompt_len, len(self.tokens), self.edges, self._first_token_s, reason, rule, self._num_cached
-        )
+        stats = Stats(self.opening.prompt_len, len(self.tokens), self.edges, self._first_token_s, reason, self._num_cached)
         new = slice(self._num_known, num_tokens)
         text, ids, origins = self._text[self._num_known_chars :], tuple(self.tokens[new]), bytes(self._origins[new])
         logprobs = tuple(self.logprobs[: num_tokens - self._num_known])

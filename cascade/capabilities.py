@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cascade.errors import InvalidRequest
-from cascade.messages import COUPLED, Open, Rules, mint
-from cascade.params import DRAFT_TOP_K, Handling, SamplingParams, Speculation, Structured, check_adapter
+from cascade.messages import Open, mint
+from cascade.params import Handling, SamplingParams, Speculation, Structured, check_adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +67,7 @@ class Capabilities:
                 f"The prompt has {len(ids)} tokens and max_tokens is {params.max_tokens}, together {needed}: "
                 f"the models take {self.context_len}; shorten it, or lower max_tokens"
             )
-        chosen, rules = speculation.chosen(self.names), COUPLED
-        if speculation.rule != "coupled" and chosen and params.temperature > 0:  # else all rules are the same
-            top_k = DRAFT_TOP_K if speculation.draft_top_k is None else speculation.draft_top_k
-            rules = Rules(speculation.rule, draft_top_k=top_k)
+        chosen = speculation.chosen(self.names)
         return Open(
             session=mint(),
             tokens=(*ids, *task.known),
@@ -83,13 +80,13 @@ class Capabilities:
             window=self.answer_window,
             draft_window=speculation.draft_window(self.window),
             draft_branches=speculation.most_branches,
-            lockstep=speculation.in_rounds,
-            rules=rules,
+            lockstep=speculation.lockstep,
             adaptive=speculation.adaptive,
             priority=task.handling.priority,
             cache_salt=task.handling.cache_salt,
             watch=task.handling.watch,
             train=task.handling.train,
+            domain=params.adapter,
         )
 
     def _check_ids(self, ids: Sequence[int]) -> None:

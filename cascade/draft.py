@@ -1,62 +1,39 @@
 """What is guessed after a text: the currency between tiers, and between a tier and its drafters."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 
 def num_same(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens that two texts have in common, from the first on."""
+    """Length of the common beginning of two texts."""
     size = min(len(one), len(other))
     if tuple(one[:size]) == tuple(other[:size]):
         return size
     return next(place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Dist:
-    """What a guess was drawn from: the probabilities of some tokens, which sum up to 1. All others have none.
-
-    Within a process both are tensors, shared with the pass that made them; between processes they are numbers.
-    """
-
-    ids: Any  # token ids [k], int64
-    probs: Any  # [k], float32
-
-    @property
-    def listed(self) -> tuple[list[int], list[float]]:
-        """The tokens that have any probability, and theirs."""
-        ids, probs = (each.tolist() if hasattr(each, "tolist") else each for each in (self.ids, self.probs))
-        pairs = [pair for pair in zip(ids, probs, strict=True) if pair[1] > 0]
-        return [token for token, _ in pairs], [prob for _, prob in pairs]
-
-
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What is guessed after a text: a tree of tokens with its root at the text's end. A line is a tree with one branch.
+    """Guesses after a text: a tree of tokens with its root at the text's end. A line is a tree with one branch.
 
-    Nodes stand after their parents, so that the first of them are a draft, too, and likelier children of a node before others:
+    A node stands after its parent, so that the first nodes are a draft, too. Likelier children of a node stand before others:
     the own token of the one who guesses, then its runner-ups.
     """
 
     tokens: tuple[int, ...] = ()  # one a node
     origins: bytes = b""  # one a node, see `origin`
-    confidences: bytes = b""  # one a node, its gap, see `cascade.planner.acceptance`; 0 or none at all if nobody says
+    confidences: bytes = b""  # one a node, its gap, see `cascade.planner.acceptance`; 0 if nobody knows; or none at all
     parents: tuple[int, ...] = ()  # of each node, -1 for the text; empty for a line, whose parents are -1, 0, 1, ...
-    # of each node of a line, what it was drawn from, where a rule asks for it
-    dists: tuple[Dist, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         size = len(self.tokens)
         assert len(self.origins) == size
         assert len(self.confidences) in (0, size)
-        assert len(self.dists) in (0, size)
         if self.parents:
             assert len(self.parents) == size
             assert all(-1 <= parent < node for node, parent in enumerate(self.parents)), "a node comes after its parent"
             if self.parents == tuple(range(-1, size - 1)):
                 object.__setattr__(self, "parents", ())
-        assert not (self.dists and self.parents), "what nodes were drawn from is known of lines alone"
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -76,7 +53,7 @@ class Draft:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Of each node, how many children of its parent stand before it."""
+        """Of each node, how many of its siblings stand before it."""
         if not self.parents:
             return bytes(len(self.tokens))
         seen: dict[int, int] = {}  # by parent
@@ -88,7 +65,7 @@ class Draft:
 
     @property
     def depths(self) -> Sequence[int]:
-        """Of each node, how many stand before it on its way from the text."""
+        """Of each node, how many nodes lie between the text and it."""
         if not self.parents:
             return range(len(self.tokens))
         depths: list[int] = []
@@ -98,14 +75,14 @@ class Draft:
 
     @property
     def height(self) -> int:
-        """Nodes of its longest branch."""
+        """Length of the longest path."""
         return len(self.tokens) if not self.parents else max(self.depths) + 1
 
     def walk(self, own: Sequence[int], ends: Collection[int] = ()) -> tuple[list[int], list[int]]:
         """Follow own tokens through the tree: the new tokens of the text, and the nodes that say the same.
 
         ``own[0]`` is the own token after the text and ``own[1 + node]`` the one after a node, as far as nodes are scored. The
-        last new token may be in the tree or not: then there is a node less. After the first of ``ends`` there is none.
+        last new token may have no node. Nothing comes after the first of ``ends``.
         """
         new: list[int] = []
         path: list[int] = []
@@ -122,16 +99,8 @@ class Draft:
                 break
         return new, path
 
-    def way(self, node: int) -> list[int]:
-        """Nodes from the text to ``node``."""
-        way: list[int] = []
-        while node >= 0:
-            way.append(node)
-            node = self.parent(node)
-        return way[::-1]
-
     def find(self, tokens: Sequence[int]) -> list[int]:
-        """Nodes that say these tokens after the text, as far as there are any."""
+        """The path that says ``tokens``, as far as there is one."""
         path: list[int] = []
         for token in tokens:
             found = self._child(path[-1] if path else -1, token)
@@ -142,7 +111,7 @@ class Draft:
 
     @property
     def trunk(self) -> "Draft":
-        """The line that it begins with: its first nodes, as far as each stands after the one before."""
+        """The line that the tree begins with: its first nodes, as far as each is the parent of the next."""
         return self.first(next((node for node, parent in enumerate(self.parents) if parent != node - 1), len(self.tokens)))
 
     def first(self, size: int) -> "Draft":
@@ -150,18 +119,17 @@ class Draft:
             return self
         if not size:
             return NO_DRAFT
-        parts = self.tokens[:size], self.origins[:size], self.confidences[:size], self.parents[:size]
-        return Draft(*parts, self.dists[:size])
+        return Draft(self.tokens[:size], self.origins[:size], self.confidences[:size], self.parents[:size])
 
     def pick(self, nodes: Sequence[int]) -> "Draft":
-        """The draft of ``nodes`` alone: ascending, and none without its parent."""
+        """The draft of ``nodes`` alone, which ascend and come with their parents."""
         size = len(nodes)
         if size == 0 or nodes[-1] == size - 1:
             return self.first(size)
         return self._part({-1: -1} | {node: place for place, node in enumerate(nodes)})
 
     def fitting(self, vocab_size: int, depth: int, size: int) -> "Draft":
-        """The part of its first ``size`` nodes that are token ids and at most ``depth`` tokens deep, each with its parents."""
+        """Of the first ``size`` nodes those at most ``depth`` tokens deep whose paths are tokens of the vocabulary."""
         if self.is_line:
             tokens = self.tokens[:depth]
             return self.first(next((node for node, token in enumerate(tokens) if not 0 <= token < vocab_size), len(tokens)))
@@ -179,7 +147,7 @@ class Draft:
             rest = node + 1
             if rest == len(self.tokens):
                 return NO_DRAFT
-            return Draft(self.tokens[rest:], self.origins[rest:], self.confidences[rest:], dists=self.dists[rest:])
+            return Draft(self.tokens[rest:], self.origins[rest:], self.confidences[rest:])
         places = {node: -1}
         for child in range(node + 1, len(self.tokens)):
             if self.parents[child] in places:
@@ -187,7 +155,7 @@ class Draft:
         return self._part(places) if len(places) > 1 else NO_DRAFT
 
     def _part(self, places: Mapping[int, int]) -> "Draft":
-        """Some nodes alone, each with its place, after the root, which has place -1."""
+        """The draft of some nodes, given by their new places; the first entry is the root, of place -1."""
         nodes = list(places)[1:]
         return Draft(
             tuple(self.tokens[node] for node in nodes),
@@ -197,10 +165,9 @@ class Draft:
         )
 
     def union(self, other: "Draft") -> tuple["Draft", Sequence[int]]:
-        """Both trees in one, and where in it each node of ``other`` is.
+        """Both trees in one, this one's nodes first, and the node there of each node of ``other``.
 
-        Nodes of both have this one's origins and confidences; this one's nodes come first. What they were drawn from is lost
-        unless one of the two has it all.
+        Nodes of both have this one's origins and confidences.
         """
         if not self.tokens:
             return other, range(len(other))
@@ -209,7 +176,7 @@ class Draft:
         known = {(self.parent(node), token): node for node, token in enumerate(self.tokens)}
         tokens, origins, parents = list(self.tokens), bytearray(self.origins), [self.parent(i) for i in range(len(self))]
         said = bytearray(self.confidences or bytes(len(self)))
-        there = {-1: -1}  # nodes of the other draft in the union
+        there = {-1: -1}  # in the union, by node of the other draft
         for node, token in enumerate(other.tokens):
             at = there[other.parent(node)]
             if (at, token) not in known:

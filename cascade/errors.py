@@ -1,18 +1,5 @@
 """Every error that a user of cascade can meet; docs/reference/errors.md tells how each looks to gRPC and HTTP clients.
 
-CascadeError
-├── ConfigError      the configuration is wrong; raised at start, names the field, the value and the fix
-├── ModelError       a model cannot be loaded or cannot be served
-├── InvalidRequest   a request asks for something that cannot be honoured
-│   ├── TooLarge     it has more bytes or characters than the server reads
-│   └── NotFound     it names a model or a path that is not there
-├── Unauthenticated  a request has no API key that the server knows
-├── PermissionDenied a request asks for what its API key does not allow
-├── Overloaded       the server is full, or has enough requests of this API key; try again later
-├── Unavailable      no replica could finish the request
-├── Aborted          somebody with the request's API key ended it
-└── DeadlineExceeded the request's own deadline passed
-
 Each class says what clients are told: the name of gRPC's status, HTTP's status, `error.type` and `error.code` of OpenAI's body.
 """
 

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self, TypeAlias, cast
 
 from cascade.answer import Completion
+from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ConfigError, InvalidRequest
 from cascade.local import Batch, Cascade, Prompt
 from cascade.params import SamplingParams
@@ -21,7 +22,7 @@ Conversation: TypeAlias = Sequence[Mapping[str, Any]]  # messages as in OpenAI's
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What one prompt was, and what was written after it."""
+    """A prompt and the answer to it."""
 
     prompt: str | None  # None if it was given as token ids
     prompt_token_ids: list[int]
@@ -54,9 +55,8 @@ class LLM:
         each = cast("Sequence[Prompt]", [prompts] if one else prompts)
         texts = [prompt if isinstance(prompt, str) else None for prompt in each]
         encode = self.cascade.tokenizer.encode
-        return self._outputs(
-            texts, [encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in each], sampling_params
-        )
+        ids = [encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in each]
+        return self._outputs(texts, ids, sampling_params)
 
     def chat(
         self, messages: Conversation | Sequence[Conversation], sampling_params: SamplingParams | None = None
@@ -66,9 +66,9 @@ class LLM:
 
         Raises `InvalidRequest`, also if there is no template or it does not take these messages, or `Unavailable`.
         """
-        one = not messages or isinstance(messages[0], Mapping)
-        texts = [self._written(chat) for chat in cast("Sequence[Conversation]", [messages] if one else messages)]
-        return self._outputs(texts, [self.cascade.tokenizer.encode_part(text) for text in texts], sampling_params)
+        tokenizer, one = self.cascade.tokenizer, not messages or isinstance(messages[0], Mapping)
+        texts = [chat_text(tokenizer, chat) for chat in cast("Sequence[Conversation]", [messages] if one else messages)]
+        return self._outputs(texts, [tokenizer.encode_part(text) for text in texts], sampling_params)
 
     def close(self) -> None:
         """End all requests and free everything."""
@@ -80,20 +80,6 @@ class LLM:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _written(self, messages: Conversation) -> str:
-        """A conversation as the template has it, up to the beginning of the assistant's turn."""
-        backend = self.cascade.tokenizer.backend
-        if backend.chat_template is None:
-            raise InvalidRequest(
-                "The model has no chat template: use generate, or save its tokenizer with a chat_template.jinja"
-            )
-        try:
-            text = backend.apply_chat_template([dict(one) for one in messages], add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # templates are programs
-            raise InvalidRequest(f"The model's chat template does not take these messages: {error}") from None
-        assert isinstance(text, str)
-        return text
-
     def _outputs(
         self, texts: Sequence[str | None], prompts: list[list[int]], params: SamplingParams | None
     ) -> list[RequestOutput]:
@@ -102,3 +88,17 @@ class LLM:
             RequestOutput(text, ids, [replace(completion, index=0)])
             for text, ids, completion in zip(texts, prompts, completions, strict=True)
         ]
+
+
+def chat_text(tokenizer: Tokenizer, messages: Conversation) -> str:
+    """A conversation as the model's chat template writes it, up to the beginning of the assistant's turn.
+
+    Raises `InvalidRequest` if there is no template, or it does not take these messages.
+    """
+    if tokenizer.backend.chat_template is None:
+        raise InvalidRequest("The model has no chat template: use generate, or save its tokenizer with a chat_template.jinja")
+    try:
+        said = [dict(message) for message in messages]
+        return str(tokenizer.backend.apply_chat_template(said, add_generation_prompt=True, tokenize=False))
+    except Exception as error:  # templates are programs
+        raise InvalidRequest(f"The model's chat template does not take these messages: {error}") from None

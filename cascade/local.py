@@ -13,11 +13,10 @@ import torch
 from cascade import family
 from cascade.answer import Answer, Chunk, Completion
 from cascade.capabilities import Capabilities, Task
-from cascade.drafters import AUTO, DrafterSpec, check_drafters, make, source_and_kind, specs
+from cascade.drafters import AUTO, DrafterSpec, check_drafters, head_of, make, specs
 from cascade.drafters.in_pass import InPass
 from cascade.engine.devices import UTILIZATION
 from cascade.engine.grammar import Grammars
-from cascade.engine.heads.mtp import check_mtp
 from cascade.engine.loading import common_room, find_device, load
 from cascade.engine.model import Model
 from cascade.engine.sampling.state import state_maker
@@ -29,9 +28,9 @@ from cascade.messages import Link, Message
 from cascade.params import DEFAULT_WINDOW, Handling, SamplingParams, Speculation
 from cascade.planner.chains import Planner
 from cascade.planner.choice import Policy
-from cascade.planner.cost import glance
 from cascade.scorer import Drafter, Scorer
 from cascade.tier.local_links import Deliver, Mailbox, Requests, join
+from cascade.tier.runner import measure
 from cascade.tier.tier import Tier
 
 Prompt: TypeAlias = str | Sequence[int]
@@ -106,9 +105,10 @@ class Cascade:
                 model,
                 policy=policy,
                 planner=Planner(shared=names),
-                profile=apart(partial(glance, model)),
+                profile=apart(partial(measure, model, max_tokens=64, budget_s=0.3)),  # quickly: its user waits for it
                 new_state=new_state,
                 drafters=inner,
+                adapters=None if model is models[-1] else getattr(model, "adapters", ()),
             )
             for level, (name, model, inner) in enumerate(zip(names, models, drafters, strict=True), len(kinds))
         )
@@ -197,7 +197,7 @@ class Cascade:
         handling: Handling | None = None,
     ) -> Iterator[Chunk]:
         """The text piece by piece; of a batch, the pieces of all texts as they come, told apart by ``index``."""
-        inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        inbox: queue.SimpleQueue[Sequence[Message]] = queue.SimpleQueue()
         answers = self._admit(prompt, params, speculation, handling, Deliver(inbox.put))
         return answers.run(inbox.get)
 
@@ -303,13 +303,11 @@ def _common_tokenizer(sources: Sequence[str], trust_remote_code: bool) -> Tokeni
 def _load(sources: Sequence[str], drafters: Sequence[DrafterSpec], options: dict[str, Any]) -> list[Model]:
     """Models of our own engine, bottom to top; caches are made when all weights are there, of what these leave."""
     known = {"trust_remote_code": options["trust_remote_code"]}
-    if any(one.within for one in drafters):
-        check_mtp(sources[-1], **known)
     device = find_device(sources[-1], options["device"])
     networks = [apart(partial(load, source, draft=source != sources[-1], **options)) for source in sources]
     room = common_room(sources, device, dtype=options["dtype"], **known)
     lower = [apart(partial(Model, network, owned=True, cache_tokens=room)) for network in networks[:-1]]
-    return [*lower, apart(partial(Model.drafting, networks[-1], *source_and_kind(drafters), owned=True, cache_tokens=room))]
+    return [*lower, apart(partial(Model.drafting, networks[-1], head_of(drafters), owned=True, cache_tokens=room))]
 
 
 def _load_on_vllm(sources: Sequence[str], drafters: Sequence[DrafterSpec], options: dict[str, Any]) -> list[VllmModel]:
@@ -340,5 +338,5 @@ def _drafters(models: Sequence[Scorer], chosen: Drafters, tokenizer: Tokenizer) 
     kinds = (*(one.kind for one in inner), *([head] if head else ()))
     drafters = [make(inner, kinds, tokenizer.encode_part) for _ in models]
     if head:
-        drafters[-1].append(InPass(head, len(inner), cost=getattr(models[-1], "guess_cost", 0.0)))
+        drafters[-1].append(InPass(head, len(inner)))
     return kinds, drafters

@@ -5,24 +5,22 @@ sent, or the link is broken; proposals may be late, lost, repeated, reordered or
 """
 
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from itertools import zip_longest
-from typing import Protocol
+from typing import Any, Protocol
 
 from cascade.draft import NO_DRAFT, Draft
-from cascade.params import MAX_PRIORITY, Rule, SamplingParams
+from cascade.params import SamplingParams
 
-MAX_POSITIONS = 16  # of a pass whose guesses are counted one by one
-RUNNER_UPS = 2  # of an own token that are of use
-YIELDED = "a background session yields to all others"  # reason of a `Failed`
-BACKGROUND = MAX_PRIORITY + 1  # priority that no request has, see `Open.background`
-MAX_RANKS = 1 + RUNNER_UPS  # kinds of guesses that are counted: own tokens of the drafter, first and second runner-ups
+MAX_POSITIONS = 16  # of a draft that are counted one by one
+RUNNER_UPS = 2  # of an own token that are offered
+MAX_RANKS = 1 + RUNNER_UPS  # kinds of guesses: own tokens of the drafter, first and second runner-ups
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """What happened so far between a drafter and its verifier, for one request; a pass is one of the verifier's."""
+    """What happened so far between a drafter and its verifier, for one request; passes are the verifier's."""
 
     drafter: str  # "" if the verifier went alone
     verifier: str
@@ -36,10 +34,10 @@ class Edge:
     accepted_by_rank: tuple[int, ...] = ()  # guesses: own tokens of the drafter, its runner-ups; at most MAX_RANKS
     proposed_by_rank: tuple[int, ...] = ()
     corrected: int = 0  # times that the verifier said another token than the drafter's own
-    prefetched: int = 0  # of these, times that the drafter had written after that token before it heard of it
-    prefetched_tokens: int = 0  # tokens that it had written there, together
+    prefetched: int = 0  # of these, times that the drafter had written after the correction before it heard of it
+    prefetched_tokens: int = 0  # that it had written there, together
     undrafted_passes: int = 0  # passes that scored no guess
-    agreed: int = 0  # own tokens of the drafter that the verifier said too, whether they came in time to be scored or not
+    agreed: int = 0  # own tokens of the drafter that the verifier said too, scored or too late for that
 
     @property
     def mean_accepted_len(self) -> float:
@@ -48,39 +46,34 @@ class Edge:
 
     @property
     def agreement(self) -> float | None:
-        """Share of the drafter's own tokens that the verifier said too, however many it scored; ``None`` if none was judged."""
+        """Share of the drafter's own tokens that the verifier said too; ``None`` if there are none."""
         return self.agreed / (self.agreed + self.corrected) if self.agreed + self.corrected else None
 
     @property
     def runner_ups(self) -> tuple[int, int]:
-        """Of the guesses that were scored, how many were runner-ups of the drafter, and how many of these were right."""
+        """How many runner-ups of the drafter were scored, and how many accepted."""
         return sum(self.proposed_by_rank[1:]), sum(self.accepted_by_rank[1:])
 
     def __add__(self, other: "Edge") -> "Edge":
-        return Edge(
-            self.drafter,
-            self.verifier,
-            self.passes + other.passes,
-            self.proposed + other.proposed,
-            self.accepted + other.accepted,
-            self.emitted + other.emitted,
-            self.waited_s + other.waited_s,
-            _sum(self.accepted_by_position, other.accepted_by_position),
-            _sum(self.proposed_by_position, other.proposed_by_position),
-            _sum(self.accepted_by_rank, other.accepted_by_rank),
-            _sum(self.proposed_by_rank, other.proposed_by_rank),
-            self.corrected + other.corrected,
-            self.prefetched + other.prefetched,
-            self.prefetched_tokens + other.prefetched_tokens,
-            self.undrafted_passes + other.undrafted_passes,
-            self.agreed + other.agreed,
-        )
+        return Edge(self.drafter, self.verifier, *(_sum(getattr(self, name), getattr(other, name)) for name in _COUNTS))
 
 
-def _sum(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
-    if not one or not other:
-        return one or other
-    return tuple(a + b for a, b in zip_longest(one, other, fillvalue=0))
+_COUNTS = tuple(one.name for one in fields(Edge))[2:]
+
+
+def _sum(one: Any, other: Any) -> Any:
+    if isinstance(one, tuple):
+        return tuple(a + b for a, b in zip_longest(one, other, fillvalue=0))
+    return one + other
+
+
+def add_edges(totals: Mapping[tuple[str, str], Edge], edges: Iterable[Edge]) -> dict[tuple[str, str], Edge]:
+    """``totals`` and ``edges`` together, by drafter and verifier."""
+    found = dict(totals)
+    for edge in edges:
+        key = (edge.drafter, edge.verifier)
+        found[key] = found[key] + edge if key in found else edge
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +86,15 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """Guesses of a tier that the one above it has not judged yet."""
+    """Guesses of a tier that the one above it has not judged yet, for clients that watch."""
 
-    tier: str  # that made them
+    tier: str
     start: int  # position of the first
     tokens: tuple[int, ...]
     parents: tuple[int, ...] = ()  # as those of a `Draft`
 
     def after(self, text: Sequence[int]) -> "Lane":
-        """What it says after ``text``; nothing if the text says something else from ``start`` on."""
+        """What it guesses after ``text``; nothing if the text contradicts it."""
         known, draft = text[self.start :], Draft(self.tokens, bytes(len(self.tokens)), parents=self.parents)
         path = draft.find(known)
         rest = draft.below(path[-1] if path else -1) if len(path) == len(known) else NO_DRAFT
@@ -109,35 +102,8 @@ class Lane:
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
-    """Acceptance rules of the edges above and below a session. All but the one below the full tier are coupled."""
-
-    rule: Rule = "coupled"  # of the edge to the tier below
-    above: Rule = "coupled"  # of the edge to the tier above
-    hop: int = 0  # 1 if an edge above is not coupled: the tiers below it share another noise
-    draft_top_k: int = 0  # tokens that a guess is drawn from where its distribution is told; 0: all
-
-    @property
-    def independent_noise(self) -> bool:
-        """Own tokens are drawn with noise of their own, not with that which all tiers share."""
-        return self.rule != "coupled" or self.hop > 0
-
-    @property
-    def wants_q(self) -> bool:
-        """The tier above asks what each own token was drawn from."""
-        return self.above != "coupled"
-
-    def below(self) -> "Rules":
-        """Those of the session below."""
-        return replace(self, rule="coupled", above=self.rule, hop=self.hop + (self.rule != "coupled"))
-
-
-COUPLED = Rules()
-
-
-@dataclass(frozen=True, slots=True)
 class Open:
-    """Begin a session: the text goes on after ``tokens``, the first ``prompt_len`` of which are the prompt."""
+    """Begin a session: write on after ``tokens``, the first ``prompt_len`` of which are the prompt."""
 
     session: str  # unique; minted by the side that opens
     tokens: tuple[int, ...]
@@ -153,29 +119,19 @@ class Open:
     priority: int = 0  # lower is served sooner
     cache_salt: str = ""  # keys and values are reused only among requests with the same one
     watch: bool = False  # proposals bring lanes, and come for these alone too
-    train: bool = True  # drafters may learn from its text; routers alone ask, so it is not on the wire
-    branches: int = 0  # branches beside its text that this session may write and offer, see `cascade.session.branches`
+    train: bool = True  # drafters may learn from its text; only routers ask, so it is not on the wire
+    branches: int = 0  # beside its text that this session may write and offer, see `cascade.session.branches`
     draft_branches: int = 0  # the same for the sessions below
-    drafters: tuple[str, ...] = ()  # inside tiers, see `cascade.drafters`: those that may guess, here and below
-    rules: Rules = COUPLED
-    traceparent: str = ""  # the span that this session is part of, see `deployments.ops.tracing`; as W3C Trace Context has it
+    drafters: tuple[str, ...] = ()  # inside tiers that may guess, here and below, see `cascade.drafters`
+    traceparent: str = ""  # the span that this session is part of, as W3C Trace Context has it
     tracestate: str = ""  # likewise
     lease: str = ""  # by which it holds its replica; the session's own if empty
-    affinity: str = ""  # of the client's own session: those with the same one meet the same replica; stays at the router
+    affinity: str = ""  # requests with the same one go to the same replica; stays at the router
+    domain: str = ""  # the adapter that tiers below draft with if they have it: that of `params`, or the tenant's by its name
 
     def __post_init__(self) -> None:
         assert 0 < self.prompt_len <= len(self.tokens), "a text begins with its prompt"
         assert self.params.seed is not None, "every tier must know the seed"
-
-    @property
-    def in_rounds(self) -> bool:
-        """The tier above verifies whole windows, or this session does."""
-        return self.lockstep or self.rules.above != "coupled"
-
-    @property
-    def background(self) -> bool:
-        """It yields to all others: it is refused beside a session of another kind, and ends when one opens."""
-        return self.priority >= BACKGROUND
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +155,7 @@ class Close:
 class Proposal:
     """I say the text goes on like ``draft`` from position ``start``.
 
-    It always begins where the sender's text is committed, so a lost one is made good by the next.
+    ``start`` is where the sender's text is committed, so the next proposal makes good for a lost one.
     """
 
     session: str
@@ -208,7 +164,7 @@ class Proposal:
     # totals of the sender's edge and those below it, in the first proposal, every eighth, and one that ends a text
     edges: tuple[Edge, ...] = field(default=(), compare=False)
     logprobs: tuple[Logprobs, ...] = field(default=(), compare=False)  # one a token where the session was opened with them
-    skip_reason: str = field(default="", compare=False)  # why the sender leaves out the tiers below, if it does
+    skip_reason: str = field(default="", compare=False)  # why the sender's planner leaves out the tiers below, if it does
     prompt_logprobs: tuple[Logprobs, ...] = field(default=(), compare=False)  # of the prompt's tokens but the first, likewise
     lanes: tuple[Lane, ...] = field(default=(), compare=False)  # of the tiers below, where the session is watched
     cached: int = field(default=0, compare=False)  # positions of the prompt whose keys and values the sender had already
@@ -216,7 +172,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The session is over at the tier below; the reason is one sentence."""
+    """The session is over at the sender, for a reason of one sentence."""
 
     session: str
     reason: str
@@ -240,15 +196,15 @@ class Link(Protocol):
 
 
 def origin(level: int, corrected: bool) -> int:
-    """A token's history in a byte: the lowest level that proposed it, and whether it replaced a wrong guess there."""
+    """A token's history as a byte: the lowest level that proposed it, and whether it replaced a wrong guess there."""
     return level << 1 | corrected
 
 
 def origin_level(byte: int) -> int:
-    """Level (0 = bottom tier) of the lowest tier in the unbroken chain that said this token."""
+    """Level (0 = bottom tier) of the lowest tier that proposed the token."""
     return byte >> 1
 
 
 def origin_corrected(byte: int) -> bool:
-    """Whether that tier's token replaced a wrong guess of the tier below it."""
+    """Whether the token replaced a wrong guess of the tier below that one."""
     return bool(byte & 1)

@@ -1,15 +1,13 @@
-"""What a request may ask for; no models and no devices, so that clients need no torch."""
+"""What a request may ask for. Clients use it, and need no torch for it."""
 
 import json
 import math
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, cast
 
 from cascade.errors import InvalidRequest
-
-Rule: TypeAlias = Literal["coupled", "ratio", "block"]
 
 MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1
@@ -25,10 +23,15 @@ DEFAULT_WINDOW = 32  # twice what one pass scores: while it runs, the guesses fo
 MOST_BRANCHES = 8  # that a tier may offer and prepare, where a request does not say
 MAX_BRANCHES = 32  # that a request may ask for
 LOCKSTEP_WINDOW = 8  # a lockstep round gains nothing from more
-RULES: tuple[Rule, ...] = ("coupled", "ratio", "block")  # how guesses are accepted, see docs/explanation/shared-noise.md
-DRAFT_TOP_K = 256  # likeliest tokens that such a guess is drawn from, where a request does not say
 MAX_PRIORITY = 1000
 MAX_SALT_CHARS = 256
+RANGES: dict[str, tuple[float, float]] = {  # of sampling parameters
+    "temperature": (0, 100),
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0.01, 100),
+}
 STRUCTURED_KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
 LONE_SURROGATE = "it has half a character (a lone surrogate), which is no text: leave it out"
 
@@ -54,7 +57,7 @@ def _is_real(value: object, low: float, high: float) -> bool:
 
 
 def _pairs(bias: Mapping[int, float] | Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """Pairs of token id and bias, by token id; of several for one token the last one counts."""
+    """Pairs of token id and bias, by token id; of several pairs for one token the last one counts."""
     try:
         return tuple(sorted(dict(bias).items()))
     except (TypeError, ValueError):
@@ -69,7 +72,7 @@ def _json(schema: Mapping[str, Any]) -> str:
 
 
 def is_text(value: str) -> bool:
-    """Whether UTF-8 can encode it, and so a request carry it: JSON can spell a lone surrogate, UTF-8 cannot."""
+    """Whether UTF-8 can encode it: JSON can spell a lone surrogate, UTF-8 cannot."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -79,7 +82,7 @@ def is_text(value: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Structured:
-    """What a text has to be: exactly one of these. Raises `InvalidRequest`; whether it compiles is found out by the engine."""
+    """What a text has to be: exactly one of these. Raises `InvalidRequest`; whether it compiles only the engine knows."""
 
     json_schema: Mapping[str, Any] | str | None = None  # a JSON text of this schema; kept as JSON text
     json_object: bool = False  # any JSON object
@@ -147,33 +150,27 @@ class SamplingParams:
             object.__setattr__(self, "top_k", 0)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
-        self._check_choice()
-        self._check_penalties()
+        self._check_numbers()
         self._check_ends()
-        self._check_reports()
+        _limit("logit_bias", len(self.biases), MAX_BIASES, "tokens")
+        for token, bias in self.biases:
+            _require(_is_int(token, 0), "logit_bias", token, "given for token ids")
+            _require(_is_real(bias, -100, 100), f"logit_bias of token {token}", bias, "from -100 to 100")
         structured_ok = self.structured is None or isinstance(self.structured, Structured)
         _require(structured_ok, "structured", self.structured, "a `Structured`")
         _require(not (self.structured and self.ignore_eos), "ignore_eos", True, "False with structured, whose texts end")
         _require(isinstance(self.adapter, str), "adapter", self.adapter, "the name of an adapter")
 
-    def _check_choice(self) -> None:
-        """What an own token is chosen by, penalties and biases aside."""
-        _require(_is_real(self.temperature, 0, 100), "temperature", self.temperature, "from 0 to 100")
+    def _check_numbers(self) -> None:
+        for name, (low, high) in RANGES.items():
+            _require(_is_real(getattr(self, name), low, high), name, getattr(self, name), f"from {low} to {high}")
         _require(_is_int(self.top_k, 0, MAX_TOP_K), "top_k", self.top_k, "an integer from 0 (off) up")
         _require(_is_real(self.top_p, 0, 1) and self.top_p > 0, "top_p", self.top_p, "above 0 and at most 1")
-        _require(_is_real(self.min_p, 0, 1), "min_p", self.min_p, "from 0 to 1")
         seed_ok = self.seed is None or _is_int(self.seed, 0, MAX_SEED)
         _require(seed_ok, "seed", self.seed, "an integer from 0 to 2^63 - 1")
-
-    def _check_penalties(self) -> None:
-        for name in ("presence_penalty", "frequency_penalty"):
-            _require(_is_real(getattr(self, name), -2, 2), name, getattr(self, name), "from -2 to 2")
-        repetition = self.repetition_penalty
-        _require(_is_real(repetition, 0.01, 100), "repetition_penalty", repetition, "from 0.01 to 100")
-        _limit("logit_bias", len(self.biases), MAX_BIASES, "tokens")
-        for token, bias in self.biases:
-            _require(_is_int(token, 0), "logit_bias", token, "given for token ids")
-            _require(_is_real(bias, -100, 100), f"logit_bias of token {token}", bias, "from -100 to 100")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _require(value is None or _is_int(value, 0, MAX_LOGPROBS), name, value, f"an integer from 0 to {MAX_LOGPROBS}")
 
     def _check_ends(self) -> None:
         _require(_is_int(self.max_tokens, 1), "max_tokens", self.max_tokens, "an integer from 1 up")
@@ -186,11 +183,6 @@ class SamplingParams:
         _limit("stop_token_ids", len(self.stop_token_ids), MAX_STOP_IDS, "token ids")
         for token in self.stop_token_ids:
             _require(_is_int(token, 0), "stop_token_ids", token, "token ids")
-
-    def _check_reports(self) -> None:
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            _require(value is None or _is_int(value, 0, MAX_LOGPROBS), name, value, f"an integer from 0 to {MAX_LOGPROBS}")
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
@@ -227,66 +219,46 @@ def check_adapter(name: str, known: Iterable[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """How drafts may be used for a request. Raises `InvalidRequest`.
-
-    With the coupled rule none of it changes the text; with "ratio" and "block" the text depends on the drafts, and its law does
-    not.
-    """
+    """How drafts may be used for a request, which never changes its text. Raises `InvalidRequest`."""
 
     mode: Literal["auto", "off"] = "auto"  # "off": the full model alone
     # lower tiers and drafters inside tiers to use, by name in any order; None: those that pay, see `Planner`
     tiers: tuple[str, ...] | None = None
     window: int | None = None  # tokens a tier may run ahead of the tier above; None: the server's default
-    # "lockstep": draft a whole window, wait, verify, wait; None: "async" with the coupled rule, and in rounds with others
-    schedule: Literal["async", "lockstep"] | None = None
-    # branches beside its text that a tier may write and offer; 0: lines only; None: as many as pay, in lockstep none
-    branches: int | None = None
-    rule: Rule = "coupled"  # by which the full tier accepts guesses; tiers below are coupled
-    draft_top_k: int | None = None  # drafters of "ratio" and "block" draw from so many likeliest tokens; 0: from all
+    schedule: Literal["async", "lockstep"] = "async"  # "lockstep", a baseline: draft a whole window, wait, verify, wait
+    branches: int | None = None  # beside its text that a tier may write and offer; 0: lines only; None: as many as pay
 
     def __post_init__(self) -> None:
         if self.tiers is not None:
             object.__setattr__(self, "tiers", tuple(self.tiers))
         _require(self.mode in ("auto", "off"), "speculation.mode", self.mode, "'auto' or 'off'")
-        schedule_ok = self.schedule in (None, "async", "lockstep")
-        _require(schedule_ok, "speculation.schedule", self.schedule, "'async' or 'lockstep'")
+        _require(self.schedule in ("async", "lockstep"), "speculation.schedule", self.schedule, "'async' or 'lockstep'")
         window_ok = self.window is None or _is_int(self.window, 1, MAX_WINDOW)
         _require(window_ok, "speculation.window", self.window, f"an integer from 1 to {MAX_WINDOW}")
         branches_ok = self.branches is None or _is_int(self.branches, 0, MAX_BRANCHES)
         _require(branches_ok, "speculation.branches", self.branches, f"an integer from 0 to {MAX_BRANCHES}")
-        self._check_rules()
-
-    def _check_rules(self) -> None:
-        _require(self.rule in RULES, "speculation.rule", self.rule, f"one of {', '.join(RULES)}")
-        top_k_ok = self.draft_top_k is None or _is_int(self.draft_top_k, 0, MAX_TOP_K)
-        _require(top_k_ok, "speculation.draft_top_k", self.draft_top_k, "an integer from 0 (all) up")
-        if self.rule == "coupled":
-            _require(self.draft_top_k is None, "speculation.draft_top_k", self.draft_top_k, "left out with the coupled rule")
-            return
-        _require(self.schedule != "async", "speculation.schedule", "async", f"'lockstep' with rule {self.rule!r}")
-        lines = f"0 with rule {self.rule!r}, which judges lines: 'coupled' judges trees"
-        _require(not self.branches, "speculation.branches", self.branches, lines)
+        lines_ok = not (self.lockstep and self.branches)
+        _require(lines_ok, "speculation.branches", self.branches, "0 with schedule 'lockstep', whose drafts are lines")
 
     @property
-    def in_rounds(self) -> bool:
-        """Whether tiers draft whole windows and wait for verdicts."""
-        return self.schedule == "lockstep" or self.rule != "coupled"
+    def lockstep(self) -> bool:
+        return self.schedule == "lockstep"
 
     def draft_window(self, default: int) -> int:
         """Tokens that a tier may run ahead; ``default`` is the server's window, for requests that name none."""
-        return self.window or (min(default, LOCKSTEP_WINDOW) if self.in_rounds else default)
+        return self.window or (min(default, LOCKSTEP_WINDOW) if self.lockstep else default)
 
     @property
     def most_branches(self) -> int:
-        """Branches of a tier: none in lockstep unless the request says so."""
+        """Branches of a tier; none in lockstep."""
         if self.branches is None:
-            return 0 if self.in_rounds else MOST_BRANCHES
+            return 0 if self.lockstep else MOST_BRANCHES
         return self.branches
 
     @property
     def adaptive(self) -> bool:
         """Whether tiers that do not pay may be left out: not if the request names tiers, nor in lockstep, a measurement."""
-        return self.mode == "auto" and self.tiers is None and not self.in_rounds
+        return self.mode == "auto" and self.tiers is None and not self.lockstep
 
     def chosen(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Tiers and drafters to use below the full tier, top to bottom; ``names`` are all of the cascade, bottom to top."""

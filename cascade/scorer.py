@@ -5,25 +5,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from cascade.draft import NO_DRAFT, Dist, Draft
+from cascade.draft import NO_DRAFT, Draft
 from cascade.messages import Logprobs
-from cascade.params import Rule, SamplingParams
+from cascade.params import SamplingParams
 
 BLOCK = 16  # positions
-TILE = 64  # positions that attention looks at at once, see `cascade.engine.network.contiguous`
+TILE = 64  # positions that attention reads at once, see `cascade.engine.network.contiguous`
 MAX_FORKED = 32  # positions of a fork, see `Store.fork`
 UNIT = 1 / 16  # of gaps on the wire, in nats
-UNREAD = -1  # guesses of a row whose text no drafter reads
-GROWTH = 16  # a full allocation grows by at least 1/16 of itself: little is copied, and little held in vain
+UNREAD = -1  # `Row.guesses` where no drafter reads the model
+GROWTH = 16  # a full allocation grows by at least 1/16 of itself: so little is copied, and little held in vain
 
 
 def num_blocks(positions: int) -> int:
-    """Blocks that hold so many positions."""
+    """Blocks for so many positions."""
     return -(-positions // BLOCK)
 
 
 def tiled(positions: int) -> int:
-    """Positions of the whole tiles that hold so many."""
+    """So many positions, rounded up to whole tiles."""
     return -(-positions // TILE) * TILE
 
 
@@ -37,7 +37,7 @@ class Store(Protocol):
 
     @property
     def block(self) -> int:
-        """Positions that are taken and given back at once: a multiple of `cascade.tier.block_manager.BLOCK`."""
+        """Positions that are reserved at once: a multiple of `BLOCK`."""
 
     def reserve(self, positions: int) -> None:
         """Make room for ``positions`` in all; what is written stays."""
@@ -46,22 +46,22 @@ class Store(Protocol):
         """Hold what another store of the same model has of the first ``positions``; there is room for them."""
 
     def fork(self, position: int) -> Any:
-        """A store that goes on otherwise from ``position`` on, empty there; what is before it is this one's.
+        """A store that shares what is before ``position``, and is empty and on its own from there on.
 
-        Rows over a fork start at ``position`` or after, and end no further after it than `MAX_FORKED`. It is void once this
-        store is written before ``position``, but what is written here from there on, even in the same pass, leaves it as it
-        is; and the other way round.
+        Rows over a fork start at ``position`` or after, and end at most `MAX_FORKED` positions after it. Neither store sees
+        what the other one writes from ``position`` on, even in the same pass. A fork is void once this store is written before
+        ``position``.
         """
 
     def join(self, fork: Any) -> None:
-        """Take over what ``fork``, a fork of this store, holds from its position on; the fork is freed."""
+        """Take over what ``fork``, a fork of this store, holds; the fork is freed."""
 
     def free(self) -> None:
         """Give the memory back; the store is not used again."""
 
 
 class RowState(Protocol):
-    """What own tokens of a session depend on besides the logits of their pass; see `cascade.engine.sampling.state`."""
+    """What own tokens of a session depend on beside logits; see `cascade.engine.sampling.state`."""
 
     prompt_len: int
 
@@ -74,32 +74,23 @@ class RowState(Protocol):
 
 
 class RunnerUp(NamedTuple):
-    """A token that was nearly the own one, the next by perturbed logit: under shared noise, what a verifier may say instead."""
+    """A token of the next lower perturbed logit: under shared noise what a verifier most likely says instead of the own one."""
 
     token: int
-    gap: float  # by which its perturbed logit is less than the own token's, at least 0
+    gap: float  # in nats, from its perturbed logit to the own token's; at least 0
 
 
 def gap_byte(gap: float) -> int:
-    """A gap in nats as a byte, which is never 0: that is a guess of which nobody knows the gap."""
+    """A gap in nats as a byte from 1 on; 0 stands for a gap that nobody knows."""
     return max(1, min(255, round(gap / UNIT))) if gap < math.inf else 255
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """How own tokens of a row are drawn where their noise is not the shared one, see `cascade.session.rounds`."""
-
-    keys: Sequence[int]  # one for each own token: its noise is a function of its key alone, 64 bits with a sign
-    rule: Rule = "coupled"  # by which the guesses of the row's draft are accepted, see `cascade.engine.sampling.acceptance`
-    draft_top_k: int | None = None  # own tokens are among so many, 0 for all, and what they are drawn from is wanted; None: not
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One session's part of a pass: score ``tokens`` from position ``start``, and the guesses after them.
 
-    What the store held from ``start`` on is void. Where the draft is a tree, each node's own token is that of the text with
-    the node's path, and nothing else; afterwards the store holds the path that own tokens take, see `Draft.walk`.
+    What the store held from ``start`` on is void. A node's own token is that of the text with the node's path, and nothing else
+    of the tree. Afterwards the store holds the path that own tokens take, see `Draft.walk`.
     """
 
     cache: Any  # a Store of the model that runs the pass, or a fork of one: then the draft is a line
@@ -110,16 +101,15 @@ class Row:
     state: Any = None  # a `RowState` of the model that runs the pass, if the parameters are `SamplingParams.shaped`
     draft: Draft = NO_DRAFT  # guesses after tokens; the own token after each of its nodes is wanted, too
     runner_ups: int = 0  # wanted with each own token
-    guesses: int = 0  # that a drafter which reads the model may make after the text, one after another, or `UNREAD`
-    draw: Draw | None = None  # instead of shared noise; the draft is a line then
-    input_ids: Sequence[int] = field(init=False, repr=False, compare=False)  # all tokens that the pass reads: those of both
+    guesses: int = 0  # that a drafter which reads the model may make after the text, or `UNREAD`
+    input_ids: Sequence[int] = field(init=False, repr=False, compare=False)  # all that the pass reads: tokens and draft
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "input_ids", [*self.tokens, *self.draft.tokens] if self.draft else self.tokens)
 
     @property
     def num_scored(self) -> int:
-        """Positions of the pass whose own tokens are wanted: the last ones of ``input_ids``."""
+        """Of the last positions of ``input_ids``, how many own tokens are wanted of."""
         return self.num_own + len(self.draft)
 
 
@@ -128,9 +118,8 @@ class Scored:
     """What a pass says of a row."""
 
     own: Sequence[int] = ()  # after the last `Row.num_own` tokens, then after each node of its draft, as far as is known
-    draft: Draft = NO_DRAFT  # what a drafter that reads the model guesses after these, if `Row.guesses` asked for any
+    draft: Draft = NO_DRAFT  # guesses after these by a drafter that reads the model, if `Row.guesses` asked for any
     runner_ups: Sequence[Sequence[RunnerUp]] = ()  # of each of ``own``, if any were asked for: the nearest first
-    dists: Sequence[Dist] = ()  # what each of ``own`` was drawn from, if `Draw.draft_top_k` asked for it
 
 
 class Scorer(Protocol):
@@ -149,10 +138,10 @@ class Scorer(Protocol):
     def new_cache(self) -> Store: ...
 
     def run(self, rows: Sequence[Row]) -> list[Scored]:
-        """Own tokens of each row; for a grammar that could not follow a guess, those before it alone.
+        """Own tokens of each row; where a grammar could not follow a guess, those before it alone.
 
-        Raises `InvalidRequest` if a row's request is to blame, and anything else if the pass failed: nothing is known of what
-        the stores hold from ``start`` on then, and the rows may be scored again.
+        Raises `InvalidRequest` if a row's request is to blame, and anything else if the pass failed: then stores may hold
+        anything from ``start`` on, and the rows may be scored again.
         """
 
 
@@ -161,25 +150,25 @@ class Guesser(Protocol):
 
     @property
     def wants(self) -> int:
-        """Guesses that the next pass shall make for it, see `Row.guesses`; `UNREAD` if it makes its own."""
+        """Guesses that the next pass is to make for it, see `Row.guesses`; `UNREAD` if it makes its own."""
         return UNREAD
 
     def observe(self, last: int, draft: Draft, scored: Scored) -> None:
-        """A pass said something of the text, whose last token then was ``last``, and of a draft after it."""
+        """A pass scored ``last``, then the last token of the text, and a draft after it."""
         return
 
     def cut(self) -> None:
-        """The tier above says that the text goes on otherwise."""
+        """The tier above has corrected the text."""
         return
 
     def guess(self, text: Sequence[int], since: int, most: int) -> Draft:
-        """What may come after a text, at most ``most`` tokens deep; before ``since`` it is what it was at the last call.
+        """What may come after a text, at most ``most`` tokens deep. Before ``since`` the text is that of the last call.
 
-        Confidences are kinds of the drafter's own: bytes that are learnt to stand for chances.
+        Confidences are bytes of the drafter's own choice: what chance each stands for is learnt.
         """
 
     def close(self, text: Sequence[int]) -> None:
-        """The text goes on no further, or not here."""
+        """The session is over."""
         return
 
 
@@ -190,4 +179,4 @@ class Drafter(Protocol):
     level: int  # among drafters and tiers, bottom to top
 
     def begin(self, tenant: str) -> Guesser:
-        """Another text; what texts of one tenant say is never used for those of others."""
+        """A new text; what texts of one tenant say is never used for those of others."""

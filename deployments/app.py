@@ -1,4 +1,4 @@
-"""From a configuration to a Ray Serve application. The only place that binds deployments.
+"""Builds the Ray Serve application of a configuration. The only place that binds deployments.
 
 serve run deployments.app:build config=my.yaml
 serve deploy cluster/serve/demo.yaml
@@ -19,22 +19,20 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from cascade.errors import ConfigError
 from cascade.settings.config import CascadeConfig, TierConfig
 from cascade.settings.deployment import DeploymentConfig, RouterDeploymentConfig
-from cascade.settings.live import OF_ROUTERS, OF_TIERS, fixed_of_router, fixed_of_tier, live
+from cascade.settings.live import fixed_of_router, fixed_of_tier, live
 from cascade.settings.section import sentence
-from deployments.links.leases import HELD_PLACES
-from deployments.ops.scaling.plan import scaled, scaled_to_zero
 from deployments.versions import packages, versioned
 
-ROUNDING = 1e-6  # shares are decimal fractions, whose sums are not: 3 x 0.2 + 0.3 + 0.1 is more than 1
-LEARNER_END_S = 5.0  # for what is on its way when a learner goes
+ROUNDING = 1e-6  # sums of decimal shares are not exact: 3 x 0.2 + 0.3 + 0.1 is more than 1
+LEARNER_END_S = 5.0  # that a learner has to end
 SURGE_PERCENT = 20  # rounded up to whole replicas
-NAMES = {"num_cpus": "CPU", "num_gpus": "GPU"}  # Ray's options and the resources they mean
+RESOURCES = {"num_cpus": "CPU", "num_gpus": "GPU"}  # of Ray, by the options that ask for them
 
 SECTIONS = {"autoscaling_config": AutoscalingConfig, "request_router_config": RequestRouterConfig}
 
-# weights in pages of 2 MB where the kernel has them: a pass on a CPU reads all of them, and is 5 to 15 % faster
+# pages of 2 MB make passes on a CPU, which read all weights, 5 to 15 % faster
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-# user code in the replica's own event loop: one thread less between a link and its tier (must be set before Serve is imported)
+# user code in the replica's own event loop: one thread less between a link and its tier (read when Serve is imported)
 ENVIRONMENT = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
@@ -45,7 +43,7 @@ PREFERRING = {"request_router_config": {"request_router_class": "deployments.lin
 
 
 def build(args: CascadeConfig | Mapping[str, Any] | None = None) -> Application:
-    """The application of a configuration, of a mapping like it, or of ``{"config": path}``; the demonstration family if empty.
+    """The application of a configuration, of a mapping like it, or of ``{"config": path}``; of the demo models if empty.
 
     Raises `ConfigError` if the configuration is wrong or its tiers do not belong together.
     """
@@ -53,9 +51,9 @@ def build(args: CascadeConfig | Mapping[str, Any] | None = None) -> Application:
 
 
 def bind_models(configs: Mapping[str, CascadeConfig], options: Mapping[str, Any]) -> Application:
-    """One application of several cascades, by the names of their models; ``options`` are Serve's, of what chooses among them.
+    """One application of several cascades, by the names of their models; ``options`` are Serve's for their common ingress.
 
-    Deployments of a model bear its name before their own. Raises `ConfigError` as `build` does.
+    Names of deployments begin with that of their model. Raises `ConfigError` as `build` does.
     """
     from deployments.models import Models
 
@@ -67,7 +65,7 @@ def bind_models(configs: Mapping[str, CascadeConfig], options: Mapping[str, Any]
 
 
 def _verified(config: CascadeConfig, prefix: str = "") -> Application:
-    """`bind` a configuration that is verified first, if it asks for that."""
+    """`bind` a configuration, after its models were verified if it asks for that."""
     from cascade.settings.check import limits, verify  # with PyTorch
 
     if config.verify:
@@ -76,17 +74,14 @@ def _verified(config: CascadeConfig, prefix: str = "") -> Application:
 
 
 def bind(config: CascadeConfig, limits: Mapping[str, Mapping[str, int]], prefix: str = "") -> Application:
-    """The application of a configuration that was verified, and the limits of its models by `cascade.settings.check.limits`.
+    """The application of a configuration; ``limits`` of its models are those of `cascade.settings.check.limits`.
 
     Names of deployments begin with ``prefix``.
     """
-    at_zero = scaled_to_zero(config)
-    config = scaled(config, replica_devices(config))
     bound = {
         "link_tls": None if config.link_tls is None else config.link_tls.model_dump(mode="json"),
         "link_ports": config.link_ports,
         "packages": packages() if config.verify else {},
-        "scaled_to_zero": at_zero,
     }
     handles: dict[str, Any] = {}
     for level, tier in enumerate(config.tiers, start=len(config.drafters)):
@@ -96,13 +91,22 @@ def bind(config: CascadeConfig, limits: Mapping[str, Mapping[str, int]], prefix:
 
 
 def _bind_learner(config: CascadeConfig, tiers: dict[str, Any], prefix: str) -> Any:
-    """Where drafters learn, with handles of all tiers."""
+    """The deployment in which drafters learn."""
     from deployments.ops.learner import Learner
 
     assert config.alignment is not None
     values = config.model_dump(mode="json")
     known = {name: values[name] for name in ("tiers", "alignment")}
-    actor = _environment({"num_cpus": 1} | config.alignment.ray_actor_options)
+    actor, num_workers = {"num_cpus": 1} | config.alignment.ray_actor_options, config.alignment.num_workers
+    if num_workers > 1:  # they get what they need from Ray Train; the learner only waits for them
+        try:
+            import ray.train  # noqa: F401
+        except ImportError:
+            raise ConfigError(
+                f"alignment.num_workers is {num_workers}: `pip install 'cascade-serve[train]'`, or leave it out"
+            ) from None
+        actor = {name: value for name, value in actor.items() if name == "runtime_env"} | {"num_cpus": 0}
+    actor = _environment(actor)
     options = {"name": f"{prefix}learner", "ray_actor_options": actor, "graceful_shutdown_timeout_s": LEARNER_END_S}
     return versioned(_deployment(Learner, options, "alignment"), {"learner": known}).bind(values, tiers)
 
@@ -110,16 +114,14 @@ def _bind_learner(config: CascadeConfig, tiers: dict[str, Any], prefix: str) -> 
 def _bind_tier(
     config: CascadeConfig, tier: TierConfig, level: int, lower: dict[str, Any], bound: Mapping[str, Any], prefix: str
 ) -> Any:
-    """A tier above those of ``lower``, with what all tiers are ``bound`` to."""
+    """The deployment of a tier above those of ``lower``; all tiers get the arguments ``bound``."""
     from deployments.tier import TierReplica
 
     values = tier.model_dump(mode="json")
     preferring = PREFERRING if config.affine and tier is config.tiers[-1] else {}
-    options = preferring | _surging(tier_options(tier)) | {"user_config": live(tier, OF_TIERS), "name": prefix + tier.name}
-    places = {other.name: other.deployment_config.max_ongoing_requests for other in config.tiers}
+    options = preferring | _surging(tier_options(tier)) | {"name": prefix + tier.name}
     shared = [other.name for other in config.tiers if other.name in lower and shares_processors(tier, other)]
-    spare = [name for name in lower if places[name] >= HELD_PLACES]
-    bound = {**bound, "spare_capacity": spare, "draft": tier is not config.tiers[-1]}
+    bound = {**bound, "draft": tier is not config.tiers[-1]}
     known = {"level": level, "lower": list(lower), "drafters": config.drafters, **bound}
     deployment = versioned(_deployment(TierReplica, options, f"tier {tier.name}"), {"tier": fixed_of_tier(tier), **known})
     return deployment.bind(values, level, lower, config.drafters, shared=shared, **bound)
@@ -137,7 +139,7 @@ def _bind_router(
     options = config.router.deployment_config.model_dump(exclude_none=True)
     options["ray_actor_options"] = {"num_cpus": 0} | _environment(options["ray_actor_options"])
     values = config.model_dump(mode="json")
-    options = {"name": f"{prefix}router", **options, "user_config": live(config, OF_ROUTERS)}
+    options = {"name": f"{prefix}router", **options, "user_config": live(config)}
     ingress = Router if prefix else serve.ingress()(Router)  # an application has one: `Models`, where it has several routers
     deployment = _deployment(ingress, options, "router")
     deployment = versioned(deployment, {"router": fixed_of_router(config), "limits": limits})
@@ -206,7 +208,7 @@ def _surging(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _environment(actor: Mapping[str, Any]) -> dict[str, Any]:
-    """Actor options with our environment below the user's."""
+    """Actor options with `ENVIRONMENT`, which the user's own variables override."""
     runtime_env = _mapping("runtime_env", actor.get("runtime_env"))
     runtime_env["env_vars"] = ENVIRONMENT | _mapping("runtime_env.env_vars", runtime_env.get("env_vars"))
     return {**actor, "runtime_env": runtime_env}
@@ -219,12 +221,14 @@ def _mapping(name: str, value: object) -> dict[str, Any]:
 
 
 def shortage(config: CascadeConfig, there: Mapping[str, float]) -> str | None:
-    """One sentence if the replicas to start with ask for more of anything than is ``there``, by Ray's names of resources."""
-    config = scaled(config, replica_devices(config))
+    """One sentence if the first replicas ask for more of a resource of Ray than is ``there``."""
     asked: dict[str, dict[str, float]] = {}
     for tier in config.tiers:
         for name, amount in of_replica(tier_options(tier)).items():
             asked.setdefault(name, {})[tier.name] = amount * _num_replicas(tier.deployment_config)
+    if config.alignment is not None:
+        for name, amount in of_replica({"ray_actor_options": config.alignment.ray_actor_options}).items():
+            asked.setdefault(name, {})["learner"] = amount * config.alignment.num_workers
     for name, tiers in asked.items():
         total, has = sum(tiers.values()), there.get(name, 0.0)
         if total > has + ROUNDING:
@@ -237,13 +241,8 @@ def shortage(config: CascadeConfig, there: Mapping[str, float]) -> str | None:
 
 
 def shares_processors(tier: TierConfig, other: TierConfig) -> bool:
-    """Whether replicas of both may compute on the same processors: whole GPUs and others' engines are their own."""
+    """Whether replicas of both may compute on the same processors; with whole GPUs and engines of others they do not."""
     return not any(one.engine_kwargs.plugin or of_replica(tier_options(one)).get("GPU", 0.0) >= 1 for one in (tier, other))
-
-
-def replica_devices(config: CascadeConfig) -> dict[str, float]:
-    """GPUs that a replica of each tier takes; 1 for one that takes none."""
-    return {tier.name: of_replica(tier_options(tier)).get("GPU") or 1.0 for tier in config.tiers}
 
 
 def of_replica(options: Mapping[str, Any]) -> dict[str, float]:
@@ -252,13 +251,13 @@ def of_replica(options: Mapping[str, Any]) -> dict[str, float]:
     if bundles is not None:
         return {name: sum(bundle.get(name, 0.0) for bundle in bundles) for bundle in bundles for name in bundle}
     actor = {"num_cpus": 1} | options["ray_actor_options"]
-    amounts = {resource: float(actor.get(option) or 0.0) for option, resource in NAMES.items()}
+    amounts = {resource: float(actor.get(option) or 0.0) for option, resource in RESOURCES.items()}
     kind = actor.get("accelerator_type")
     return amounts | dict(actor.get("resources") or {}) | ({f"accelerator_type:{kind}": 0.001} if kind else {})
 
 
 def _num_replicas(config: DeploymentConfig) -> int:
-    """That there are at the start."""
+    """Replicas at the start."""
     scaling = config.autoscaling_config
     if scaling is not None:
         first = scaling.get("initial_replicas")

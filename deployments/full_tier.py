@@ -1,4 +1,4 @@
-"""A router's sessions at the full tier, and the answers that they write, each on as many replicas as it takes."""
+"""Writes answers by sessions at the full tier; one that fails goes on at another replica."""
 
 import asyncio
 import logging
@@ -42,7 +42,7 @@ class RetryBudget:
         return max(0.0, self.since + self.limit_s - time.monotonic())
 
     def progressed(self, num_tokens: int) -> None:
-        """The text is so long, and the client has it."""
+        """The client has this many tokens of the answer."""
         if num_tokens > self.num_tokens:
             self.num_tokens, self.since, self.fruitless = num_tokens, time.monotonic(), 0
 
@@ -81,7 +81,7 @@ async def next_proposal(inbox: "asyncio.Queue[Message]", retry_budget: RetryBudg
 
 
 class FullTier:
-    """What is driven over ``downlink``; ``inboxes`` are those of the sessions there. Belongs to one event loop."""
+    """A router's sessions at the full tier, over ``downlink``; each has an inbox. Belongs to one event loop."""
 
     def __init__(self, config: CascadeConfig, lessor: Lessor, admission: Admission) -> None:
         """``lessor`` takes leases on the full tier's replicas."""
@@ -91,15 +91,15 @@ class FullTier:
         leases = LeasePool(
             {self._name: lessor},
             timeout_s=LEASE_TIMEOUT_S,
-            hold_s={self._name: _held_lease_s(config)},
-            prefixes=Prefixes(routed=admission.metrics.routed) if config.affine else None,
+            hold_s=held_lease_s(config),
+            prefixes=Prefixes() if config.affine else None,
         )
         self.downlink = Downlink(leases, self._hear, tls=config.link_tls, tracing=admission.tracing)
 
     def change(self, config: CascadeConfig) -> None:
-        """Go by ``config`` from now on."""
+        """Follow ``config`` from now on."""
         self._stall_timeout_s = config.router.stall_timeout_s
-        self.downlink.leases.hold_s[self._name] = _held_lease_s(config)
+        self.downlink.leases.hold_s = held_lease_s(config)
 
     async def pieces(self, answer: Answer, request: ActiveRequest) -> AsyncGenerator[Chunk, None]:
         """What the client has not had of an answer yet, piece by piece. A session that fails goes on at another replica."""
@@ -134,7 +134,7 @@ class FullTier:
                 inbox.put_nowait(message)
 
 
-def _held_lease_s(config: CascadeConfig) -> float:
+def held_lease_s(config: CascadeConfig) -> float:
     """How long a lease is held for the next session."""
     places = config.tiers[-1].deployment_config.max_ongoing_requests
     return config.router.held_lease_s if places >= HELD_PLACES else 0.0

@@ -1,4 +1,4 @@
-"""Ray Serve LLM's configurations on cascades: what `ray.serve.llm:build_openai_app` takes, and tiers below each model.
+"""Cascades from configurations of Ray Serve LLM, as `ray.serve.llm:build_openai_app` takes them, with tiers below each model.
 
 serve run deployments.llm:build_openai_app llm_configs=my.yaml
 
@@ -26,12 +26,7 @@ from deployments.app import bind_models, build
 
 Values = dict[str, Any]
 FULL = "full"  # the tier of a model's own name
-KEPT = {"enable_prefix_caching": True, "enable_lora": True, "pipeline_parallel_size": 1}  # that hold here whatever is said
-REFUSED = {  # what theirs takes and a cascade has no use for, and what to do
-    "server_cls": "a cascade has servers of its own: remove it",
-    "callback_config": "a cascade calls nobody back: remove it",
-    "ingress_cls_config": "a cascade has an ingress of its own: remove it",
-}
+KEPT = {"enable_prefix_caching": True, "enable_lora": True, "pipeline_parallel_size": 1}  # that always hold here
 
 
 class Loading(Section):
@@ -130,15 +125,8 @@ def _read(args: Mapping[str, Any]) -> Serving:
         raise ConfigError("build_openai_app takes a mapping with the key 'llm_configs', a list of models")
     listed = args["llm_configs"]
     models = [_values(one) for one in ([listed] if isinstance(listed, str) else listed)]
-    for part in (args, *models):
-        if key := next((key for key in REFUSED if isinstance(part, Mapping) and part.get(key)), None):
-            raise ConfigError(f"{key} cannot be given: {REFUSED[key]}")
-        source = part.get("model_loading_config", {}) if isinstance(part, Mapping) else {}
-        if isinstance(source, Mapping) and isinstance(source.get("model_source"), Mapping):
-            raise ConfigError(f"model_source of {source.get('model_id')!r} is a bucket: mount it, and name the folder")
-    unused = {key: value for key, value in args.items() if key not in REFUSED}
     try:
-        return Serving.model_validate(unused | {"llm_configs": [_without(model, REFUSED) for model in models]})
+        return Serving.model_validate({**args, "llm_configs": models})
     except ValidationError as error:
         raise ConfigError(f"build_openai_app: {sentence(error)}") from None
 
@@ -153,10 +141,6 @@ def _values(model: Any) -> Any:
         return yaml.safe_load(Path(model).read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"llm_configs has {model!r}, which cannot be read as YAML: {' '.join(str(error).split())}") from None
-
-
-def _without(values: Any, keys: Mapping[str, str]) -> Any:
-    return {key: value for key, value in values.items() if key not in keys} if isinstance(values, Mapping) else values
 
 
 def _cascade(model: Model, router: Values) -> CascadeConfig:

@@ -24,7 +24,7 @@ LIST = "/v1/models"
 
 
 class Models:
-    """The ingress before the ``routers`` of several models, by the names that clients give them; it holds no state."""
+    """The ingress of several models: forwards requests to their ``routers``, by the name of the model. Stateless."""
 
     def __init__(self, routers: Mapping[str, DeploymentHandle]) -> None:
         join_serves()
@@ -40,7 +40,7 @@ class Models:
         return application
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, or the refusal of one, in the form that clients of its path know."""
+        """Answer one request, or refuse it in the form of the API that its path belongs to."""
         if scope["type"] != "http":
             return
         started = False
@@ -69,7 +69,7 @@ class Models:
     def _chosen(self, scope: Scope, body: bytes) -> DeploymentHandle:
         """The router of the model that a request names, in its path or its body; raises `NotFound` or `InvalidRequest`.
 
-        What is the same for all models, such as the page, any of them answers.
+        Any router answers what is the same for all models, such as the page.
         """
         route = route_of(scope)
         name: Any = None
@@ -99,7 +99,7 @@ class Models:
         return ", ".join(map(repr, self._routers))[:200]
 
     async def _forward(self, router: DeploymentHandle, scope: Scope, body: bytes, send: Send) -> None:
-        """Ask a router, and hand on what it answers; ends there, too, when the client leaves."""
+        """Forward a request to a router, and its answer to the client; one that leaves ends the request there, too."""
         asked = router.options(stream=True).relay.remote({key: scope[key] for key in CARRIED if key in scope}, body)
         try:
             async for message in asked:
@@ -108,7 +108,7 @@ class Models:
             asked.cancel()
 
     async def _list(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The models of all routers; or the refusal of the first that refuses."""
+        """Answer with the models of all routers, or with the first refusal."""
         answers = await asyncio.gather(*(self._whole(router, scope) for router in self._routers.values()))
         refused = next((answer for answer in answers if answer[0] != 200), None)
         listed = [model for _, answer in answers for model in answer.get("data", ())]
@@ -128,7 +128,7 @@ class Models:
 
 
 def _told(error: Exception) -> Exception:
-    """What clients are told: that a router is gone, or full, is nobody's fault here."""
+    """The error that the client gets; a router that is gone or full is unavailable."""
     if isinstance(error, BackPressureError):
         return Overloaded("The router of this model has too many requests: try again")
     if isinstance(error, RayError | RayServeException):
@@ -137,7 +137,7 @@ def _told(error: Exception) -> Exception:
 
 
 async def relayed(application: ASGIApp, scope: MutableMapping[str, Any], body: bytes) -> AsyncGenerator[Message, None]:
-    """The messages by which ``application`` answers a request whose whole body is there; closing it is a client that leaves."""
+    """ASGI messages by which ``application`` answers a request with this body; closing the iterator is a client that leaves."""
     messages: asyncio.Queue[Message | None] = asyncio.Queue()
 
     async def gone() -> Message:

@@ -5,7 +5,7 @@ import contextlib
 import gc
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -21,42 +21,30 @@ from cascade.capabilities import Capabilities, Task
 from cascade.engine.adapter_folder import AdapterFolder
 from cascade.engine.grammar import Grammars
 from cascade.engine.tokenizer import Tokenizer
-from cascade.errors import InvalidRequest
+from cascade.errors import ConfigError, InvalidRequest
 from cascade.messages import Open
 from cascade.params import MOST_BRANCHES, SamplingParams
 from cascade.settings.config import CascadeConfig
-from cascade.settings.live import OF_ROUTERS
+from cascade.settings.live import changed
 from cascade.v1 import serving_pb2 as pb
 from deployments.full_tier import FullTier
 from deployments.gateway.admission.access import Exchange, Usages
 from deployments.gateway.admission.admission import ActiveRequest, Admission
 from deployments.gateway.chat.assistant import LONG_PROMPT, Assistant
-from deployments.gateway.grpc.context import metadata, remaining_s, reported
-from deployments.gateway.grpc.requests import (
-    parse_handling,
-    parse_input,
-    parse_known,
-    parse_sampling,
-    parse_speculation,
-    refuse_streaming,
-    refuse_unknown,
-    response,
-    whole,
-)
+from deployments.gateway.grpc.requests import TextRequest, TurnRequest, metadata, refuse_streaming, refuse_unknown, reported
 from deployments.gateway.grpc.server import GrpcServer
-from deployments.gateway.grpc.turns import ChatTurn
 from deployments.gateway.http.api import Api
 from deployments.gateway.http.server import HttpServer
 from deployments.links.leases import lessor
-from deployments.links.replica_status import Tiers
+from deployments.links.replica_status import Tiers, may_be_zero
 from deployments.links.siblings import Siblings
 from deployments.links.tls import check
 from deployments.models import relayed
-from deployments.ops.auditor import Auditor
 from deployments.ops.collector import Collector
-from deployments.ops.observer import Observer
+from deployments.ops.metrics.export import report
+from deployments.ops.metrics.series import ROUTER
 from deployments.ops.tracing import flush
-from deployments.replica import LiveConfig, join_serves
+from deployments.replica import join_serves
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -70,7 +58,7 @@ CLOSE_GRACE_S = 1.0  # for what is still being answered when the servers close
 
 
 class Router:
-    """Serves `cascade.v1.Cascade`; ``handles`` are those of all tiers, bottom to top, ``limits`` those of their models."""
+    """Serves `cascade.v1.Cascade`; ``handles`` are of all tiers, bottom to top, ``limits`` of their models, by tier."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -81,7 +69,8 @@ class Router:
     ) -> None:
         join_serves()
         self._config = CascadeConfig.model_validate(config)
-        self._live = LiveConfig(config, OF_ROUTERS, CascadeConfig.parse)
+        self._values = config
+        self._reconfigured = False
         if self._config.link_tls is not None:
             check(self._config.link_tls)
         self.admission = Admission(self._config)
@@ -111,12 +100,12 @@ class Router:
         self.assistant = Assistant(self.tokenizer, tool_format, self.admission, self.max_model_len, self.check)
         self._siblings = Siblings()
         self._exchange = Exchange(self.admission.access, self._siblings)
-        full_replicas = lessor(handles[full.name])
-        self._full = FullTier(self._config, full_replicas, self.admission)
-        self._observer = Observer(self.admission.metrics, self._tiers, self._full.downlink)
-        self._counting = asyncio.create_task(self._observer.run())
-        self._auditor = Auditor(self._config, full_replicas, self.admission)
+        self._full = FullTier(self._config, lessor(handles[full.name]), self.admission)
+        self.admission.metrics.gauges["full_min_replicas"].set(not may_be_zero(full))
+        self.admission.metrics.also(self._full.downlink.readings)
         alignment, metrics = self._config.alignment, self.admission.metrics
+        reported = report(full.model_loading_config.model_id, ROUTER, metrics.readings)
+        self._background = [asyncio.create_task(work) for work in (self._tiers.count(metrics.replicas), reported)]
         self._collector = None
         if learner is not None and alignment is not None:
             self._collector = Collector(alignment, learner, metrics)
@@ -125,61 +114,65 @@ class Router:
         gc.freeze()  # what is there by now stays: to look at all of it takes a collection a third of a second
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
-        """Called by Serve with what changes while a router runs, and at its start, see `cascade.settings.live`."""
-        self._live.update(user_config, self._change)
+        """Called by Serve with what changes while a router runs, see `cascade.settings.live`, and once at its start.
+
+        What is wrong raises `ConfigError` then. Later the router keeps what it has and logs why: Serve would replace a replica
+        that raises, and the next one, too.
+        """
+        try:
+            self._change(CascadeConfig.parse(changed(self._values, user_config)))
+        except ConfigError as error:
+            if not self._reconfigured:
+                raise
+            log.error("This replica goes on as it was configured before: %s", error)
+        self._reconfigured = True
 
     def _change(self, config: CascadeConfig) -> None:
-        """Admit by ``config`` from now on; raises `ConfigError`."""
+        """Follow ``config`` from now on; raises `ConfigError`."""
         self.admission.change(config)
         self._config = config
         self._capabilities = replace(self._capabilities, window=config.window, max_tokens=config.router.limits.max_tokens)
         self._full.change(config)
 
     async def _listen(self) -> None:
-        """Open servers of its own, where the configuration asks for them; else clients come through Ray Serve's proxies."""
+        """Open own servers, if the configuration asks for them; else clients come through Ray Serve's proxies."""
         listen, limits = self._config.router.listen, self.admission.limits
-        self._grpc = None if listen is None else GrpcServer(self, listen, limits)
-        self._http = None if listen is None else HttpServer(self._api, listen, limits)
-        for server in (self._http, self._grpc):
-            if server is not None:
-                await server.open()
+        self._servers = None if listen is None else (HttpServer(self._api, listen, limits), GrpcServer(self, listen, limits))
+        for server in self._servers or ():
+            await server.open()
 
     async def Generate(
         self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext
     ) -> AsyncIterator[pb.GenerateResponse]:
         """The answer, piece by piece."""
-        with reported(grpc_context, self.admission.metrics.refused):
-            async with self._asked(partial(self._admit, request), grpc_context) as chunks:
-                async for chunk in chunks:
-                    yield response(chunk)
+        asked = TextRequest(request, self.encode)
+        async with self._asked(asked, grpc_context) as chunks:
+            async for chunk in chunks:
+                yield asked.piece(chunk)
 
     async def Complete(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.CompleteResponse:
         """The whole answer."""
-        with reported(grpc_context, self.admission.metrics.refused):
-            refuse_streaming(request, "Generate")
-            async with self._asked(partial(self._admit, request), grpc_context) as chunks:
-                return whole([chunk async for chunk in chunks])
+        asked = TextRequest(request, self.encode)
+        async with self._asked(asked, grpc_context, "Generate") as chunks:
+            return asked.whole([chunk async for chunk in chunks])
 
     async def Chat(self, request: pb.ChatRequest, grpc_context: RayServegRPCContext) -> AsyncIterator[pb.ChatResponse]:
         """The assistant's next turn, piece by piece."""
-        with reported(grpc_context, self.admission.metrics.refused):
-            turn = ChatTurn(request)
-            async with self._asked(partial(self._admit_turn, turn), grpc_context) as chunks:
-                async for chunk in chunks:
-                    yield turn.piece(chunk)
+        asked = TurnRequest(request, self.assistant)
+        async with self._asked(asked, grpc_context) as chunks:
+            async for chunk in chunks:
+                yield asked.piece(chunk)
 
     async def CompleteChat(self, request: pb.ChatRequest, grpc_context: RayServegRPCContext) -> pb.CompleteChatResponse:
         """The assistant's whole next turn."""
-        with reported(grpc_context, self.admission.metrics.refused):
-            refuse_streaming(request, "Chat")
-            turn = ChatTurn(request)
-            async with self._asked(partial(self._admit_turn, turn), grpc_context) as chunks:
-                return turn.whole([chunk async for chunk in chunks])
+        asked = TurnRequest(request, self.assistant)
+        async with self._asked(asked, grpc_context, "Chat") as chunks:
+            return asked.whole([chunk async for chunk in chunks])
 
     async def Abort(self, request: pb.AbortRequest, grpc_context: RayServegRPCContext) -> pb.AbortResponse:
         """End requests of the same key, at whatever router they are."""
         with reported(grpc_context, self.admission.metrics.refused):
-            refuse_unknown(request, "the request")
+            refuse_unknown(request)
             key = self.admission.access.account(metadata(grpc_context).get("authorization")).name
             here = self.admission.abort(key, request.request_id)
             elsewhere = await self._siblings.ask("abort_for", key, request.request_id)
@@ -219,32 +212,32 @@ class Router:
                 yield message
 
     async def metrics(self) -> bytes:
-        """What this router counts, and what the tiers say."""
-        return await self._observer.page()
+        """What this router counts, for `GET /metrics`."""
+        return self.admission.metrics.text()
 
     async def exchange_limits(self, router: str, usages: Usages) -> tuple[str, Usages] | None:
-        """Another router tells what keys hold and have used there, and is told the same of this one."""
+        """Another router tells the usage of keys there; returns that of this one."""
         return self._exchange.receive(router, usages)
 
     async def drain(self) -> None:
-        """Close the doors, so that other routers behind the same ports get what comes, and let requests end that are there."""
+        """Close the servers, so that other routers behind the same ports get new requests, and let running ones end."""
         timeout_s = max(0.0, self._config.router.deployment_config.graceful_shutdown_timeout_s - DRAIN_MARGIN_S)
-        if self._grpc is not None:
-            await self._grpc.leave(timeout_s + CLOSE_GRACE_S)
-        if self._http is not None:
-            await self._http.leave()
+        if self._servers is not None:
+            http, grpc = self._servers
+            await grpc.leave(timeout_s + CLOSE_GRACE_S)
+            await http.leave()
             await asyncio.sleep(LINGER_S)
         if not await self.admission.places.drained(timeout_s):
             log.warning("Requests that did not end within %g s are aborted", timeout_s)
             self.admission.abort_all()
 
     async def __del__(self) -> None:
-        self._counting.cancel()
-        await self._auditor.close()
+        for task in self._background:
+            task.cancel()
         if self._collector is not None:
             await self._collector.close()
         await self.drain()
-        await asyncio.gather(*(server.close(CLOSE_GRACE_S) for server in (self._http, self._grpc) if server is not None))
+        await asyncio.gather(*(server.close(CLOSE_GRACE_S) for server in self._servers or ()))
         await self._full.downlink.close()
         await self._exchange.close()
         await asyncio.to_thread(flush)
@@ -255,11 +248,11 @@ class Router:
         return self._config.model_names
 
     async def adapters(self) -> Sequence[str]:
-        """Names of all adapters that the full tier has or can load by now."""
+        """Names of all adapters that the full tier has or can load."""
         return self._capabilities.adapters if self._folder is None else await asyncio.to_thread(self._folder.names)
 
     async def seek(self, adapter: str) -> bool:
-        """Whether there is an adapter of this name; one of the folder is known from then on."""
+        """Whether there is an adapter of this name; one in the folder may be used from then on."""
         if adapter in self._capabilities.adapters:
             return True
         if self._folder is None or not adapter or not await asyncio.to_thread(self._folder.has, adapter):
@@ -273,60 +266,44 @@ class Router:
         """Of the drafters inside tiers and the tiers, bottom to top."""
         return self._config.chain_names
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self._config.names
-
     # requests
 
     @contextlib.asynccontextmanager
     async def _asked(
-        self, admit: Callable[[], Awaitable[Open]], context: RayServegRPCContext
+        self, asked: TextRequest | TurnRequest, context: RayServegRPCContext, streaming: str | None = None
     ) -> AsyncIterator[AsyncGenerator[Chunk, None]]:
-        """The pieces of the answer to a gRPC request, which ``admit`` checks."""
-        since, said = time.monotonic(), metadata(context)
-        account = self.admission.access.account(said.get("authorization"))
-        self.admission.places.check()  # before the work of reading it
-        opening = await admit()
-        limits = account, said.get("request_id"), remaining_s(context), [opening]
-        with self.admission.admitted(*limits, since=since, headers=context.invocation_metadata() or ()) as request:
-            async with contextlib.aclosing(self.chunks(opening, request)) as chunks:
-                yield chunks
+        """The pieces of the answer to a gRPC request; ``streaming`` is the RPC that streams what is asked for as a whole."""
+        with reported(context, self.admission.metrics.refused):
+            if streaming is not None:
+                refuse_streaming(asked.request, streaming)
+            since, headers = time.monotonic(), metadata(context)
+            account = self.admission.access.account(headers.get("authorization"))
+            self.admission.places.check()  # before the work of reading it
+            opening = await self.admit(await asked.task())
+            if asked.request.HasField("resume"):
+                asked.resume(*await self.known([opening]))
+            # Ray Serve's proxies do not tell the deadline; they cancel the call when it passes
+            left_s = getattr(context, "time_remaining", lambda: None)()
+            limits = account, headers.get("request_id"), left_s, [opening]
+            with self.admission.admitted(*limits, since=since, headers=context.invocation_metadata() or ()) as request:
+                async with contextlib.aclosing(self.chunks(opening, request)) as chunks:
+                    yield chunks
 
     async def chunks(self, opening: Open, request: ActiveRequest, index: int = 0) -> AsyncGenerator[Chunk, None]:
         """One answer, piece by piece; ``index`` is that of its prompt.
 
-        Here is all that surrounds an answer: its turn, what is counted, the audit. `FullTier.pieces` writes it.
+        `FullTier.pieces` writes the answer; this waits for its turn, counts, and collects what drafters may learn from.
         """
         async with self.admission.answering(opening, request, index) as record:
-            answer = await self._answer(record.opening, index, lambda: time.monotonic() - request.since)
+            asked = replace(record.opening, domain=record.opening.domain or request.account.name)
+            answer = await self._answer(asked, index, lambda: time.monotonic() - request.since)
             async with contextlib.aclosing(self._full.pieces(answer, request)) as pieces:
                 async for chunk in pieces:
                     record.piece(chunk)
-                    if chunk.completion is not None:
-                        self._auditor.offer(record.opening, record.tokens)
-                        if self._collector is not None:
-                            self._collector.offer(record.opening, record.tokens, chunk.completion, request.account)
+                    if chunk.completion is not None and self._collector is not None:
+                        self._collector.offer(record.opening, record.tokens, chunk.completion, request.account)
                     yield chunk
                     record.sent(chunk)
-
-    async def _admit(self, request: pb.GenerateRequest) -> Open:
-        """Check everything a request says; raises `InvalidRequest`."""
-        prompt, params = parse_input(request), parse_sampling(request)
-        speculation, handling = parse_speculation(request), parse_handling(request)
-        opening = await self.admit(Task(await self.encode(prompt), params, speculation, handling, parse_known(request)))
-        if request.HasField("resume"):
-            await self.known([opening])
-        return opening
-
-    async def _admit_turn(self, turn: ChatTurn) -> Open:
-        """The same for a conversation."""
-        speculation, handling = parse_speculation(turn.request), parse_handling(turn.request)
-        task = await turn.task(self.assistant)
-        opening = await self.admit(Task(task.ids, task.params, speculation, handling, parse_known(turn.request)))
-        if turn.request.HasField("resume"):
-            turn.resume(*await self.known([opening]))
-        return opening
 
     async def encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
         """Token ids of a prompt; raises `TooLarge`. Long texts are left to a thread, so that other requests go on."""
@@ -338,19 +315,19 @@ class Router:
         return await asyncio.to_thread(self.tokenizer.encode, prompt)
 
     async def admit(self, task: Task) -> Open:
-        """What the full tier is asked; raises `InvalidRequest` if any of it cannot be honoured."""
+        """The session to open at the full tier; raises `InvalidRequest` if a parameter cannot be honoured."""
         await self.seek(task.params.adapter)
         return await _compiling(task.params, partial(self._capabilities.admit, task))
 
     async def known(self, openings: Sequence[Open]) -> list[Chunk]:
-        """What the client has of each answer; raises `InvalidRequest` if all of them are whole."""
+        """What clients have of answers that they resume; raises `InvalidRequest` if all are whole."""
         known = [(await self._answer(opening)).known for opening in openings]
         if all(chunk.completion is not None for chunk in known):
             raise InvalidRequest("resume has all tokens of the answer: it has ended, and nothing is left to be written")
         return known
 
     async def _answer(self, opening: Open, index: int = 0, elapsed: Callable[[], float] | None = None) -> Answer:
-        """An answer that begins, after what the client has of it."""
+        """A new answer, or one that goes on after what the client has of it."""
         decoder = self.tokenizer.decoder(opening.tokens[: opening.prompt_len])
         if len(opening.tokens) - opening.prompt_len < LONG_ANSWER:
             return Answer(opening, decoder, index, elapsed)
@@ -363,5 +340,5 @@ class Router:
 
 
 async def _compiling(params: SamplingParams, work: Callable[[], T]) -> T:
-    """What ``work`` returns; in a thread if it may have to compile a grammar, so that other requests go on."""
+    """Run ``work``; in a thread if it may have to compile a grammar, so that other requests go on."""
     return work() if params.structured is None else await asyncio.to_thread(work)

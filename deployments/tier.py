@@ -1,4 +1,4 @@
-"""The deployment of one tier: a shim around `cascade.tier.tier.Tier` that loads the model and joins the links."""
+"""The deployment of one tier: loads the model for a `cascade.tier.tier.Tier`, and joins it to the links."""
 
 import asyncio
 import gc
@@ -15,7 +15,7 @@ import ray.util
 import torch
 from ray.serve.handle import DeploymentHandle
 
-from cascade.drafters import make, source_and_kind
+from cascade.drafters import head_of, make
 from cascade.engine.adapter_folder import AdapterFolder
 from cascade.engine.grammar import Grammars
 from cascade.engine.sampling.state import state_maker
@@ -23,36 +23,32 @@ from cascade.engine.threads import apart
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ModelError
 from cascade.planner.chains import Planner
-from cascade.planner.cost import Profile, measure
+from cascade.planner.cost import Profile
 from cascade.scorer import BLOCK
 from cascade.settings.config import LinkTLS, TierConfig
 from cascade.settings.engine import EngineKwargs
-from cascade.settings.live import OF_TIERS, tier_of
+from cascade.tier.runner import measure
 from cascade.tier.tier import Tier
 from deployments.links.downlink import Downlink
 from deployments.links.leases import LeasePool, lessor
-from deployments.links.siblings import Siblings
 from deployments.links.tls import check
-from deployments.links.uplink import Handover, LinkServer
+from deployments.links.uplink import LinkServer
 from deployments.ops.learner import Weights
-from deployments.ops.metrics.export import RayExport, report
-from deployments.ops.metrics.series import Reading, sampling
-from deployments.ops.scaling.board import LoadReport
+from deployments.ops.metrics.export import report
+from deployments.ops.metrics.series import Reading
 from deployments.ops.tracing import flush, tracing
-from deployments.replica import LiveConfig, join_serves
+from deployments.replica import join_serves, replica_name
 from deployments.versions import check_alike
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 LEASE_TIMEOUT_S = 2.0  # a drafter that cannot be had by then is done without
-HELD_LEASE_S = 5.0  # sessions of a tier below use a lease one after another for so long
 
 
 class TierReplica:
-    """One replica of a tier. ``lower`` are handles of the tiers below, by name, ``drafters`` the kinds that any has,
-    ``scaled_to_zero`` tiers that may have no replica, ``spare_capacity`` those with places for leases that nobody uses,
-    ``shared`` those that may compute on the processors of this one."""
+    """One replica of a tier. ``lower`` are handles of the tiers below, by name, ``drafters`` all kinds inside any tier,
+    ``shared`` the tiers below that may compute on the processors of this one."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -63,15 +59,12 @@ class TierReplica:
         link_tls: Mapping[str, Any] | None = None,
         link_ports: tuple[int, int] | None = None,
         packages: Mapping[str, str] = MappingProxyType({}),
-        scaled_to_zero: Sequence[str] = (),
-        spare_capacity: Sequence[str] = (),
         shared: Sequence[str] = (),
         draft: bool = False,
     ) -> None:
         join_serves()
         check_alike(packages)
         self._config = TierConfig.model_validate(config)
-        self._live = LiveConfig(config, OF_TIERS, tier_of)
         tls = None if link_tls is None else LinkTLS.model_validate(link_tls)
         if tls is not None:
             check(tls)
@@ -80,8 +73,10 @@ class TierReplica:
         folder = None if engine.lora_path is None else await asyncio.to_thread(AdapterFolder, engine.lora_path)
         self._model = await _apart(partial(load_model, self._config, folder, draft=draft))
         log.info("Tier %s: %s", self._config.name, self._model.summary)
-        self._weights = ""  # version of those that have been learnt
-        self._profile = await _apart(partial(_profile, self._model, engine.max_pass_tokens))
+        self._weights = ""  # version of learnt ones
+        known: Profile | None = getattr(self._model, "profile", None)  # of an engine that says itself what passes cost
+        measuring = partial(measure, self._model, max_tokens=engine.max_pass_tokens)
+        self._profile = await _apart(measuring) if known is None else known
         tokenizer = await asyncio.to_thread(_load_tokenizer, self._config)
         encode = None if tokenizer is None else tokenizer.encode_part
         new_state = state_maker(None if tokenizer is None else Grammars(tokenizer).matcher)
@@ -89,48 +84,42 @@ class TierReplica:
             self._config.name,
             level,
             self._model,
-            policy=engine.policy,
             planner=Planner(shared),
             max_pass_tokens=engine.max_pass_tokens,
             profile=self._profile,
             new_state=new_state if getattr(self._model, "shapes", True) else None,
-            drafters=make(engine.drafters, drafters, encode, getattr(self._model, "guess_cost", 0.0)),
+            drafters=make(engine.drafters, drafters, encode),
+            adapters=tuple(engine.lora_modules) if draft else None,
         )
-        self._report = LoadReport(self._tier, self._profile)
         traced = tracing(self._config.name, self._config.model_loading_config.model_id)
-        leases = _leases(lower, spare_capacity, scaled_to_zero)
+        lessors = {name: lessor(handle) for name, handle in lower.items()}
+        leases = LeasePool(lessors, timeout_s=LEASE_TIMEOUT_S)
         self._downlink = Downlink(leases, self._tier.post, tls=tls, tracing=traced)
         self._tier.below = self._downlink if lower else None
         self._server = LinkServer(self._tier, tls, traced, link_ports, None if folder is None else folder.fetch)
-        siblings, period_s = Siblings(), self._config.deployment_config.health_check_period_s
-        self._replica = siblings.name
-        self._handover = Handover(siblings.name, partial(siblings.ask, "running_for"), self._server.leave, period_s)
+        self._replica = replica_name()
         self._tier.start()
         await self._server.start(ray.util.get_node_ip_address())
-        self._watching = asyncio.create_task(self._handover.watch())
-        reported = report_tier(self._config, self._tier, self._profile, self._server, self._downlink)
-        self._reporting = asyncio.create_task(reported)
+        source = partial(replica_readings, self._tier, self._profile, self._server, self._downlink)
+        model = self._config.model_loading_config.model_id
+        self._reporting = asyncio.create_task(report(model, self._config.name, source))
         gc.freeze()  # what is there by now stays: to look at all of it takes a collection a third of a second
 
-    async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
-        """Called by Serve with what changes while a replica runs, and at its start, see `cascade.settings.live`."""
-        self._live.update(user_config, lambda config: self._tier.change(config.engine_kwargs.policy))
-
     async def record_replica_metadata(self) -> dict[str, Any]:
-        """What callers may prefer this replica by, see `PreferringRouter`."""
+        """Called by Serve, for `PreferringRouter`."""
         return {"address": self._server.address}
 
     async def lease(self, name: str, preferred: Sequence[str] = (), affinity: str = "") -> AsyncIterator[str]:
         """Hold this replica: yields the address and secret for its link, then nothing until the lease of that name is over.
 
-        ``preferred`` and ``affinity`` are for Serve's router alone, which has chosen this replica.
+        ``preferred`` and ``affinity`` are for Serve's router, which has chosen this replica by them.
         """
         async for address in self._server.lease(name):
             yield address
 
     async def describe(self) -> dict[str, Any]:
-        """What runs here; sessions and leases are 0 when idle."""
-        stats = self._tier.snapshot()
+        """What runs here, for `Describe`."""
+        stats, blocks = self._tier.stats, self._tier.kv_admission.block_manager
         return {
             "name": self._config.name,
             "model": self._config.model_loading_config.model_id,
@@ -146,44 +135,34 @@ class TierReplica:
             "leases": len(self._server.leases),
             "drafting": self._downlink.num_sessions,
             "address": self._server.address,
-            "asked": stats.asked,
-            "reused": stats.reused,
+            "asked": blocks.asked,
+            "reused": blocks.reused,
             "passes": stats.passes,
             "busy_s": stats.busy_s,
-            "pass_s": stats.pass_s,
+            "pass_s": self._profile.pass_s,
             "pass_cost": [{"tokens": tokens, "seconds": seconds} for tokens, seconds in self._profile.points],
             "context_s": self._profile.context_s,
             "worth": [one._asdict() for one in self._tier.planner.worths()],
         }
-
-    def record_autoscaling_stats(self) -> dict[str, float]:
-        """Called by Serve, for the policy of `deployments.ops.scaling`."""
-        return self._report.since_last()
 
     async def weights(self) -> Weights:
         """The learner asks what this replica runs, and how that is judged."""
         return Weights(self._replica, self._weights, *self._tier.verdicts)
 
     async def renew(self, replica: str, version: str, source: str) -> bool:
-        """The learner gives the replica of that name other weights, between two passes; whether it is this one."""
+        """The learner gives other weights to the replica of that name; whether it is this one."""
         if replica == self._replica:
             await _apart(partial(self._model.renew, source))
             self._weights = version
             log.info("Tier %s goes on with weights %s", self._config.name, version or "that it began with")
         return replica == self._replica
 
-    async def running_for(self, replica: str) -> str:
-        """Another replica asks which ones Serve routes to."""
-        return self._replica
-
     def check_health(self) -> None:
         """Called by Serve; raising makes it replace this replica."""
-        self._handover.check()
         if not self._tier.healthy or not self._model.healthy:
             raise RuntimeError(f"the loop of tier {self._config.name} has stopped, or its passes fail or do not end")
 
     async def __del__(self) -> None:
-        self._watching.cancel()
         await self._server.stop()
         await self._downlink.close()
         await asyncio.to_thread(flush)
@@ -194,7 +173,7 @@ class TierReplica:
 
 
 async def _apart(work: Callable[[], T]) -> T:
-    """`cascade.engine.threads.apart`, beside the event loop."""
+    """`cascade.engine.threads.apart`, outside of the event loop."""
     return await asyncio.to_thread(apart, work)
 
 
@@ -249,27 +228,11 @@ def load_model(config: TierConfig, folder: AdapterFolder | None = None, *, draft
     }
     if engine.adapted:
         return AdaptedModel(network, engine.lora_modules, folder=folder, most=engine.max_loras, **options)
-    return Model.drafting(network, *source_and_kind(engine.drafters), owned=True, **options)
-
-
-def _profile(model: Any, max_tokens: int) -> Profile:
-    """What passes cost: what the engine says of itself, or else what is measured."""
-    known: Profile | None = getattr(model, "profile", None)
-    return measure(model, max_tokens=max_tokens) if known is None else known
-
-
-def _leases(lower: Mapping[str, DeploymentHandle], spare_capacity: Sequence[str], scaled_to_zero: Sequence[str]) -> LeasePool:
-    """Of the tiers below, by name."""
-    return LeasePool(
-        {name: lessor(handle) for name, handle in lower.items()},
-        timeout_s=LEASE_TIMEOUT_S,
-        hold_s=dict.fromkeys(spare_capacity, HELD_LEASE_S),
-        scaled_to_zero=scaled_to_zero,
-    )
+    return Model.drafting(network, head_of(engine.drafters), owned=True, **options)
 
 
 def _load_tokenizer(config: TierConfig) -> Tokenizer | None:
-    """Only grammars need it here; ``None`` if the model came without one."""
+    """The tokenizer, for grammars; ``None`` if the model has none."""
     engine = config.engine_kwargs
     source = config.model_loading_config.source
     try:
@@ -279,16 +242,9 @@ def _load_tokenizer(config: TierConfig) -> Tokenizer | None:
         return None
 
 
-async def report_tier(config: TierConfig, tier: Tier, profile: Profile, server: LinkServer, downlink: Downlink) -> None:
-    """Report until cancelled; nothing outside of Ray Serve."""
-    export = RayExport.here(config.model_loading_config.model_id, config.name)
-    if export is not None:
-        await report(export, partial(replica_readings, tier, profile, server, downlink))
-
-
 def replica_readings(tier: Tier, profile: Profile, server: LinkServer, downlink: Downlink) -> Iterator[Reading]:
-    """All that a replica reports: its loop, its memory, what its drafters were measured to be worth, and its links."""
-    blocks, stats = tier.kv_admission.block_manager, tier.snapshot()
+    """All metrics of a replica: of its loop, its memory, the worth of its drafters, and its links."""
+    blocks, stats = tier.kv_admission.block_manager, tier.stats
     yield Reading("healthy", (), float(tier.healthy))
     yield Reading("sessions", (), tier.num_sessions)
     yield Reading("leases", (), len(server.leases))
@@ -299,11 +255,11 @@ def replica_readings(tier: Tier, profile: Profile, server: LinkServer, downlink:
     yield Reading("tier_pass_failures", (), stats.failures)
     yield Reading("kv_cache_usage_perc", (), blocks.usage)
     yield Reading("kv_cache_tokens", (), blocks.total * BLOCK)
-    yield Reading("prefix_cache_queries", (), stats.asked)
-    yield Reading("prefix_cache_hits", (), stats.reused)
-    yield Reading("num_preemptions", (), stats.preempted)
+    yield Reading("prefix_cache_queries", (), blocks.asked)
+    yield Reading("prefix_cache_hits", (), blocks.reused)
+    yield Reading("num_preemptions", (), tier.kv_admission.preempted)
     for drafter, sampled, num_sessions, factor in tier.planner.worths():
-        yield Reading("tier_worth", (drafter, sampling(sampled), str(num_sessions)), factor)
+        yield Reading("tier_worth", (drafter, "sampled" if sampled else "greedy", str(num_sessions)), factor)
     for tokens, seconds in profile.points:
         yield Reading("pass_seconds", (tier.name, str(tokens)), seconds)
     yield Reading("context_seconds", (tier.name,), profile.context_s)

@@ -10,10 +10,11 @@ import io
 import re
 import textwrap
 import tokenize
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from pydoc import locate
+from types import MappingProxyType
 from typing import Any, Unpack, cast, get_args, get_origin
 
 import click
@@ -27,7 +28,7 @@ WORDS = {"integer": "whole number", "number": "number", "string": "text", "boole
 LIMITS = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "exclusiveMaximum": "below"}
 LIMITS |= {"minItems": "at least", "maxItems": "at most"}
 WIDTH = 100
-PLACES = {"page": "page", "router": "routers", "tier": "replicas"}
+PLACES = {"router": "routers", "tier": "replicas"}
 
 
 def main() -> None:
@@ -81,9 +82,6 @@ def settings(_: str) -> str:
 
 
 def _section(place: str, section: type[BaseModel], places: dict[type[BaseModel], str]) -> Iterator[str]:
-    from cascade.settings.live import OF_ROUTERS, OF_TIERS
-
-    live = {*OF_ROUTERS, *(f"tiers[].{path}" for path in OF_TIERS)}
     meanings, schema = comments(section), section.model_json_schema()
     base = places.get(section.__mro__[1])
     rows, below = [], []
@@ -101,7 +99,7 @@ def _section(place: str, section: type[BaseModel], places: dict[type[BaseModel],
                 places[inner] = path + several
                 below.append(inner)
             value, default = f"[section](#{_anchor(places[inner])})", default if field.is_required() else ""
-        rows.append([f"`{name}`", value, default, _sentence(meanings[name]), "yes" if path in live else ""])
+        rows.append([f"`{name}`", value, default, _sentence(meanings[name]), "yes" if shape.get("live") else ""])
     if place:
         yield f"### {place.strip('.')}"
         yield _prose(section).split("\n\n")[0]
@@ -208,7 +206,7 @@ def series(_: str) -> str:
     from deployments.ops.metrics.series import PREFIX, SERIES
 
     return table(
-        ["series", "kind", "labels", "where", "meaning", "in vLLM"],
+        ["series", "kind", "labels", "of", "meaning", "in vLLM"],
         (
             (
                 f"`{one.on_page.removeprefix(PREFIX)}`",
@@ -287,12 +285,14 @@ def api(path: str) -> str:
         parts.append(table(["field", "type", "default", "meaning"], rows))
     elif (made := inspect.getattr_static(kind, "__init__")) is not object.__init__:
         parts += [_signature("__init__", made), _prose(made)]
-    for name, member in vars(kind).items():
+    bases = [base for base in reversed(kind.__mro__) if base.__module__.split(".")[0] == "cascade"]
+    types = {variable: type for base in getattr(kind, "__orig_bases__", ()) for variable, type in _arguments(base)}
+    for name, member in {name: member for base in bases for name, member in vars(base).items()}.items():
         if not name.startswith("_") and isinstance(member, property) and member.__doc__:
             parts.append(f"**`{name}`**: {_prose(member)}")
         function = member.__func__ if isinstance(member, classmethod) else member
         if not name.startswith("_") and inspect.isfunction(function) and function.__doc__:
-            parts += [f"### {kind.__name__}.{name}", _signature(name, function), _prose(function)]
+            parts += [f"### {kind.__name__}.{name}", _signature(name, function, types), _prose(function)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -307,7 +307,12 @@ def _prose(thing: Any) -> str:
     )
 
 
-def _signature(name: str, function: Callable[..., Any]) -> str:
+def _arguments(base: Any) -> Iterator[tuple[Any, Any]]:
+    """Type variables of a generic base, and the types that stand for them."""
+    return zip(getattr(get_origin(base), "__parameters__", ()), get_args(base), strict=False)
+
+
+def _signature(name: str, function: Callable[..., Any], types: Mapping[Any, Any] = MappingProxyType({})) -> str:
     found = inspect.signature(function)
     kept = [
         one.replace(annotation=_Plain(one.annotation)) for key, one in found.parameters.items() if key not in ("self", "cls")
@@ -316,7 +321,7 @@ def _signature(name: str, function: Callable[..., Any]) -> str:
     first_named = next((index for index, one in enumerate(kept) if one.kind is one.KEYWORD_ONLY), None)
     if first_named is not None:
         given.insert(first_named, "*")
-    answer = "" if name == "__init__" else f" -> {_plain(found.return_annotation)}"
+    answer = "" if name == "__init__" else f" -> {_plain(types.get(found.return_annotation, found.return_annotation))}"
     text = f"def {name}({', '.join(given)}){answer}: ..."
     if len(text) > WIDTH:
         text = f"def {name}(\n    {''.join(f'{one},{chr(10)}    ' for one in given).rstrip()}\n){answer}: ..."

@@ -6,7 +6,6 @@ import sys
 
 from openai import OpenAI
 
-client = OpenAI(base_url=f"{sys.argv[1]}/v1", api_key=os.environ.get("CASCADE_API_KEY", "none"))
 weather = {
     "name": "get_weather",
     "parameters": {
@@ -16,12 +15,13 @@ weather = {
         "additionalProperties": False,
     },
 }
-answer = client.chat.completions.create(
-    model=client.models.list().data[0].id,
-    messages=[{"role": "user", "content": "How will the weather be in Paris?"}],
-    tools=[{"type": "function", "function": weather}],
-    tool_choice={"type": "function", "function": {"name": "get_weather"}},  # enforced, whatever the model
-    max_completion_tokens=200,
-)
+with OpenAI(base_url=f"{sys.argv[1]}/v1", api_key=os.environ.get("CASCADE_API_KEY", "none")) as client:
+    answer = client.chat.completions.create(
+        model=client.models.list().data[0].id,
+        messages=[{"role": "user", "content": "How will the weather be in Paris?"}],
+        tools=[{"type": "function", "function": weather}],
+        tool_choice={"type": "function", "function": {"name": "get_weather"}},  # enforced, whatever the model
+        max_completion_tokens=200,
+    )
 for call in answer.choices[0].message.tool_calls or ():
     print(call.function.name, json.loads(call.function.arguments))

@@ -1,8 +1,10 @@
 """The books of a tier's memory: whether they balance."""
 
+from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
+from cascade.engine.vllm.blocks import SCRATCH, Blocks, PagedCache
 from cascade.tier.block_manager import BlockManager
 from cascade.tier.kv_admission import KVAdmission
 from cascade.tier.slot import Slot
@@ -40,3 +42,12 @@ def check_memory(admission: KVAdmission, slots: Collection[Slot[Any]] = ()) -> N
     for slot in slots:
         capacity = slot.allocation.capacity if slot.allocation else 0
         assert slot.session.kv_len <= capacity, f"{slot.session.kv_len} positions are said to be in room for {capacity}"
+
+
+def check_pages(blocks: Blocks, caches: Collection[PagedCache]) -> None:
+    """Raise `AssertionError`, with the arithmetic, unless ``caches`` are all that hold blocks of vLLM's."""
+    users = Counter(block for cache in caches for block in cache.table)
+    sum_ = f"{blocks.num_free} free + {len(users)} held blocks are {blocks.num_free + len(users)} of {blocks.total - 1}"
+    assert blocks.num_free + len(users) == blocks.total - 1, sum_
+    assert SCRATCH not in users, "a session holds the scratch block"
+    assert all(blocks.shared(block) == (number > 1) for block, number in users.items()), "a block is shared by another number"

@@ -12,7 +12,7 @@ LONGEST = ("test_bits", "test_local", "test_pass", "test_heads", "test_nodes")
 FAKE_GPUS = 4  # that Ray is told of, for emulated devices
 
 settings.register_profile("quick", deadline=None, derandomize=True, max_examples=30)
-settings.register_profile("thorough", deadline=None, derandomize=True, max_examples=100)
+settings.register_profile("thorough", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("quick")  # before pytest heeds --hypothesis-profile
 
 

@@ -111,10 +111,10 @@ def house(
         loop.close()
 
 
-def serving(env: Mapping[str, str] | None = None, **options: Any) -> Any:
+def serving(env: Mapping[str, str] | None = None, scope: Any = "module", **options: Any) -> Any:
     """A fixture: a `house` for all tests of a file, of whose requests nothing is left; ``env`` are variables that it reads."""
 
-    @pytest.fixture(scope="module")
+    @pytest.fixture(scope=scope)
     def served() -> Iterator[House]:
         with pytest.MonkeyPatch.context() as patch:
             for name, value in (env or {}).items():

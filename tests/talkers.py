@@ -10,7 +10,7 @@ from tokenizers import AddedToken
 
 from benchmarks.toy import fold
 from cascade.engine.tokenizer import Tokenizer
-from deployments.gateway.chat.thoughts import CLOSE, OPEN
+from deployments.gateway.chat.reader import CLOSE, OPEN
 from tests import small
 from tests.doors import House, house
 from tests.tier.test_tier import CountingModel
@@ -89,12 +89,11 @@ BEGINS = "{% if thinking is defined %}<think>\n{% if not thinking %}</think>\n{%
 WROTE = "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
 
 
-def thinker(folder: Path, tags: Literal["token", "special", "spelled"]) -> str:
-    """The same, of a model that thinks out loud, between tags that are tokens, special tokens, or spelled."""
+def thinker(folder: Path, tags: Literal["token", "special"]) -> str:
+    """The same, of a model that thinks out loud, between tags that are tokens or special tokens."""
     backend = Tokenizer.from_pretrained(talker(folder, "hermes")).backend
-    if tags != "spelled":
-        added = [AddedToken(tag, special=tags == "special", normalized=False) for tag in (OPEN, CLOSE)]
-        backend.add_tokens(added, special_tokens=tags == "special")
+    added = [AddedToken(tag, special=tags == "special", normalized=False) for tag in (OPEN, CLOSE)]
+    backend.add_tokens(added, special_tokens=tags == "special")
     backend.chat_template = backend.chat_template.replace("<|assistant|>", "<|assistant|>" + BEGINS).replace(
         "<|{{ message.role }}|>", "<|{{ message.role }}|>" + WROTE
     )

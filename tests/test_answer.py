@@ -14,8 +14,8 @@ from cascade.answer import Answer, Chunk, Completion, undrafted
 from cascade.capabilities import Capabilities, Task
 from cascade.draft import Draft
 from cascade.errors import InvalidRequest
-from cascade.messages import COUPLED, Edge, Open, Proposal, Rules
-from cascade.params import DRAFT_TOP_K, MOST_BRANCHES, Handling, SamplingParams, Speculation, Structured
+from cascade.messages import Edge, Open, Proposal
+from cascade.params import MOST_BRANCHES, Handling, SamplingParams, Speculation, Structured
 from tests.cases import examples
 
 END = 0
@@ -37,24 +37,24 @@ def answer_of(params: SamplingParams) -> Answer:
     return Answer(opening, Words())
 
 
-def feed(params: SamplingParams, tokens: Sequence[int], sizes: Sequence[int]) -> tuple[list[str], Completion | None]:
-    """Pieces and completion when ``tokens`` come in proposals of these sizes, each repeating the one before."""
-    answer = answer_of(params)
-    pieces, ids, begin, last = [], [], 0, 0
-    completion = None
-    for size in sizes:
+def pieces(answer: Answer, tokens: Sequence[int], sizes: Sequence[int] = ()) -> list[Chunk]:
+    """What comes of an answer whose tokens come in proposals of these sizes, or one at a time; each repeats the one before."""
+    begin = last = answer.num_tokens
+    said = []
+    for size in sizes or [1] * len(tokens):
         end = min(len(tokens), begin + size)
-        proposal = Proposal("s", 2 + last, Draft(tuple(tokens[last:end]), bytes(end - last)))
-        chunk, _ = answer.receive(proposal)
-        if chunk is not None:
-            pieces.append(chunk.text)
-            ids += chunk.token_ids
-            completion = chunk.completion or completion
+        said.append(answer.receive(Proposal("s", 2 + last, Draft(tuple(tokens[last:end]), b"\2" * (end - last))))[0])
         last, begin = begin, end
+    return [piece for piece in said if piece is not None]
+
+
+def whole(said: Sequence[Chunk]) -> Completion | None:
+    """The completion, if there is one, which its pieces make up."""
+    completion = next((piece.completion for piece in said if piece.completion is not None), None)
     if completion is not None:
-        assert "".join(pieces) == completion.text
-        assert tuple(ids) == completion.token_ids
-    return pieces, completion
+        assert "".join(piece.text for piece in said) == completion.text
+        assert tuple(id for piece in said for id in piece.token_ids) == completion.token_ids
+    return completion
 
 
 def reference(params: SamplingParams, tokens: Sequence[int]) -> tuple[str, str | None]:
@@ -89,19 +89,11 @@ def test_cuts_do_not_depend_on_the_size_of_proposals(
     rng = random.Random(seed)
     sizes = [rng.randint(1, 6) for _ in range(2 * len(tokens) + 2)]
     text, reason = reference(params, tokens)
-    _, completion = feed(params, tokens, sizes)
+    completion = whole(pieces(answer_of(params), tokens, sizes))
     assert (completion is not None) == (reason is not None)
     if completion is not None:
         assert (completion.text, completion.finish_reason) == (text, reason)
         assert len(completion.origins) == len(completion.token_ids)
-
-
-def pieces(answer: Answer, tokens: Sequence[int]) -> list[Chunk]:
-    """What comes of an answer whose tokens come one at a time."""
-    begin, said = answer.num_tokens, []
-    for place, token in enumerate(tokens[begin:], begin + 2):
-        said.append(answer.receive(Proposal("s", place, Draft((token,), b"\2")))[0])
-    return [piece for piece in said if piece is not None]
 
 
 @settings(max_examples=examples(4))
@@ -119,19 +111,19 @@ def test_answers_go_on_wherever_their_streams_broke_off(
     low = min(min_tokens, max_tokens)
     params = SamplingParams(max_tokens=max_tokens, min_tokens=low, stop=tuple(stop), ignore_eos=ignore_eos, seed=1)
     begun = answer_of(params)
-    whole = pieces(begun, tokens)
-    assert [piece.seed for piece in whole] == [1, *[None] * (len(whole) - 1)][: len(whole)]
-    for cut in range(1, len(whole)):
-        had = tuple(token for piece in whole[:cut] for token in piece.token_ids)
+    unbroken = pieces(begun, tokens)
+    assert [piece.seed for piece in unbroken] == [1, *[None] * (len(unbroken) - 1)][: len(unbroken)]
+    for cut in range(1, len(unbroken)):
+        had = tuple(token for piece in unbroken[:cut] for token in piece.token_ids)
         opening = replace(begun.opening, tokens=(*begun.opening.tokens, *had))
         answer = Answer(opening, Words())
-        assert (answer.known.text, answer.known.token_ids) == ("".join(piece.text for piece in whole[:cut]), had)
+        assert (answer.known.text, answer.known.token_ids) == ("".join(piece.text for piece in unbroken[:cut]), had)
         assert (answer.finished, answer.rest(), answer.known.completion) == (False, None, None)
         rest = pieces(answer, tokens)
         for name in ("text", "token_ids", "origins"):
-            joined, expected = ([one for piece in said for one in getattr(piece, name)] for said in (rest, whole[cut:]))
+            joined, expected = ([one for piece in said for one in getattr(piece, name)] for said in (rest, unbroken[cut:]))
             assert joined == expected
-        ended, other = rest[-1].completion, whole[-1].completion
+        ended, other = rest[-1].completion, unbroken[-1].completion
         assert (ended is None) == (other is None)
         if ended is not None and other is not None:
             assert (ended.finish_reason, ended.stats.completion_tokens) == (other.finish_reason, other.stats.completion_tokens)
@@ -148,9 +140,11 @@ def test_answers_go_on_wherever_their_streams_broke_off(
 )
 def test_tokens_are_cut_with_the_text(tokens: list[int], size: int, text: str, ids: tuple[int, ...], said: list[str]) -> None:
     """Guards clients against half of a stop string, and against ids that are not those of the text."""
-    found, completion = feed(SamplingParams(stop=("\n\n",), seed=1), tokens, [size] * 5)
+    found = pieces(answer_of(SamplingParams(stop=("\n\n",), seed=1)), tokens, [size] * 5)
+    completion = whole(found)
     assert completion is not None
-    assert (completion.text, completion.token_ids, completion.finish_reason, found) == (text, ids, "stop", said)
+    assert (completion.text, completion.token_ids, completion.finish_reason) == (text, ids, "stop")
+    assert [piece.text for piece in found] == said
 
 
 def test_replay_goes_on_behind_what_was_taken() -> None:
@@ -187,6 +181,7 @@ CAPABLE = Capabilities(
         ([1], {"logit_bias": {10: 1.0}}, {}, "logit_bias is 10: it must be token ids from 0 to 9"),
         ([1], {"stop_token_ids": (11,)}, {}, "stop_token_ids is 11"),
         ([1], {"adapter": "german"}, {}, "adapter is 'german': it must be one of french"),
+        ([1], {}, {"branches": 2, "schedule": "lockstep"}, "speculation.branches is 2: it must be 0 with schedule 'lockstep'"),
         ([1], {}, {"tiers": ("full",)}, "'full': it must be one of the tiers and drafters below full: tiny"),
     ],
 )
@@ -198,64 +193,14 @@ def test_what_cannot_be_served_is_not_admitted(
         CAPABLE.admit(Task(ids, SamplingParams(**{"max_tokens": 1} | params), Speculation(**speculation)))
 
 
-RULED = [
-    ({"rule": "ratio"}, {}, Rules("ratio", draft_top_k=DRAFT_TOP_K)),
-    ({"rule": "block", "draft_top_k": 0}, {}, Rules("block")),
-    ({"rule": "block"}, {"temperature": 0}, COUPLED),  # where all rules are one
-    ({"rule": "block", "mode": "off"}, {}, COUPLED),
-    ({"rule": "block", "tiers": ()}, {}, COUPLED),
-    ({}, {}, COUPLED),
-]
-
-
-@pytest.mark.parametrize(("speculation", "params", "rules"), RULED)
-def test_rules_are_those_that_were_asked_for(speculation: dict[str, Any], params: dict[str, Any], rules: Rules) -> None:
-    """Guards rules on their way to the full tier, the rounds that they need, and what is said of them."""
-    asked = Speculation(**speculation)
-    opening = CAPABLE.admit(Task([1], SamplingParams(**{"max_tokens": 1} | params), asked))
-    assert opening.rules == rules
-    assert (opening.lockstep, opening.draft_branches > 0, opening.adaptive) == (
-        asked.rule != "coupled",
-        asked.rule == "coupled",
-        asked.rule == "coupled",
-    )
-    answer = Answer(opening, Words())
-    chunk, _ = answer.receive(Proposal(opening.session, 1, Draft((4,), bytes(1))))
-    assert chunk is not None
-    assert chunk.completion is not None
-    assert chunk.completion.stats.rule == rules.rule
-
-
 @pytest.mark.parametrize(
     ("speculation", "branches"),
-    [
-        ({}, MOST_BRANCHES),
-        ({"schedule": "lockstep"}, 0),
-        ({"schedule": "lockstep", "branches": 3}, 3),
-        ({"rule": "ratio"}, 0),
-        ({"rule": "block", "branches": 0}, 0),
-    ],
+    [({}, MOST_BRANCHES), ({"branches": 3}, 3), ({"schedule": "lockstep"}, 0), ({"schedule": "lockstep", "branches": 0}, 0)],
 )
 def test_branches_are_those_that_were_asked_for(speculation: dict[str, Any], branches: int) -> None:
-    """Guards branches against being silently dropped, in rounds above all, and the lines of rounds that name none."""
+    """Guards branches against being silently dropped, and the lines of lockstep."""
     opening = CAPABLE.admit(Task([1], SamplingParams(max_tokens=1), Speculation(**speculation)))
     assert opening.draft_branches == branches
-
-
-@pytest.mark.parametrize(
-    ("speculation", "words"),
-    [
-        ({"rule": "lucky"}, "speculation.rule is 'lucky': it must be one of coupled, ratio, block"),
-        ({"draft_top_k": 5}, "speculation.draft_top_k is 5: it must be left out with the coupled rule"),
-        ({"rule": "ratio", "draft_top_k": -1}, "speculation.draft_top_k is -1: it must be an integer from 0 (all) up"),
-        ({"rule": "ratio", "schedule": "async"}, "speculation.schedule is 'async': it must be 'lockstep' with rule 'ratio'"),
-        ({"rule": "block", "branches": 2}, "speculation.branches is 2: it must be 0 with rule 'block', which judges lines"),
-    ],
-)
-def test_rules_that_cannot_be_are_refused(speculation: dict[str, Any], words: str) -> None:
-    """Guards against rules that are silently others."""
-    with pytest.raises(InvalidRequest, match=re.escape(words)):
-        CAPABLE.admit(Task([1], SamplingParams(max_tokens=1), Speculation(**speculation)))
 
 
 def test_what_is_admitted_is_what_was_asked() -> None:
@@ -279,6 +224,7 @@ def test_what_is_admitted_is_what_was_asked() -> None:
         priority=-2,
         cache_salt="mine",
         watch=True,
+        domain="french",
     )
     plain = SamplingParams(max_tokens=4, ignore_eos=True)
     other = CAPABLE.admit(Task([1, 2], plain))

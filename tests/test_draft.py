@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cascade.draft import NO_DRAFT, Draft
+from cascade.draft import Draft
 from cascade.messages import Proposal
 from deployments.links.codec import decode, encode
 
@@ -88,18 +88,13 @@ def test_first_nodes_and_found_paths(draft: Draft, size: int, tokens: list[int])
     assert len(found) == len(tokens) or tuple(tokens[: len(found) + 1]) not in paths(draft)
 
 
-@given(trees(lines=True))
-def test_a_line_says_no_parents(draft: Draft) -> None:
-    """Guards the wire, where a line costs no byte for being a tree."""
-    assert draft.is_line
-    assert draft.parents == ()
-
-
-@given(trees())
+@given(trees() | trees(lines=True))
 def test_a_draft_survives_the_wire(draft: Draft) -> None:
-    """Guards proposals between processes, trees and confidences among them."""
+    """Guards proposals between processes, trees and confidences among them; a line costs no byte for being a tree."""
     message = Proposal("s", 7, draft)
     assert decode(encode([message])) == [message]
+    assert draft.is_line == all(draft.parent(node) == node - 1 for node in range(len(draft)))
+    assert len(encode([message]).messages[0].proposal.parents) == (0 if draft.is_line else len(draft))
 
 
 @pytest.mark.parametrize(("parents", "confidences"), [((0, 0, 5), b""), ((0,), b""), ((), b"\1")])
@@ -110,9 +105,3 @@ def test_a_tree_that_is_none_is_refused(parents: tuple[int, ...], confidences: b
     batch.messages[0].proposal.confidences = confidences
     with pytest.raises(ValueError, match=r"one (parent|confidence) a token"):
         decode(batch)
-
-
-def test_nothing_guesses_nothing() -> None:
-    """Guards the plain decoder: without a draft a walk is its own token."""
-    assert NO_DRAFT.walk([5]) == ([5], [])
-    assert not NO_DRAFT

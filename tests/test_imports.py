@@ -1,6 +1,7 @@
 """The house has floors: imports go down, never up."""
 
 import ast
+import functools
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -13,18 +14,16 @@ FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those 
     ("cascade.drafters", "cascade.client"),
     ("cascade.session", "cascade.engine"),
     ("cascade.tier",),
-    ("cascade.simulation", "cascade.family", "cascade.training"),
+    ("cascade.family", "cascade.training"),
     ("cascade.settings",),
     ("cascade.local",),
     ("cascade.bench", "cascade.llm"),
     ("deployments.replica", "deployments.versions"),
-    ("deployments.ops.metrics", "deployments.ops.tracing"),
-    ("deployments.links", "deployments.ops.scaling"),
+    ("deployments.ops.metrics", "deployments.ops.tracing", "deployments.ops.drift", "deployments.ops.workers"),
+    ("deployments.links",),
     ("deployments.gateway.admission",),
     (
         "deployments.gateway.chat",
-        "deployments.ops.observer",
-        "deployments.ops.auditor",
         "deployments.ops.learner",
         "deployments.ops.collector",
         "deployments.full_tier",
@@ -42,15 +41,20 @@ SERVING = {"ray", "grpc", "fastapi", "starlette", "uvicorn", "google", "deployme
 
 
 def room(module: str) -> str:
-    """``cascade.session`` for ``cascade.session.rounds``; a house of rooms has one more part: ``deployments.ops.metrics``."""
+    """``cascade.session`` for ``cascade.session.branches``; a house of rooms has one more part: ``deployments.ops.metrics``."""
     parts = module.split(".")
     return ".".join(parts[: 3 if parts[1:2] in (["gateway"], ["ops"]) else 2])
+
+
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
 
 
 def imported(path: Path) -> set[str]:
     """Modules that a file imports anywhere, under ``if TYPE_CHECKING`` too."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -104,6 +108,6 @@ def test_the_library_knows_no_serving() -> None:
 def test_only_the_command_line_prints() -> None:
     """Guards against prints in library code."""
     for module, path in files("cascade", "deployments"):
-        calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        calls = [node.func for node in nodes(path) if isinstance(node, ast.Call)]
         printed = any(isinstance(call, ast.Name) and call.id == "print" for call in calls)
         assert not printed or room(module) == "cascade.cli", module

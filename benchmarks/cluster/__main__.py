@@ -4,8 +4,8 @@
 
 First the family is recorded (`recorded`): its answers to built-in prompts, and what each tier says along them. Passes take
 what those of Qwen3 0.6B, 4B and 32B take on an H100 each (`trio`). Parts: ``one`` (one request at a time: the full model alone,
-pairs in lockstep and not, three tiers, beside the simulator), ``scale`` (1 to 64 requests at once, one to four full replicas)
-and ``autoscale`` (a load that rises and falls). Texts must be those that the full model wrote alone, else the run fails.
+pairs in lockstep and not, three tiers, beside the simulator) and ``scale`` (1 to 64 requests at once, one to four full
+replicas). Texts must be those that the full model wrote alone, else the run fails.
 With ``--only`` the other parts of the document at ``--results`` stay.
 Devices are fakes (`benchmarks.cluster.emulated`): what is measured is all around them. The last line is one JSON document.
 """
@@ -15,24 +15,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster import autoscale, crowd, one, recorded
+from benchmarks.cluster import crowd, one, recorded
 from benchmarks.cluster.devices import Setup
 from benchmarks.cluster.trio import TRIO
 from benchmarks.document import console, finish, parsed, parser, stamp, timed
 
 RECORDING = Path(__file__).parents[1] / ".work" / "recording.json"
-PARTS = ("one", "scale", "autoscale")
+PARTS = ("one", "scale")
 QUICK_STRETCH = 1.0
 
 
 def measure(parts: Sequence[str], *, quick: bool) -> dict[str, Any]:
     """The document: what ran, and its head, which is the last line."""
-    single, many, rising = one.Size(), crowd.Size(), autoscale.Size()
+    single, many = one.Size(), crowd.Size()
     prompts, tokens = recorded.PROMPTS, recorded.TOKENS
     if quick:
         single = one.Size(stretch=QUICK_STRETCH, tokens=24, alone=8, warm_up=8, windows=(4,))
         many = crowd.Size(stretch=QUICK_STRETCH, tokens=24, loads=(1, 4), replicas=((1, 1, 1),))
-        rising = autoscale.Size(stretch=QUICK_STRETCH, tokens=24, max_devices=4, loads=(1, 4), phase_s=4.0)
         prompts, tokens = 1, 24
     recording = timed("Recording the family", lambda: recorded.record(prompts, tokens))
     RECORDING.parent.mkdir(exist_ok=True)
@@ -46,12 +45,9 @@ def measure(parts: Sequence[str], *, quick: bool) -> dict[str, Any]:
     if "scale" in parts:
         found["scale"] = timed("Many requests", lambda: crowd.measure(RECORDING, many, console.print))
         console.print(crowd.table(found["scale"]))
-    if "autoscale" in parts:
-        found["autoscale"] = timed("A load that rises and falls", lambda: autoscale.measure(RECORDING, rising, console.print))
-        console.print(autoscale.table(found["autoscale"]))
     made = stamp()
     dates = {"dates": dict.fromkeys(found, made["date"])}
-    sizes = {"stretch": {"one": single.stretch, "scale": many.stretch, "autoscale": rising.stretch}}
+    sizes = {"stretch": {"one": single.stretch, "scale": many.stretch}}
     devices = {shape.name: {"pass_ms": shape.pass_ms, "context_ms": shape.context_ms} for shape in TRIO}
     return {"head": head(found)} | found | sizes | {"devices": devices} | made | dates
 
@@ -64,7 +60,7 @@ def joined(kept: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 
 def head(found: dict[str, Any]) -> dict[str, Any]:
     """One figure for each claim; nothing of parts that did not run."""
-    says: dict[str, Callable[[Any], Any]] = {"one": one.headline, "scale": crowd.headline, "autoscale": autoscale.headline}
+    says: dict[str, Callable[[Any], Any]] = {"one": one.headline, "scale": crowd.headline}
     return {part: say(found[part]) if part in found else {} for part, say in says.items()} | planned(found)
 
 

@@ -1,6 +1,6 @@
 """The tiers and their emulated devices: as they are served, and as the simulator has them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import sub
 from pathlib import Path
@@ -11,13 +11,12 @@ import yaml
 from benchmarks.cluster.emulated import Device, num_gpus
 from benchmarks.cluster.recording import Recording, fake
 from benchmarks.cluster.toy_tier import ToyTier
+from benchmarks.simulation.scenario import Request, Scenario, SimTier
+from benchmarks.simulation.simulate import simulate
 from cascade.engine.model_config import context_len, read_config
 from cascade.engine.tokenizer import Tokenizer
 from cascade.params import DEFAULT_WINDOW, SamplingParams, Speculation
-from cascade.planner.cost import PassCost
 from cascade.settings.config import CascadeConfig, TierConfig
-from cascade.simulation.scenario import Request, Scenario, SimTier
-from cascade.simulation.simulate import simulate
 
 FILE = Path(__file__).parent / "emulated.yaml"
 PAUSE_S = 1e4  # of virtual time, from one request to the next
@@ -34,8 +33,6 @@ class Setup:
     stretch: float = 6.0
     replicas: tuple[int, ...] = (1, 1, 1)
     recording: Path | None = None
-    autoscaling: Mapping[str, Any] | None = None  # of all tiers together, instead of numbers of replicas
-    full_ms: Mapping[int, float] | None = None  # of passes of the full tier by their tokens, instead of the file's
 
     @property
     def values(self) -> dict[str, Any]:
@@ -47,13 +44,8 @@ class Setup:
             device["stretch"] = self.stretch
             if agreement is not None:
                 device |= {"agreement": agreement[level:], "recording": str(self.recording)}
-            if self.autoscaling is None:
-                deployment["num_replicas"] = self.replicas[level]
-            else:
-                del deployment["num_replicas"]
-        if self.full_ms is not None:
-            values["tiers"][-1]["engine_kwargs"]["emulated"]["pass_ms"] = dict(self.full_ms)
-        return values | ({} if self.autoscaling is None else {"autoscaling": dict(self.autoscaling)})
+            deployment["num_replicas"] = self.replicas[level]
+        return values
 
     @property
     def config(self) -> CascadeConfig:
@@ -82,8 +74,7 @@ class Setup:
         """The same tiers in the simulator, with a replica each."""
         found = []
         for tier, model in zip(self.config.tiers, self.models(), strict=True):
-            cost = PassCost(points=Device.of(tier).cost.points)
-            found.append(SimTier(tier.name, model, cost, HOP_S, tier.engine_kwargs.policy))
+            found.append(SimTier(tier.name, model, Device.of(tier).cost.predict, HOP_S))
         return found
 
 

@@ -60,9 +60,7 @@ def load(config: TierConfig) -> "Emulated":
 
 
 def num_gpus(config: CascadeConfig) -> int:
-    """GPUs that a Ray has to be told of though they are not there: those of all replicas that there may be."""
-    if config.autoscaling is not None:
-        return math.ceil(config.autoscaling.max_devices)
+    """GPUs that a Ray has to be told of though they are not there: those of all replicas."""
     counts = [tier.deployment_config.num_replicas for tier in config.tiers]
     gpus = [of_replica(tier_options(tier)).get("GPU", 0.0) for tier in config.tiers]
     return math.ceil(sum(each * (count if isinstance(count, int) else 1) for each, count in zip(gpus, counts, strict=True)))

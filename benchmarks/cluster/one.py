@@ -14,21 +14,19 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.cluster.devices import Asked, Setup, Simulated, simulated
-from benchmarks.cluster.emulated import Device
 from benchmarks.cluster.recording import RecordedText, Recording
+from benchmarks.simulation.scenario import SimTier
 from benchmarks.turns import ALONE, AUTO
 from cascade import family
-from cascade.bench.load import EdgeTotals, Mode, isolated
+from cascade.bench.load import Mode, isolated
 from cascade.client import Client
 from cascade.params import SamplingParams, Speculation
-from cascade.simulation.scenario import SimTier
 from deployments.ops.launch import Server
 
 LOWER = family.NAMES[:-1]
 WINDOWS = (1, 2, 3, 4, 6, 8, 12)  # of lockstep pairs
 PAIRS = tuple(Mode(f"async pair, {name}", Speculation(tiers=(name,))) for name in LOWER)
 THREE = Mode("async three", Speculation(tiers=LOWER))
-LINES = Mode("async three, lines", Speculation(tiers=LOWER, branches=0))  # simulated alone
 WARM_ALONE = 8  # tokens
 
 
@@ -51,7 +49,7 @@ class Run:
     expected: Simulated
     seconds: list[float] = field(default_factory=list)  # of each answer
     texts: list[tuple[int, ...]] = field(default_factory=list)
-    edges: EdgeTotals = field(default_factory=EdgeTotals)
+    full_passes: int = 0
 
     def speed(self, which: Sequence[int] | None = None) -> float:
         """Tokens per second of the answers of these numbers, or of all."""
@@ -65,7 +63,7 @@ class Run:
             "tokens_per_second": round(self.speed(), 3),
             "simulated": round(expected, 3),
             "measured_over_simulated": round(self.speed() / expected, 3),
-            "tokens_per_full_pass": round(sum(map(len, self.texts)) / max(1, self.edges.full_passes), 3),
+            "tokens_per_full_pass": round(sum(map(len, self.texts)) / max(1, self.full_passes), 3),
             "simulated_tokens_per_full_pass": round(self.expected.tokens_per_pass, 3),
         }
 
@@ -87,15 +85,10 @@ def measure(recording: Recording, setup: Setup, size: Size, tell: Callable[[str]
                 completion = answer(client, prompt, replace(params, max_tokens=tokens, seed=number), run.mode)
                 run.seconds.append(time.perf_counter() - begin)
                 run.texts.append(completion.token_ids)
-                run.edges.add(completion.stats.edges)
+                run.full_passes += completion.stats.full_passes
             speeds = ", ".join(f"{run.mode.name} {run.speed([number]):.2f}" for run in runs)
             tell(f"{number + 1}/{len(prompts)} {texts[number].category}: {speeds} tokens/s")
-        passes = {tier.name: dict(tier.pass_cost)[1] for tier in client.describe().tiers}
-    return (
-        figures(setup, runs, texts)
-        | {"simulated_now": at_real_pace(setup, asked, locked, size)}
-        | {"agreement": agreement(recording), "pass_over_device": pass_over_device(setup, passes)}
-    )
+    return figures(setup, runs, texts) | {"agreement": agreement(recording)}
 
 
 def answer(client: Client, prompt: Sequence[int], params: SamplingParams, mode: Mode) -> Any:
@@ -121,14 +114,6 @@ def best_lockstep(tiers: Sequence[SimTier], asked: Asked, drafter: str, size: Si
     ]
     times = [simulated(tiers, asked, mode.speculation, size.warm_up).seconds for mode in modes]
     return modes[times.index(min(times))]
-
-
-def at_real_pace(setup: Setup, asked: Asked, locked: Sequence[Mode], size: Size) -> dict[str, float]:
-    """Ratios of the simulator where time is not stretched, so that a hop takes its whole share; trees over lines too."""
-    tiers = replace(setup, stretch=1.0).tiers()
-    runs = [predicted(tiers, asked, mode, size) for mode in (ALONE, *locked, *PAIRS, THREE, LINES, AUTO)]
-    speeds = {run.mode.name: run.expected.tokens_per_second for run in runs}
-    return ratios(speeds) | {"trees_vs_lines": round(speeds[THREE.name] / speeds[LINES.name], 3)}
 
 
 def figures(setup: Setup, runs: Sequence[Run], texts: Sequence[RecordedText]) -> dict[str, Any]:
@@ -160,11 +145,6 @@ def agreement(recording: Recording) -> dict[str, float]:
     """Share of positions where a tier says what a tier above it does."""
     pairs = itertools.combinations(range(len(family.NAMES)), 2)
     return {f"{family.NAMES[i]} → {family.NAMES[j]}": round(recording.shared(i, j), 3) for i, j in pairs}
-
-
-def pass_over_device(setup: Setup, seconds: Mapping[str, float]) -> dict[str, float]:
-    """By how much passes of one token were longer, as each tier has seen them last, than those of its device."""
-    return {tier.name: round(seconds[tier.name] / Device.of(tier).cost.points[0][1], 3) for tier in setup.config.tiers}
 
 
 def ratios(speeds: Mapping[str, float]) -> dict[str, float]:

@@ -23,10 +23,10 @@ DTYPE = "float32"  # in which texts do not depend on who shares a pass
 Written: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # a prompt and what follows, token ids
 
 
-def record(prompts: int = PROMPTS, tokens: int = TOKENS, temperature: float = 0.0) -> Recording:
+def record(prompts: int = PROMPTS, tokens: int = TOKENS) -> Recording:
     """Let the full model answer so many prompts of each category, and ask every tier what it says there."""
     asked = by_category(prompts)
-    params = [SamplingParams(max_tokens=tokens, temperature=temperature, seed=seed) for seed in range(len(asked))]
+    params = [SamplingParams(max_tokens=tokens, temperature=0, seed=seed) for seed in range(len(asked))]
     texts = written(asked, params)
     below = [apart(partial(said, source, texts, params)) for source in family.paths()[:-1]]
     found = []

@@ -28,6 +28,7 @@ from benchmarks.prompts import chat_ids
 from benchmarks.turns import at
 from cascade import family
 from cascade.bench.prompts import BUILT_IN, Prompt
+from cascade.drafters import EAGLE3
 from cascade.engine.tokenizer import Tokenizer
 
 PARTS = ("agreement", "one", "served")
@@ -178,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("bench-peers was told to end"))  # and ends what it has started
     contest.WORK.mkdir(exist_ok=True)
     tiny, medium, full = family.paths()
-    models = Models(full, tiny, medium, family.head())
+    models = Models(full, tiny, medium, family.path(EAGLE3))
     subject, document, same = Subject.of(models), begun(chosen.results, models), True
     if "agreement" in chosen.only:
         agreement(document, chosen, subject)

@@ -14,10 +14,10 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from benchmarks.peers.contract import HEAD, Models
+from benchmarks.peers.contract import Models
 from benchmarks.peers.engines.ours import with_end
 from benchmarks.peers.worker import answers
-from cascade.drafters import DrafterSpec
+from cascade.drafters import EAGLE3, DrafterSpec
 from cascade.errors import CascadeError
 from cascade.local import Cascade
 from cascade.messages import Edge
@@ -30,15 +30,15 @@ def answers_and_head(
     """The full model's greedy answers, ending tokens included, and the share of passes whose first guess was right."""
     params = SamplingParams(max_tokens=tokens, temperature=0)
     try:
-        cascade = Cascade.from_pretrained([models.full], dtype="float32", drafter=DrafterSpec(HEAD, models.head))
-        speculation = Speculation(tiers=(HEAD,), branches=0)
+        cascade = Cascade.from_pretrained([models.full], dtype="float32", drafter=DrafterSpec(EAGLE3, models.head))
+        speculation = Speculation(tiers=(EAGLE3,), branches=0)
     except CascadeError as error:
         print(f"The head is missing: {error}", file=sys.stderr)
         cascade = Cascade.from_pretrained([models.full], dtype="float32", drafter=None)
         speculation = Speculation("off")
     with cascade:
         completions = cascade.generate(prompts, params, speculation)
-    edges = [edge for completion in completions for edge in completion.stats.edges if edge.drafter == HEAD]
+    edges = [edge for completion in completions for edge in completion.stats.edges if edge.drafter == EAGLE3]
     return [with_end(completion, end_ids) for completion in completions], first_guesses(edges)
 
 

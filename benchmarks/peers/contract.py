@@ -8,7 +8,6 @@ from typing import Any, Protocol
 POSITIONS = 2048  # of context, of every engine that asks for a number
 NUM_DRAFTED = 4  # tokens a round of a draft model, where an engine asks for a number
 FLOAT32, BFLOAT16 = "float32", "bfloat16"
-HEAD = "eagle3"  # kind of the head
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.document import console
 from benchmarks.peers import contest, crew, environments
-from benchmarks.peers.contract import FLOAT32, POSITIONS, Models, vllm_drafts
+from benchmarks.peers.contract import BFLOAT16, POSITIONS, Models, vllm_drafts
 from cascade.bench.load import rotated
 from cascade.bench.prompts import Prompt
 from deployments.ops.launch import LOOPBACK, free_port
@@ -39,13 +39,13 @@ class Mode:
 
 
 def cascade_config(models: Models) -> dict[str, Any]:
-    """Three tiers in float32, with the drafters that the family is served with."""
+    """Three tiers in bfloat16, with the drafters that the family is served with."""
 
     tiers = [
         {
             "name": name,
             "model_loading_config": {"model_id": name, "model_source": source},
-            "engine_kwargs": {"dtype": "float32", "drafter": ["suffix"]},
+            "engine_kwargs": {"dtype": BFLOAT16, "drafter": ["suffix"]},
         }
         for name, source in (("tiny", models.tiny), ("medium", models.medium), ("full", models.full))
     ]
@@ -62,11 +62,11 @@ class Arena:
         stack: ExitStack,
         *,
         config: dict[str, Any] | None = None,
-        dtype: str = FLOAT32,
+        dtype: str = BFLOAT16,
         python: str | None = None,
         share: float | None = None,
     ) -> None:
-        """``config`` is this project's, three tiers in float32 unless given; ``python`` runs vLLM, here its build for CPUs.
+        """``config`` is this project's, three tiers in bfloat16 unless given; ``python`` runs vLLM, here its build for CPUs.
 
         ``share`` is the part of a GPU's memory that each server of vLLM takes.
         """

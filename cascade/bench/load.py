@@ -1,7 +1,7 @@
 """How fast a server answers one request, or many at once, mode beside mode in one run.
 
-Modes take turns on every batch of requests, so that whatever else the machine does meanwhile slows all of them alike. Each
-request is a tenant of its own: no mode knows the prompt or the text from another one.
+Modes take turns on every batch of requests, so that whatever else the machine does slows all of them alike. Each request is a
+tenant of its own: no mode knows a prompt or a text from another one.
 """
 
 import asyncio
@@ -10,14 +10,14 @@ import itertools
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 from cascade.answer import Chunk, Completion
 from cascade.bench.prompts import Prompt
 from cascade.errors import CascadeError
-from cascade.messages import Edge
+from cascade.messages import Edge, add_edges
 from cascade.params import Handling, SamplingParams, Speculation
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ AsyncStream = Callable[[str, SamplingParams, Speculation, Handling], AsyncIterat
 
 
 def isolated() -> Handling:
-    """For a request that nothing is known of: no keys and values of its prompt, and no texts like its own."""
+    """For a request that reuses nothing: no keys and values of its prompt, no texts of other requests."""
     return Handling(cache_salt=uuid.uuid4().hex)
 
 
@@ -37,26 +37,11 @@ class Mode:
     speculation: Speculation
 
 
-class EdgeTotals(dict[tuple[str, str], Edge]):
-    """What happened on each edge in all requests, by drafter and verifier."""
-
-    def add(self, edges: Iterable[Edge]) -> None:
-        """Count the edges of a request, or of other totals."""
-        for edge in edges:
-            key = (edge.drafter, edge.verifier)
-            self[key] = self[key] + edge if key in self else edge
-
-    @property
-    def full_passes(self) -> int:
-        """Passes of the full tier, each counted once for every request in it."""
-        full = next(iter(self.values())).verifier if self else ""  # a request's first edges are the full tier's
-        return sum(edge.passes for edge in self.values() if edge.verifier == full)
-
-
 @dataclass(frozen=True, slots=True)
 class Timed:
     """One answer and when it came."""
 
+    prompt: str
     completion: Completion
     first_token_s: float  # from sending the request to its first message, seconds
     gaps_s: tuple[float, ...]  # between two messages, seconds
@@ -64,19 +49,24 @@ class Timed:
 
 @dataclass(slots=True)
 class Cell:
-    """Totals of one mode on one category with one number of requests at once."""
+    """The answers of one mode on one category with one number of requests at once."""
 
     mode: Mode
     category: str
     concurrency: int
-    tokens: int = 0
+    answers: list[Timed] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)  # one for each request that failed
     seconds: float = 0.0  # of the wall clock
-    requests: int = 0  # sent
-    first_token_s: list[float] = field(default_factory=list)
-    gaps_s: list[float] = field(default_factory=list)
-    edges: EdgeTotals = field(default_factory=EdgeTotals)
-    texts: dict[str, tuple[int, ...]] = field(default_factory=dict)  # token ids by prompt, to compare modes
-    errors: list[str] = field(default_factory=list)  # one a request that failed
+
+    @property
+    def requests(self) -> int:
+        """How many were sent."""
+        return len(self.answers) + len(self.errors)
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens of all answers."""
+        return sum(answer.completion.stats.completion_tokens for answer in self.answers)
 
     @property
     def tokens_per_second(self) -> float:
@@ -85,26 +75,25 @@ class Cell:
 
     @property
     def tokens_per_full_pass(self) -> float:
-        """Mean tokens that a pass of the full tier brought a request."""
-        passes = self.edges.full_passes
+        """Mean tokens that a pass of the full tier gave a request."""
+        passes = sum(answer.completion.stats.full_passes for answer in self.answers)
         return self.tokens / passes if passes else 0.0
 
-    def add(self, prompt: Prompt, timed: Timed) -> None:
-        self.tokens += timed.completion.stats.completion_tokens
-        self.first_token_s.append(timed.first_token_s)
-        self.gaps_s += timed.gaps_s
-        self.texts[prompt.text] = timed.completion.token_ids
-        self.edges.add(timed.completion.stats.edges)
+    @property
+    def first_token_s(self) -> list[float]:
+        """Of each answer."""
+        return [answer.first_token_s for answer in self.answers]
 
-    def merge(self, other: "Cell") -> None:
-        self.tokens += other.tokens
-        self.seconds += other.seconds
-        self.requests += other.requests
-        self.first_token_s += other.first_token_s
-        self.gaps_s += other.gaps_s
-        self.texts |= other.texts
-        self.errors += other.errors
-        self.edges.add(other.edges.values())
+    @property
+    def gaps_s(self) -> list[float]:
+        """Of all answers."""
+        return [gap for answer in self.answers for gap in answer.gaps_s]
+
+    @property
+    def edges(self) -> list[Edge]:
+        """What happened on each edge in all answers together."""
+        edges = (edge for answer in self.answers for edge in answer.completion.stats.edges)
+        return list(add_edges({}, edges).values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +159,10 @@ def joined(cells: Sequence[Cell]) -> list[Cell]:
     whole: dict[tuple[int, str], Cell] = {}
     for cell in cells:
         key = (cell.concurrency, cell.mode.name)
-        whole.setdefault(key, Cell(cell.mode, "all", cell.concurrency)).merge(cell)
+        one = whole.setdefault(key, Cell(cell.mode, "all", cell.concurrency))
+        one.answers += cell.answers
+        one.errors += cell.errors
+        one.seconds += cell.seconds
     return list(whole.values())
 
 
@@ -178,8 +170,8 @@ def same_text(cells: Sequence[Cell]) -> bool:
     """Whether every prompt got the same tokens in all cells."""
     texts: dict[str, set[tuple[int, ...]]] = {}
     for cell in cells:
-        for prompt, ids in cell.texts.items():
-            texts.setdefault(prompt, set()).add(ids)
+        for answer in cell.answers:
+            texts.setdefault(answer.prompt, set()).add(answer.completion.token_ids)
     return all(len(different) == 1 for different in texts.values())
 
 
@@ -204,9 +196,8 @@ async def _send(stream: AsyncStream, workload: Workload, cell: Cell, step: Calla
 
     async def client() -> None:
         for prompt in waiting:
-            cell.requests += 1
             try:
-                cell.add(prompt, await _time(stream, prompt.text, workload.params, cell.mode.speculation))
+                cell.answers.append(await _time(stream, prompt.text, workload.params, cell.mode.speculation))
             except CascadeError as error:
                 cell.errors.append(f"{type(error).__name__}: {error}")
             step()
@@ -229,7 +220,7 @@ async def _time(stream: AsyncStream, prompt: str, params: SamplingParams, specul
             last = now
             completion = chunk.completion or completion
     assert completion is not None, "a stream ends with its completion"
-    return Timed(completion, gaps_s[0] if gaps_s else last - begin, tuple(gaps_s[1:]))
+    return Timed(prompt, completion, gaps_s[0] if gaps_s else last - begin, tuple(gaps_s[1:]))
 
 
 def rotated(modes: Sequence[T], turns: int) -> Sequence[T]:

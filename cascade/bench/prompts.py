@@ -24,9 +24,8 @@ class Prompt:
 def read_prompts(path: Path) -> tuple[Prompt, ...]:
     """The prompts of a file, one a line; a name that ends with ``.gz`` is that of a compressed file.
 
-    A line is plain text, a JSON string, or a JSON object: ``{"prompt": ..., "category": ...}``, or one of Spec-Bench
-    (``turns``, of which the first is the prompt, and ``category``), of HumanEval (``task_id`` and ``prompt``) or of GSM8K
-    (``question``). Empty lines are skipped. Raises `ConfigError` that names the line.
+    A line is plain text, a JSON string, or a JSON object: ``{"prompt": ..., "category": ...}``, of which the category may be
+    absent, or one of Spec-Bench (its first turn), HumanEval or GSM8K. Empty lines are skipped. Raises `ConfigError`.
     """
     try:
         content = path.read_bytes()
@@ -47,22 +46,22 @@ def _prompt(line: str, where: str) -> Prompt:
         value = json.loads(line)
     except ValueError as error:
         raise ConfigError(f"{where} begins like JSON and is none ({error}): mend it, or write the text as a string") from None
-    fields = {"prompt": value} if isinstance(value, str) else value
-    name, text, category = "prompt", fields.get("prompt"), fields.get("category", UNSORTED)
-    if "turns" in fields:  # of Spec-Bench
-        name, turns, category = "turns", fields["turns"], fields.get("category")
-        text = turns[0] if isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns) else None
-        category = "mt_bench" if category in MT_BENCH else category
-    elif "task_id" in fields:
-        category = "humaneval"
-    elif "question" in fields:
-        name, text, category = "question", fields["question"], "gsm8k"
-    elif unknown := set(fields) - {"prompt", "category"}:
-        raise ConfigError(f"{where} has the field {min(unknown)!r}: it takes prompt and category")
-    if not (isinstance(text, str) and text and isinstance(category, str) and category):
+    match value:
+        case {"turns": [str(text), *_], "category": str(category)}:  # Spec-Bench
+            category = "mt_bench" if category in MT_BENCH else category
+        case {"task_id": _, "prompt": str(text)}:
+            category = "humaneval"
+        case {"question": str(text)}:
+            category = "gsm8k"
+        case {"prompt": str(text)} if value.keys() <= {"prompt", "category"}:
+            category = value.get("category", UNSORTED)
+        case str(text):
+            category = UNSORTED
+        case _:
+            text = category = ""
+    if not (text and category and isinstance(category, str)):
         raise ConfigError(
-            f'{where} has no {name} or no category that is a text: write {{"prompt": "...", "category": "..."}}, '
-            "or as Spec-Bench, HumanEval and GSM8K do"
+            f'{where} is no prompt: write {{"prompt": "...", "category": "..."}}, or as Spec-Bench, HumanEval and GSM8K do'
         )
     return Prompt(text, category)
 

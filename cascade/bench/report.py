@@ -28,12 +28,12 @@ def document(cells: Sequence[Cell], **about: Any) -> dict[str, Any]:
 
 
 def headline() -> str:
-    """What stands above the lines of cells."""
+    """The heading of lines."""
     return f"{'at once':>7}  {'category':<14} {'tokens/s':>8}  {'speed-up':>8}  {'a pass':>6}  mode"
 
 
 def line(cell: Cell, cells: Sequence[Cell]) -> str:
-    """One cell, for those who wait for the others: its speed, and how many tokens a pass of the full tier brought."""
+    """One cell in one line: its speed, and how many tokens a pass of the full tier gave."""
     return (
         f"{cell.concurrency:>7}  {cell.category:<14} {cell.tokens_per_second:>8.1f}  {speed_up(cell, cells):>7.2f}x"
         f"  {cell.tokens_per_full_pass:>6.2f}  {cell.mode.name}"
@@ -41,11 +41,11 @@ def line(cell: Cell, cells: Sequence[Cell]) -> str:
 
 
 def waits(cells: Sequence[Cell]) -> Table:
-    """All categories together: how long a client waits, in milliseconds, and how many requests failed."""
+    """How long clients wait, in milliseconds, and how many requests failed; of cells that are `joined`."""
     names = ("first token p50", "p99", "gap p50", "p99", "failed")
     columns = (Column("at once"), Column("mode", no_wrap=True), *(Column(name, justify="right") for name in names))
     table = Table(*columns, title="Waits of all categories, ms", box=SIMPLE_HEAD, pad_edge=False)
-    for cell in joined(cells):
+    for cell in cells:
         table.add_row(
             str(cell.concurrency),
             cell.mode.name,
@@ -53,20 +53,6 @@ def waits(cells: Sequence[Cell]) -> Table:
             *(f"{quantile(cell.gaps_s, share) * 1e3:.1f}" for share in (0.5, 0.99)),
             str(len(cell.errors)) if cell.errors else "",
         )
-    return table
-
-
-def categories(cells: Sequence[Cell]) -> Table:
-    """Each category, and all: speed-up of every mode over the first one, and its tokens of a pass of the full tier."""
-    every = [*cells, *joined(cells)]
-    base, *modes = dict.fromkeys(cell.mode.name for cell in cells)
-    title = f"Speed-up over {base}, and tokens of a full pass"
-    table = Table("at once", "category", *modes, title=title)
-    for n in dict.fromkeys(cell.concurrency for cell in cells):
-        for category in dict.fromkeys(cell.category for cell in every):
-            row = [cell for cell in every if (cell.concurrency, cell.category) == (n, category)]
-            shown = (f"{speed_up(cell, row):.2f}x  {cell.tokens_per_full_pass:.2f}" for cell in row[1:])
-            table.add_row(str(n), category, *shown, end_section=category == every[-1].category)
     return table
 
 
@@ -89,7 +75,7 @@ def _entry(cell: Cell, cells: Sequence[Cell]) -> dict[str, Any]:
             asdict(edge)
             | {"drafter": edge.drafter or None, "mean_accepted_len": edge.mean_accepted_len}
             | {"acceptance": edge.accepted / edge.proposed if edge.proposed else None}
-            for edge in cell.edges.values()
+            for edge in cell.edges
         ],
     }
 

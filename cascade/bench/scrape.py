@@ -1,4 +1,4 @@
-"""What a server counts, scraped from its ``GET /metrics``."""
+"""What a server counts, read from its ``GET /metrics``."""
 
 import os
 import urllib.error
@@ -19,7 +19,7 @@ Labels = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """The samples of one scrape, by name without the prefix that all share, and by labels in alphabetical order."""
+    """The samples of one scrape, by name without `PREFIX`, and by labels in alphabetical order."""
 
     samples: dict[tuple[str, Labels], float]
 
@@ -34,14 +34,8 @@ class Scrape:
 
     @property
     def router(self) -> str:
-        """The router that answered, whose counts these are: any of several may answer at a port. Empty if it has no name."""
+        """The name of the router that answered, one of several behind a port; "" if it has none."""
         return next((dict(labels)["router"] for name, labels in self.samples if name == "target_info"), "")
-
-    @property
-    def edges(self) -> tuple[tuple[str, str], ...]:
-        """Drafter and verifier of every edge that the server has counted, in its order."""
-        labels = [dict(labels) for name, labels in self.samples if name == "passes_total"]
-        return tuple((one["drafter"], one["verifier"]) for one in labels)
 
     def since(self, earlier: "Scrape | None") -> "Scrape":
         """What was counted since ``earlier``; everything if that is ``None``, or if the server has started again meanwhile."""
@@ -53,11 +47,6 @@ class Scrape:
         """The sum over all labels; 0 if nothing was counted."""
         return sum(value for (known, _), value in self.samples.items() if known == name)
 
-    def of_edge(self, name: str, drafter: str, verifier: str, **more: str) -> float:
-        """The sample of one edge, with ``more`` labels if it has any; 0 if nothing was counted."""
-        labels = {"drafter": drafter, "verifier": verifier} | more
-        return self.samples.get((name, tuple(sorted(labels.items()))), 0.0)
-
     def mean(self, name: str) -> float | None:
         """The mean of a histogram; ``None`` if it is empty."""
         count = self.total(f"{name}_count")
@@ -65,7 +54,7 @@ class Scrape:
 
 
 def scrape(url: str) -> Scrape:
-    """Scrape the server whose HTTP door is at ``url``, with the key in ``CASCADE_API_KEY``; raises `Unavailable`."""
+    """Read the counters of the server at ``url``, with the key in ``CASCADE_API_KEY``; raises `Unavailable`."""
     try:
         if not url.startswith(("http://", "https://")):  # urllib would read files too
             raise ValueError("it must begin with http:// or https://")
@@ -78,5 +67,5 @@ def scrape(url: str) -> Scrape:
     except (OSError, ValueError) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         raise Unavailable(
-            f"There are no counters at {url}/metrics ({reason}): give the server's HTTP door with --url"
+            f"There are no counters at {url}/metrics ({reason}): give the server's HTTP address with --url"
         ) from None

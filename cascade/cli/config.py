@@ -1,4 +1,4 @@
-"""What `cascade serve` and `cascade check` are about: a YAML file, or models that are named one by one."""
+"""`cascade check`, and the configuration that it and `cascade serve` take: a YAML file, or models that are named one by one."""
 
 import os
 from collections.abc import Sequence
@@ -7,24 +7,50 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cascade.cli import screen
 from cascade.cli.options import adding
+from cascade.cli.screen import console
 from cascade.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from cascade.settings.config import CascadeConfig
 
 LEAST_SHARE = 0.1  # of a GPU that several models share, for the smallest of them
-OPTIONS = (
-    click.argument("model", required=False),
-    click.option("--draft", "drafts", multiple=True, metavar="MODEL", help="A smaller model; repeat, the largest first."),
-    click.option("--tensor-parallel-size", type=click.IntRange(1), help="GPUs that share the full model, on vLLM."),
-    click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), help="Of all models."),
-    click.option("--max-model-len", type=click.IntRange(2), help="Prompt and output, tokens. What the models take."),
-    click.option("--served-model-name", multiple=True, help="Name of the full model for clients. May be repeated."),
+# the argument and the options that `configured` takes
+model_options = adding(
+    (
+        click.argument("model", required=False),
+        click.option("--draft", "drafts", multiple=True, metavar="MODEL", help="A smaller model; repeat, the largest first."),
+        click.option("--tensor-parallel-size", type=click.IntRange(1), help="GPUs that share the full model, on vLLM."),
+        click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), help="Of all models."),
+        click.option("--max-model-len", type=click.IntRange(2), help="Prompt and output, tokens. What the models take."),
+        click.option("--served-model-name", multiple=True, help="Name of the full model for clients. May be repeated."),
+    )
 )
 
 
-model_options = adding(OPTIONS)  # the argument and the options that `configured` takes
+@click.command()
+@model_options
+def check(**models: Any) -> None:
+    """Say what the tiers of MODEL need and whether they fit together, without loading a weight.
+
+    MODEL is as for `cascade serve`. Ends with status 1 and a sentence if they do not fit.
+    """
+    from cascade.settings.check import needs, remarks, unpinned, verify
+    from deployments.app import build
+
+    parsed = configured(**models)
+    with console.status("Reading configurations"):
+        found = needs(parsed)
+    console.print(screen.needs(found))
+    verify(parsed)
+    build(parsed.model_copy(update={"verify": False}))  # whether Ray Serve takes the options of deployments
+    problem = next((need.problem for need in found if need.problem), None)
+    if problem:
+        raise ConfigError(problem)
+    for remark in filter(None, [unpinned(parsed), *remarks(found)]):
+        console.print(remark)
+    console.print("The tiers fit together.")
 
 
 def configured(
@@ -34,12 +60,10 @@ def configured(
     dtype: str | None = None,
     max_model_len: int | None = None,
     served_model_name: Sequence[str] = (),
-    *,
-    deployed: bool = False,
 ) -> "CascadeConfig":
     """The configuration of a YAML file, of ``model`` with ``drafts`` below it, or of the demonstration family.
 
-    Options overrule the file, which may be one for ``serve deploy`` if ``deployed``. Raises `ConfigError`.
+    Options override the file. Raises `ConfigError`.
     """
     from cascade.settings.config import CascadeConfig
 
@@ -47,7 +71,7 @@ def configured(
     if path.suffix in (".yaml", ".yml") or (path.is_file() and path.suffix != ".gguf"):
         if drafts:
             raise ConfigError(f"{path} is a configuration, which names its tiers: leave --draft out, or give a model")
-        values = CascadeConfig.load(path, deployed=deployed).model_dump(mode="json", exclude_unset=True)
+        values = CascadeConfig.load(path).model_dump(mode="json", exclude_unset=True)
     elif model is not None:
         values = {"tiers": _tiers([*reversed(drafts), model], tensor_parallel_size or 1)}
     elif drafts:

@@ -1,73 +1,64 @@
-"""Whom commands ask: a server, or models that run here."""
+"""Who answers: a server, or models in this process."""
 
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 from cascade.answer import Chunk
+from cascade.bench.load import AsyncStream
 from cascade.cli.screen import console
 from cascade.errors import InvalidRequest
 from cascade.params import Handling, SamplingParams, Speculation
 
-if TYPE_CHECKING:  # the one needs PyTorch, the other gRPC, and both start slowly
+if TYPE_CHECKING:  # one needs PyTorch, the other gRPC, and both start slowly
     from cascade.client import Client
+    from cascade.client.chat import TurnPiece
     from cascade.local import Cascade
 
 Message: TypeAlias = Mapping[str, Any]  # as in OpenAI's API
-Messages: TypeAlias = Sequence[Message]  # oldest first
 
 DEFAULT_ADDRESS = "127.0.0.1:9000"
-HELLO: Messages = ({"role": "user", "content": "Hello"},)
 
 
-class Said(NamedTuple):
-    """A piece of the assistant's turn, and with the last piece the turn as a message of the next request."""
+class Piece(NamedTuple):
+    """A piece of the assistant's turn; the last one has the whole turn as a message for the next request."""
 
     chunk: Chunk
     message: Message | None = None
 
 
-class Here:
-    """A cascade of this process; its model's chat template writes prompts as a server does."""
+class Local:
+    """Models in this process."""
 
     def __init__(self, cascade: "Cascade") -> None:
-        from deployments.gateway.chat.template import ChatTemplate
-
         self._cascade = cascade
-        self._template = ChatTemplate(cascade.tokenizer)
         self.names = cascade.names
         self.stream = cascade.stream
 
     def has_template(self) -> bool:
-        """Whether it can hold a conversation."""
         return self._cascade.tokenizer.backend.chat_template is not None
 
-    def encode(self, messages: Messages) -> list[int]:
+    def encode(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation; raises `InvalidRequest` if its template does not take it."""
-        return self._template.encode([dict(message) for message in messages])
+        from cascade.llm import chat_text
+
+        tokenizer = self._cascade.tokenizer
+        return tokenizer.encode_part(chat_text(tokenizer, messages))
 
     def stream_chat(
-        self, messages: Messages, params: SamplingParams, speculation: Speculation, handling: Handling
-    ) -> Generator[Said, None, None]:
+        self, messages: Sequence[Message], params: SamplingParams, speculation: Speculation, handling: Handling
+    ) -> Iterator[Piece]:
         """The assistant's turn after ``messages``; raises `InvalidRequest`."""
-        ids = self.encode(messages)
-        for chunk in self._cascade.stream(ids, params, speculation, handling):
-            yield Said(chunk, self._message(ids, chunk.completion.text) if chunk.completion is not None else None)
-
-    def _message(self, ids: Sequence[int], text: str) -> Message:
-        """What the assistant said, its thoughts apart if it has any."""
-        from deployments.gateway.chat.thoughts import TAIL, ThoughtSplitter, prompted
-
-        if not self._template.thinks:
-            return {"role": "assistant", "content": text}
-        within = prompted(self._cascade.tokenizer.backend.decode(ids[-TAIL:]))
-        thoughts, words = ThoughtSplitter(bool(within)).take(text, True) if within is not None else ("", text)
-        return {"role": "assistant", "content": words} | ({"reasoning_content": thoughts} if thoughts else {})
+        for chunk in self._cascade.stream(self.encode(messages), params, speculation, handling):
+            whole = chunk.completion
+            yield Piece(chunk, None if whole is None else {"role": "assistant", "content": whole.text})
 
 
 class Served:
-    """A server, through its gRPC door."""
+    """A server, asked over gRPC."""
 
     def __init__(self, client: "Client") -> None:
         self._client = client
@@ -76,51 +67,37 @@ class Served:
         self.stream = client.stream
 
     def has_template(self) -> bool:
-        """Whether it can hold a conversation: it is asked for a token of one, for servers do not tell."""
+        """Asks for one token of a conversation, because servers do not say."""
         try:
-            self._client.chat(HELLO, SamplingParams(max_tokens=1), Speculation("off"))
+            self._client.chat(user_turn("Hello"), SamplingParams(max_tokens=1), Speculation("off"))
         except InvalidRequest:
             return False
         return True
 
     def stream_chat(
-        self, messages: Messages, params: SamplingParams, speculation: Speculation, handling: Handling
-    ) -> Generator[Said, None, None]:
+        self, messages: Sequence[Message], params: SamplingParams, speculation: Speculation, handling: Handling
+    ) -> Iterator[Piece]:
         """The assistant's turn after ``messages``; raises `InvalidRequest`."""
         for piece in self._client.stream_chat(messages, params, speculation, handling):
-            yield Said(piece.chunk, piece.turn.message if piece.turn is not None else None)
+            yield Piece(piece.chunk, piece.turn.message if piece.turn is not None else None)
 
 
-Asked: TypeAlias = Here | Served
-
-
-def asking(text: str) -> Messages:
+def user_turn(text: str) -> Sequence[Message]:
+    """A conversation that the user begins with ``text``."""
     return ({"role": "user", "content": text},)
 
 
-def stream_for(asked: Asked) -> Callable[[str, SamplingParams, Speculation, Handling], Iterator[Chunk]]:
-    """How a prompt is sent: as a user's first turn to a model that can hold a conversation, else as it is."""
-    if not asked.has_template():
-        return asked.stream
-
-    def stream(prompt: str, params: SamplingParams, speculation: Speculation, handling: Handling) -> Iterator[Chunk]:
-        for said in asked.stream_chat(asking(prompt), params, speculation, handling):
-            yield said.chunk
-
-    return stream
-
-
 @contextmanager
-def connected(address: str | None, models: tuple[str, ...] = ()) -> Iterator[Asked]:
+def connected(address: str | None, models: tuple[str, ...] = ()) -> Iterator[Local | Served]:
     """The server at ``address``, or what `loaded` loads."""
     if address:
         from cascade.client import Client
 
         with Client(address) as client:
             yield Served(client)
-        return
-    with loaded(models) as cascade:
-        yield Here(cascade)
+    else:
+        with loaded(models) as cascade:
+            yield Local(cascade)
 
 
 def loaded(models: tuple[str, ...]) -> "Cascade":
@@ -131,3 +108,45 @@ def loaded(models: tuple[str, ...]) -> "Cascade":
 
     with console.status("Loading models"):
         return Cascade.from_pretrained(models) if models else Cascade.demo()
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """Who answers many at once. Prompts are a user's turns where the model has a chat template."""
+
+    stream: AsyncStream
+    names: tuple[str, ...]  # of tiers and drafters, bottom to top
+    model: str
+    chat: bool  # whether there is a template
+    device: str | None = None  # of the full tier; None if it is this machine's processor
+
+
+@asynccontextmanager
+async def asked(address: str | None, models: tuple[str, ...] = ()) -> AsyncIterator[Backend]:
+    """A server, or models in this process."""
+    if address is None:
+        with loaded(models) as cascade:
+            local = Local(cascade)
+            chat = local.has_template()
+
+            def ask_models(prompt: str, *how: Any) -> AsyncIterator[Chunk]:
+                return cascade.astream(local.encode(user_turn(prompt)) if chat else prompt, *how)
+
+            yield Backend(ask_models, cascade.names, Path(cascade.tokenizer.backend.name_or_path).name, chat)
+        return
+    from cascade.client import AsyncClient, Client
+
+    with Client(address) as client:
+        served = Served(client)
+        chat = served.has_template()
+    full = served.info.tiers[-1]
+    near = address.rpartition("/")[2].startswith(("127.0.0.1:", "localhost:", "[::1]:"))
+    async with AsyncClient(address) as loader:
+
+        async def ask_server(prompt: str, *how: Any) -> AsyncGenerator[Chunk, None]:
+            turn = loader.stream_chat(user_turn(prompt), *how)
+            async with aclosing(cast("AsyncGenerator[TurnPiece, None]", turn)) as pieces:
+                async for piece in pieces:
+                    yield piece.chunk
+
+        yield Backend(ask_server if chat else loader.stream, served.names, full.model, chat, None if near else full.device)

@@ -6,19 +6,17 @@ import click
 
 from cascade.cli.bench import bench
 from cascade.cli.chat import chat
-from cascade.cli.check import check
+from cascade.cli.config import check
 from cascade.cli.demo import demo
-from cascade.cli.distill import distill
-from cascade.cli.drafter import align, drafter, forget, rollback
 from cascade.cli.generate import generate
 from cascade.cli.serve import serve
-from cascade.cli.simulate import simulate
 from cascade.cli.top import top
+from cascade.cli.training import align, distill, drafter, forget, rollback
 from cascade.errors import CascadeError
 
 
 class Cli(click.Group):
-    """Shows the errors that users can mend as one sentence instead of a traceback."""
+    """Prints errors of this package as one sentence, without a traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -30,11 +28,11 @@ class Cli(click.Group):
 @click.group(cls=Cli, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="cascade-serve", prog_name="cascade")
 def main() -> None:
-    """Serve a large language model several times faster, without changing a token of what it says.
+    """Serve a large language model faster, without changing a token of what it says.
 
     \b
     cascade demo                        see it work: five questions, and a comparison
-    cascade serve                       the same models as a server for gRPC clients
+    cascade serve                       the same models as a server: HTTP, gRPC and a chat page
     cascade serve my.yaml               your own models
     cascade check my.yaml               what they will need, and whether they fit together
     cascade chat --address HOST:PORT    talk with the server
@@ -44,7 +42,7 @@ def main() -> None:
     """
 
 
-for command in (demo, serve, check, chat, generate, bench, top, simulate, distill, drafter, align, rollback, forget):
+for command in (demo, serve, check, chat, generate, bench, top, distill, drafter, align, rollback, forget):
     main.add_command(command)
 
 if __name__ == "__main__":

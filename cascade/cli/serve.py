@@ -1,11 +1,8 @@
 """`cascade serve`: a server on this machine, until Ctrl-C."""
 
 import os
-import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -30,7 +27,7 @@ KEYS = "CASCADE_API_KEYS"  # of a router's environment: NAME=KEY
 @click.option("--api-key", metavar="KEY", help="That clients must send, 8 characters or more. Anybody may ask unless given.")
 @click.option("--name", default="cascade", show_default=True, help="Of the application, on a Ray cluster that is joined.")
 def serve(host: str | None, port: int | None, grpc_port: int | None, api_key: str | None, name: str, **models: Any) -> None:
-    """Serve MODEL, a path or hub id, until Ctrl-C, with smaller models of its family ahead of it.
+    """Serve MODEL, a path or hub id, until Ctrl-C; smaller models of its family draft for it.
 
     MODEL may also be a YAML file, which says everything (docs/reference/configuration.md). Without one the demonstration
     family is served.
@@ -40,20 +37,15 @@ def serve(host: str | None, port: int | None, grpc_port: int | None, api_key: st
     """
     config = configured(**models)
     if api_key is not None:
-        _set_key(api_key)
+        if os.environ.get("RAY_ADDRESS", "local") not in ("", "local"):  # its routers would not ask for the key
+            raise ConfigError(f"--api-key is for this machine: set {KEYS} where the routers of the cluster run")
+        os.environ[KEYS] = f"cli={api_key}"
     with started(config, host=host, port=port, grpc_port=grpc_port, name=name) as server:
         console.print(f"[bold green]Serving[/] {', '.join(server.tiers)} on [bold]{server.address}[/]. Ctrl-C stops.")
         console.print(f"HTTP, and a page to look at: [bold]{server.url}[/]\n")
         said = usage(server.address, server.url, server.model, keyed=KEYS in os.environ)
         console.print(said, markup=False, soft_wrap=True)  # to be copied
         server.wait()
-
-
-def _set_key(key: str) -> None:
-    """Have the routers of this machine ask for ``key``; raises `ConfigError` for those of a cluster, which would not."""
-    if os.environ.get("RAY_ADDRESS", "local") not in ("", "local"):
-        raise ConfigError(f"--api-key is for this machine: set {KEYS} where the routers of the cluster run")
-    os.environ[KEYS] = f"cli={key}"
 
 
 @contextmanager
@@ -71,23 +63,11 @@ def started(config: "CascadeConfig", **options: Any) -> Iterator["Server"]:
 
 
 def usage(address: str, url: str, model: str, *, keyed: bool = False) -> str:
-    """How to call a server at ``address`` and ``url``, with the key in ``CASCADE_API_KEY`` if it is ``keyed``."""
-    place = address.rpartition("/")[2]  # without grpcs://
-    plain = "-plaintext " if place == address else ""
-    program = sys.argv[0] if Path(sys.argv[0]).name == "cascade" and shutil.which("cascade") is None else "cascade"
+    """Commands that call a server at ``address`` and ``url``, with the key in ``CASCADE_API_KEY`` if it is ``keyed``."""
     key = '-H "Authorization: Bearer $CASCADE_API_KEY" ' if keyed else ""
-    first = "\n  export CASCADE_API_KEY=..." if keyed else ""
-    return f"""From a shell:{first}
-  {program} generate --address {address} "def fibonacci(n):"
+    first = "  export CASCADE_API_KEY=...\n" if keyed else ""
+    return f"""{first}  cascade chat --address {address}
+  cascade top --url {url}
   curl {url}/v1/completions {key}-H 'Content-Type: application/json' \\
       -d '{{"model": "{model}", "prompt": "def fibonacci(n):", "max_tokens": 64, "temperature": 0}}'
-  grpcurl {plain}{key}-d '{{"prompt": "def fibonacci(n):", "sampling": {{"max_tokens": 64}}}}' \\
-      {place} cascade.v1.Cascade/Generate
-
-From Python:
-  from cascade import Client, SamplingParams
-
-  with Client("{address}") as client:
-      for chunk in client.stream("def fibonacci(n):", SamplingParams(max_tokens=64, temperature=0)):
-          print(chunk.text, end="", flush=True)
 """

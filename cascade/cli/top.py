@@ -11,6 +11,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from cascade.bench.scrape import Scrape, scrape
+from cascade.cli.connection import DEFAULT_ADDRESS
 from cascade.cli.screen import console, level_style
 from cascade.errors import CascadeError
 
@@ -30,7 +31,7 @@ class Frame:
 
 
 @click.command()
-@click.option("--address", default="127.0.0.1:9000", show_default=True, help="Of the server's gRPC door.")
+@click.option("--address", default=DEFAULT_ADDRESS, show_default=True, help="Of the server's gRPC door.")
 @click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="Of its HTTP door, for the counters.")
 @click.option("--every", type=click.FloatRange(0.1, 60), default=1.0, show_default=True, help="Seconds between two looks.")
 @click.option("--once", is_flag=True, help="Print one frame, with totals since the start instead of rates, and end.")
@@ -138,14 +139,16 @@ def _edges(now: Scrape, earlier: Scrape | None, seconds: float | None) -> Table:
     name = Column("drafter → verifier", no_wrap=True)
     table = Table(name, *rates, "acceptance", title="Edges")
     change = now.since(earlier)
-    for drafter, verifier in now.edges:
-        counts = [change.of_edge(name, drafter, verifier) for name in ("passes_total", "proposed_tokens_total")]
-        accepted = change.of_edge("accepted_tokens_total", drafter, verifier)
-        table.add_row(
-            f"{'(alone)' if drafter == 'none' else drafter} → {verifier}",
-            *(_rate(count, seconds) for count in (*counts, accepted)),
-            f"{accepted / counts[1]:.0%}" if counts[1] else "-",
-        )
+    for series, labels in change.samples:
+        if series == "passes_total":
+            names = ("passes_total", "proposed_tokens_total", "accepted_tokens_total")
+            passes, proposed, accepted = (change.samples.get((name, labels), 0.0) for name in names)
+            edge = dict(labels)
+            table.add_row(
+                f"{'(alone)' if edge['drafter'] == 'none' else edge['drafter']} → {edge['verifier']}",
+                *(_rate(count, seconds) for count in (passes, proposed, accepted)),
+                f"{accepted / proposed:.0%}" if proposed else "-",
+            )
     return table
 
 

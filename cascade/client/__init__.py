@@ -2,6 +2,6 @@
 
 from cascade.client.chat import ChatOptions, ToolCall, Turn, TurnPiece
 from cascade.client.client import AsyncClient, Client
-from cascade.client.responses import ServerInfo
+from cascade.client.server_info import ServerInfo
 
 __all__ = ["AsyncClient", "ChatOptions", "Client", "ServerInfo", "ToolCall", "Turn", "TurnPiece"]

@@ -2,23 +2,21 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, TypedDict
 
 from cascade.answer import Chunk, Completion
-from cascade.client.responses import Builder, build_completion
-from cascade.client.wire import encode_sampling, encode_speculation
+from cascade.client.exchange import Exchange, encode_options, optional, read_completion
 from cascade.errors import InvalidRequest
 from cascade.params import Handling, SamplingParams, Speculation
 from cascade.v1 import serving_pb2 as pb
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]  # as in OpenAI's API, oldest first
 TurnReason = Literal["stop", "length", "tool_calls"]
-CONVERTED = ("tools", "tool_choice", "chat_template_kwargs")  # options that have another form in the protocol
 
 
 class ChatOptions(TypedDict, total=False):
-    """How the assistant continues a conversation; names as in OpenAI's API and vLLM, see docs/reference/http.md."""
+    """How the assistant continues a conversation; names are those of OpenAI's API and vLLM, see docs/reference/http.md."""
 
     tools: Sequence[Mapping[str, Any]] | None
     tool_choice: str | Mapping[str, Any] | None
@@ -28,6 +26,10 @@ class ChatOptions(TypedDict, total=False):
     continue_final_message: bool | None
     include_reasoning: bool | None
     separate_reasoning: bool | None
+
+
+CONVERTED = ("tools", "tool_choice", "chat_template_kwargs")  # options that have another form in the protocol
+UNCONVERTED = tuple(name for name in ChatOptions.__annotations__ if name not in CONVERTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +78,23 @@ class TurnPiece:
     reasoning_content: str = ""
 
 
-class TurnBuilder(Builder[TurnPiece]):
-    """Makes pieces of the responses of a stream; the last piece brings the turn."""
+class ChatExchange(Exchange[Turn, TurnPiece]):
+    """A conversation to go on with; its request is that of `encode_chat`."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    unary, streaming = "CompleteChat", "Chat"
+
+    def __init__(self, request: pb.ChatRequest) -> None:
+        super().__init__(request)
         self._content: list[str] = []
         self._thoughts: list[str] = []
         self._calls: dict[int, ToolCall] = {}
+
+    def read(self, response: pb.CompleteChatResponse) -> Turn:
+        message = response.message
+        text = response.text if response.HasField("text") else message.content
+        completion = read_completion(text, response.tokens, response.finish, response.prompt)
+        thoughts = optional(message, "reasoning_content")
+        return _turn(optional(message, "content"), _tool_calls(message.tool_calls), thoughts, completion, response.finish)
 
     def add(self, response: pb.ChatResponse) -> TurnPiece:
         chunk = self._chunk(response, response.text if response.HasField("text") else response.content)
@@ -94,25 +105,12 @@ class TurnBuilder(Builder[TurnPiece]):
             begun = self._calls.get(call.index)
             joined = call if begun is None else replace(begun, arguments=begun.arguments + call.arguments)
             self._calls[call.index] = joined
-        turn = None if chunk.completion is None else self._turn(chunk.completion, response.finish)
+        turn = None
+        if chunk.completion is not None:
+            every_call = tuple(self._calls.values())
+            content = "".join(self._content) or (None if every_call else "")
+            turn = _turn(content, every_call, "".join(self._thoughts) or None, chunk.completion, response.finish)
         return TurnPiece(response.content, calls, chunk, turn, response.reasoning_content)
-
-    def _turn(self, completion: Completion, finish: pb.Finish) -> Turn:
-        calls = tuple(self._calls.values())
-        content = "".join(self._content) or (None if calls else "")
-        thoughts = "".join(self._thoughts) or None
-        return Turn(content, calls, _turn_reason(finish), completion, thoughts, _reasoning_tokens(finish))
-
-
-def read_turn(response: pb.CompleteChatResponse) -> Turn:
-    """The turn that a response brings whole."""
-    message = response.message
-    content = message.content if message.HasField("content") else None
-    text = response.text if response.HasField("text") else message.content
-    completion = build_completion(text, response.tokens, response.finish, response.prompt)
-    thoughts = message.reasoning_content if message.HasField("reasoning_content") else None
-    num_tokens = _reasoning_tokens(response.finish)
-    return Turn(content, _tool_calls(message.tool_calls), _turn_reason(response.finish), completion, thoughts, num_tokens)
 
 
 def encode_chat(
@@ -122,7 +120,7 @@ def encode_chat(
     handling: Handling | None,
     options: ChatOptions,
 ) -> pb.ChatRequest:
-    """The request on the wire; raises `InvalidRequest` for what the protocol cannot say."""
+    """The request on the wire; raises `InvalidRequest` for what the protocol cannot carry."""
     given = _without_empty(options)
     choice, values = given.get("tool_choice"), given.get("chat_template_kwargs")
     try:
@@ -130,15 +128,13 @@ def encode_chat(
             raise TypeError("messages are a list, such as [{'role': 'user', 'content': 'Hello'}]")
         return pb.ChatRequest(
             messages=map(_message, messages),
-            sampling=None if params is None else encode_sampling(params),
-            speculation=encode_speculation(speculation or Speculation()),
             tools=map(_tool, given.get("tools", ())),
             tool_choice=None if choice is None else _tool_choice(choice),
             chat_template_kwargs=None if values is None else json.dumps(values, ensure_ascii=False),
-            **asdict(handling or Handling()),
+            **encode_options(params, speculation, handling),
             **{name: value for name, value in given.items() if name not in CONVERTED},
         )
-    except (ValueError, TypeError, UnicodeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise InvalidRequest(f"The request cannot be sent: {error}") from None
 
 
@@ -168,12 +164,12 @@ def _tool_choice(choice: str | Mapping[str, Any]) -> pb.ToolChoice:
 
 
 def _without_empty(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Drops fields that are null or an empty list: OpenAI's clients dump a message with all fields that it could have."""
+    """Fields that are neither null nor an empty list: OpenAI's clients dump a message with all fields that it could have."""
     return {name: value for name, value in fields.items() if value is not None and value != []}
 
 
 def _without_type(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Drops the type of a tool or a call, which the protocol leaves out; raises ``ValueError`` if it is no function."""
+    """A tool or a call without its type, which the protocol leaves out; raises ``ValueError`` if it is not a function."""
     given = _without_empty(fields)
     kind = given.pop("type", "function")
     if kind != "function":
@@ -185,9 +181,8 @@ def _tool_calls(calls: Iterable[pb.ToolCall]) -> tuple[ToolCall, ...]:
     return tuple(ToolCall(call.index, call.id, call.function.name, call.function.arguments) for call in calls)
 
 
-def _turn_reason(finish: pb.Finish) -> TurnReason:
-    return "tool_calls" if finish.reason == "tool_calls" else "length" if finish.reason == "length" else "stop"
-
-
-def _reasoning_tokens(finish: pb.Finish) -> int | None:
-    return finish.reasoning_tokens if finish.HasField("reasoning_tokens") else None
+def _turn(
+    content: str | None, calls: tuple[ToolCall, ...], thoughts: str | None, completion: Completion, finish: pb.Finish
+) -> Turn:
+    reason: TurnReason = "tool_calls" if finish.reason == "tool_calls" else completion.finish_reason
+    return Turn(content, calls, reason, completion, thoughts, optional(finish, "reasoning_tokens"))

@@ -2,31 +2,102 @@
 
 >>> with Client("127.0.0.1:9000") as client:
 ...     print(client.generate("def fibonacci(n):", SamplingParams(max_tokens=32, temperature=0)).text)
-
-What the two clients share is in `cascade.client.connection` and `cascade.client.exchange`; here one waits, the other awaits.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from types import TracebackType
-from typing import Any, ClassVar, Self, Unpack
+from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar, Unpack
 
 import grpc
 
 from cascade.answer import Chunk, Completion
-from cascade.client.chat import ChatOptions, Messages, Turn, TurnPiece
+from cascade.client.chat import ChatExchange, ChatOptions, Messages, Turn, TurnPiece, encode_chat
 from cascade.client.connection import Connection
-from cascade.client.exchange import Exchange, Prompt, Whole, chat_exchange, text_exchange
-from cascade.client.responses import Piece, ServerInfo, read_server_info
+from cascade.client.exchange import Exchange, Piece, Prompt, TextExchange, encode_request
+from cascade.client.server_info import ServerInfo, read_server_info
 from cascade.errors import Unavailable
 from cascade.params import Handling, SamplingParams, Speculation
 from cascade.v1 import serving_pb2 as pb
 
 DESCRIBE_TIMEOUT_S = 30.0
 
+T = TypeVar("T")
+Later: TypeAlias = Coroutine[Any, Any, T]
+# what calls return: `Client` the values, `AsyncClient` awaitables and asynchronous iterators of them
+Text = TypeVar("Text")
+Texts = TypeVar("Texts")
+Said = TypeVar("Said")
+SaidPieces = TypeVar("SaidPieces")
+Info = TypeVar("Info")
 
-class Client(Connection):
+
+class Calls(Connection, ABC, Generic[Text, Texts, Said, SaidPieces, Info]):
+    """What both clients offer."""
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        speculation: Speculation | None = None,
+        handling: Handling | None = None,
+    ) -> Text:
+        """The whole text after ``prompt``, a string or token ids."""
+        return self._whole(TextExchange(encode_request(prompt, params, speculation, handling)))
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        speculation: Speculation | None = None,
+        handling: Handling | None = None,
+    ) -> Texts:
+        """The text piece by piece; closing the iterator ends the request on the server."""
+        return self._pieces(TextExchange(encode_request(prompt, params, speculation, handling)))
+
+    def chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        speculation: Speculation | None = None,
+        handling: Handling | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> Said:
+        """The assistant's whole next turn after ``messages``, which are as OpenAI's clients have them.
+
+        Without ``params`` it may be as long as the context has room for.
+        """
+        return self._whole(ChatExchange(encode_chat(messages, params, speculation, handling, options)))
+
+    def stream_chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        speculation: Speculation | None = None,
+        handling: Handling | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> SaidPieces:
+        """The assistant's next turn piece by piece; closing the iterator ends the request on the server."""
+        return self._pieces(ChatExchange(encode_chat(messages, params, speculation, handling, options)))
+
+    def describe(self) -> Info:
+        """What is served."""
+        return self._ask("Describe", pb.DescribeRequest(), read_server_info, DESCRIBE_TIMEOUT_S)
+
+    def _whole(self, exchange: Exchange[Any, Any]) -> Any:
+        return self._ask(exchange.unary, exchange.request, exchange.read)
+
+    @abstractmethod
+    def _ask(self, rpc: str, request: Any, read: Callable[[Any], Any], timeout_s: float | None = None) -> Any:
+        """What ``read`` makes of the response."""
+
+    @abstractmethod
+    def _pieces(self, exchange: Exchange[Any, Any]) -> Any: ...
+
+
+class Client(Calls[Completion, Iterator[Chunk], Turn, Iterator[TurnPiece], ServerInfo]):
     """Talks to the server at ``address``, or in turn to those at several; ``application`` names the Serve application if
     there are several.
 
@@ -41,59 +112,10 @@ class Client(Connection):
 
     _channels: ClassVar[Any] = grpc
 
-    def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        speculation: Speculation | None = None,
-        handling: Handling | None = None,
-    ) -> Completion:
-        """The whole text after ``prompt``, a string or token ids."""
-        return self._whole(text_exchange(prompt, params, speculation, handling))
-
-    def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        speculation: Speculation | None = None,
-        handling: Handling | None = None,
-    ) -> Iterator[Chunk]:
-        """The text piece by piece; closing the iterator ends the request on the server."""
-        return self._pieces(text_exchange(prompt, params, speculation, handling))
-
-    def chat(
-        self,
-        messages: Messages,
-        params: SamplingParams | None = None,
-        speculation: Speculation | None = None,
-        handling: Handling | None = None,
-        **options: Unpack[ChatOptions],
-    ) -> Turn:
-        """The assistant's whole next turn after ``messages``, which are as OpenAI's clients have them.
-
-        Without ``params`` it may be as long as the context has room for.
-        """
-        return self._whole(chat_exchange(messages, params, speculation, handling, options))
-
-    def stream_chat(
-        self,
-        messages: Messages,
-        params: SamplingParams | None = None,
-        speculation: Speculation | None = None,
-        handling: Handling | None = None,
-        **options: Unpack[ChatOptions],
-    ) -> Iterator[TurnPiece]:
-        """The assistant's next turn piece by piece; closing the iterator ends the request on the server."""
-        return self._pieces(chat_exchange(messages, params, speculation, handling, options))
-
-    def describe(self) -> ServerInfo:
-        """What is served."""
-        return read_server_info(self._ask("Describe", pb.DescribeRequest(), DESCRIBE_TIMEOUT_S))
-
     def close(self) -> None:
         self._closed = True
-        for door in self._doors:
-            door.channel.close()
+        for server in self._servers:
+            server.channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -101,99 +123,47 @@ class Client(Connection):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _whole(self, exchange: Exchange[Whole, Any]) -> Whole:
-        return exchange.read(self._ask(exchange.unary, exchange.encode()))
-
-    def _ask(self, rpc: str, request: Any, timeout_s: float | None = None) -> Any:
+    def _ask(self, rpc: str, request: Any, read: Callable[[Any], T], timeout_s: float | None = None) -> T:
         attempts = self._attempts(timeout_s)
         while True:
-            door = self._door()
+            server = self._next_server()
             try:
-                response = self._begin(door, rpc, request, attempts)
-                self._heard(door, attempts)
-                return response
+                response = self._call(server, rpc, request, attempts)
+                self._received(server, attempts)
+                return read(response)
             except grpc.RpcError as error:
-                pause_s = self._failed(error, door, attempts)
+                pause_s = self._failed(error, server, attempts)
             time.sleep(pause_s)
 
     def _pieces(self, exchange: Exchange[Any, Piece]) -> Iterator[Piece]:
-        builder, request, attempts = exchange.builder(), exchange.encode(), self._attempts()
+        attempts = self._attempts()
         while True:
-            door = self._door()
-            call = self._begin(door, exchange.streaming, request, attempts)
+            server = self._next_server()
+            call = self._call(server, exchange.streaming, exchange.request, attempts)
             try:
                 for response in call:
-                    self._heard(door, attempts)
-                    yield builder.add(response)
-                builder.check()
+                    self._received(server, attempts)
+                    yield exchange.add(response)
+                exchange.check()
                 return
             except (grpc.RpcError, Unavailable) as error:
-                if builder.complete:
+                if exchange.complete:
                     return
-                pause_s = self._failed(error, door, attempts, again=builder.resume(request))
+                pause_s = self._failed(error, server, attempts, again=exchange.resume())
             finally:
                 call.cancel()
             time.sleep(pause_s)
 
 
-class AsyncClient(Connection):
+class AsyncClient(Calls[Later[Completion], AsyncIterator[Chunk], Later[Turn], AsyncIterator[TurnPiece], Later[ServerInfo]]):
     """`Client` for an event loop."""
 
     _channels: ClassVar[Any] = grpc.aio
 
-    async def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        speculation: Speculation | None = None,
-        handling: Handling | None = None,
-    ) -> Completion:
-        """The whole text after ``prompt``, a string or token ids."""
-        return await self._whole(text_exchange(prompt, params, speculation, handling))
-
-    def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        speculation: Speculation | None = None,
-        handling: Handling | None = None,
-    ) -> AsyncIterator[Chunk]:
-        """The text piece by piece; closing the iterator ends the request on the server."""
-        return self._pieces(text_exchange(prompt, params, speculation, handling))
-
-    async def chat(
-        self,
-        messages: Messages,
-        params: SamplingParams | None = None,
-        speculation: Speculation | None = None,
-        handling: Handling | None = None,
-        **options: Unpack[ChatOptions],
-    ) -> Turn:
-        """The assistant's whole next turn after ``messages``, which are as OpenAI's clients have them.
-
-        Without ``params`` it may be as long as the context has room for.
-        """
-        return await self._whole(chat_exchange(messages, params, speculation, handling, options))
-
-    def stream_chat(
-        self,
-        messages: Messages,
-        params: SamplingParams | None = None,
-        speculation: Speculation | None = None,
-        handling: Handling | None = None,
-        **options: Unpack[ChatOptions],
-    ) -> AsyncIterator[TurnPiece]:
-        """The assistant's next turn piece by piece; closing the iterator ends the request on the server."""
-        return self._pieces(chat_exchange(messages, params, speculation, handling, options))
-
-    async def describe(self) -> ServerInfo:
-        """What is served."""
-        return read_server_info(await self._ask("Describe", pb.DescribeRequest(), DESCRIBE_TIMEOUT_S))
-
     async def close(self) -> None:
         self._closed = True
-        for door in self._doors:
-            await door.channel.close(None)
+        for server in self._servers:
+            await server.channel.close(None)
 
     async def __aenter__(self) -> Self:
         return self
@@ -203,36 +173,33 @@ class AsyncClient(Connection):
     ) -> None:
         await self.close()
 
-    async def _whole(self, exchange: Exchange[Whole, Any]) -> Whole:
-        return exchange.read(await self._ask(exchange.unary, exchange.encode()))
-
-    async def _ask(self, rpc: str, request: Any, timeout_s: float | None = None) -> Any:
+    async def _ask(self, rpc: str, request: Any, read: Callable[[Any], T], timeout_s: float | None = None) -> T:
         attempts = self._attempts(timeout_s)
         while True:
-            door = self._door()
+            server = self._next_server()
             try:
-                response = await self._begin(door, rpc, request, attempts)
-                self._heard(door, attempts)
-                return response
+                response = await self._call(server, rpc, request, attempts)
+                self._received(server, attempts)
+                return read(response)
             except grpc.RpcError as error:
-                pause_s = self._failed(error, door, attempts)
+                pause_s = self._failed(error, server, attempts)
             await asyncio.sleep(pause_s)
 
     async def _pieces(self, exchange: Exchange[Any, Piece]) -> AsyncIterator[Piece]:
-        builder, request, attempts = exchange.builder(), exchange.encode(), self._attempts()
+        attempts = self._attempts()
         while True:
-            door = self._door()
-            call = self._begin(door, exchange.streaming, request, attempts)
+            server = self._next_server()
+            call = self._call(server, exchange.streaming, exchange.request, attempts)
             try:
                 async for response in call:
-                    self._heard(door, attempts)
-                    yield builder.add(response)
-                builder.check()
+                    self._received(server, attempts)
+                    yield exchange.add(response)
+                exchange.check()
                 return
             except (grpc.RpcError, Unavailable) as error:
-                if builder.complete:
+                if exchange.complete:
                     return
-                pause_s = self._failed(error, door, attempts, again=builder.resume(request))
+                pause_s = self._failed(error, server, attempts, again=exchange.resume())
             finally:
                 call.cancel()
             await asyncio.sleep(pause_s)

@@ -1,63 +1,122 @@
-"""Where a client's requests go: addresses, what every call carries, and the library's errors in place of gRPC's."""
+"""A client's channels to servers: addresses, what calls carry, when they are made again, the library's errors for gRPC's."""
 
 import ipaddress
 import json
 import os
+import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import grpc
 
-from cascade.client.retries import Attempts, Unreached
-from cascade.errors import KINDS, CascadeError, ConfigError, Overloaded, Unavailable
+from cascade.errors import KINDS, CascadeError, ConfigError, DeadlineExceeded, Overloaded, Unavailable
 from cascade.v1 import serving_pb2_grpc
 
 SECURE = "grpcs://"  # before the address of a server that speaks TLS
 OTHER_SCHEMES = ("http://", "https://", "grpc://")
-API_KEY = "CASCADE_API_KEY"  # environment variable
+API_KEY = "CASCADE_API_KEY"  # environment variable of the key
 RETRY_AFTER = "retry-after"  # gRPC trailing metadata and HTTP header, seconds
 NEAR_DOMAINS = (".localhost", ".local", ".internal")
-DIRECT = ("grpc.enable_http_proxy", 0)  # else gRPC takes what http_proxy and https_proxy name
-# how gRPC's sentences begin
+DIRECT = ("grpc.enable_http_proxy", 0)  # else gRPC uses the proxies that http_proxy and https_proxy name
+# beginnings of gRPC's sentences where nobody answers
 UNREACHED = ("connections to all backends failing", "failed to connect", "errors resolving", "DNS resolution failed")
-# What reaches a server in the moment in which it closes is cancelled by gRPC before anybody has seen it.
+# A call that reaches a server while it closes is cancelled by gRPC before the server has seen it.
 RETRIES = {"maxAttempts": 3, "initialBackoff": "0.05s", "maxBackoff": "1s", "backoffMultiplier": 4}
 SERVICE = {
     "methodConfig": [{"name": [{}], "retryPolicy": {**RETRIES, "retryableStatusCodes": ["CANCELLED"]}}],
-    "loadBalancingConfig": [{"round_robin": {}}],  # over all hosts that a name stands for
+    "loadBalancingConfig": [{"round_robin": {}}],  # over all hosts of a name
 }
 PATIENCE_S = 30.0
-SHUT_S = 5.0  # for which a server that failed is asked only if there is no other
+FIRST_PAUSE_S = 0.05  # doubled with every failure, and cut by up to a half: clients of a dead server do not come all at once
+MOST_PAUSE_S = 2.0
+AVOID_S = 5.0  # time for which a server that failed is asked only if there is no other
 CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", -1),  # log-probabilities of a long text are more than gRPC's 4 MiB
-    # A call to a host that has vanished ends within seven minutes, not never. Servers break off connections that ping more
-    # often than every five minutes while nothing is sent (gRPC's default, which Ray Serve's proxies keep).
+    ("grpc.max_receive_message_length", -1),  # log-probabilities of a long text exceed gRPC's 4 MiB
+    # A call to a host that has vanished ends within seven minutes. Servers break off connections that ping more often than
+    # every five minutes while nothing is sent (gRPC's default, which Ray Serve's proxies keep).
     ("grpc.keepalive_time_ms", 360_000),
     ("grpc.http2.ping_timeout_ms", 20_000),
     ("grpc.http2.max_pings_without_data", 0),  # no limit: an answer may be waited for longer than two pings
     ("grpc.service_config", json.dumps(SERVICE)),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    ("grpc.min_reconnect_backoff_ms", 5_000),  # how long a connection may take to come about: gRPC's own 20 s at a dead host
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # until a connection is given up; gRPC's default is 20 s
 )
 
-ERRORS = {kind.grpc: kind for kind in KINDS if "grpc" in vars(kind)} | {"CANCELLED": Unavailable}  # by a server that closes
+# the library's errors by gRPC's statuses; a server that closes cancels its calls
+ERRORS = {kind.grpc: kind for kind in KINDS if "grpc" in vars(kind)} | {"CANCELLED": Unavailable}
+
+
+class Unreached(Unavailable):
+    """Nobody answers at the address."""
 
 
 @dataclass(slots=True)
-class Door:
-    """A way to servers: one address, or one name for several."""
+class Attempts:
+    """The calls by which one request is made, within its deadline and its client's patience.
+
+    ``patience_s``: seconds that may pass without a message from any server. ``unproven``: no server has ever answered this
+    client, so its addresses may be wrong: each of ``num_servers`` is asked once.
+    """
+
+    patience_s: float
+    timeout_s: float | None
+    num_servers: int = 1
+    unproven: bool = False
+    _start: float = field(default_factory=time.monotonic)
+    _last: float = field(default_factory=time.monotonic)  # when the last message came
+    _num_failed: int = 0  # calls
+    _num_in_vain: int = 0  # of them, since the last message
+    _reason: CascadeError | None = None  # why the first of these failed
+
+    @property
+    def left_s(self) -> float | None:
+        """Until the request's deadline, if it has one."""
+        return None if self.timeout_s is None else max(0.0, self._start + self.timeout_s - time.monotonic())
+
+    def received(self) -> None:
+        """A message has come."""
+        self._last, self._num_in_vain, self.unproven, self._reason = time.monotonic(), 0, False, None
+
+    def failed(self, error: CascadeError) -> float:
+        """The pause in seconds before the request is sent again; raises ``error`` if that is of no use, or comes too late.
+
+        Where the deadline ends a call after others have failed, the error of the first of them is raised.
+        """
+        self._num_failed += 1
+        self._num_in_vain += 1
+        self._reason = self._reason or error
+        self.unproven &= isinstance(error, Unreached)  # a server that ends a call, or cannot take it, was there
+        pause_s: float = random.uniform(0.5, 1.0) * min(MOST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self._num_in_vain - 1))
+        if isinstance(error, Overloaded):
+            pause_s += error.retry_after_s
+        left_s = self.left_s
+        in_time = time.monotonic() + pause_s <= self._last + self.patience_s and (left_s is None or pause_s <= left_s)
+        if not (self._may_succeed(error) and in_time):
+            raise (self._reason if isinstance(error, DeadlineExceeded) else error) from None
+        return pause_s
+
+    def _may_succeed(self, error: CascadeError) -> bool:
+        """Whether another call may go better. Only a request that lost its server waits for one that is full."""
+        if isinstance(error, Unreached) and self.unproven:
+            return self._num_failed < self.num_servers
+        return isinstance(error, Unavailable) or (isinstance(error, Overloaded) and self._num_failed > 1)
+
+
+@dataclass(slots=True)
+class Server:
+    """An address, which may be a name for several hosts."""
 
     channel: Any
     stub: Any
-    shut_until: float = 0.0  # of `time.monotonic`; a call failed there
+    avoided_until: float = 0.0  # of `time.monotonic`; a call failed there
 
 
 class Connection:
-    """What both clients hold: channels to servers, and the metadata, the deadline and the patience of its calls."""
+    """What both clients hold: servers, and the metadata, the deadline and the patience of calls."""
 
     _channels: ClassVar[Any]  # makes channels: `grpc`, or `grpc.aio`
 
@@ -77,12 +136,12 @@ class Connection:
         self._metadata = _metadata(application, os.environ.get(API_KEY) if api_key is None else api_key)
         self._timeout = timeout
         self._patience_s = patience_s
-        self._doors = [self._open(one, authority) for one in addresses]
+        self._servers = [self._open(address, authority) for address in addresses]
         self._num_calls = 0
         self._answered = False  # by any server, ever
         self._closed = False
 
-    def _open(self, address: str, authority: str | None) -> Door:
+    def _open(self, address: str, authority: str | None) -> Server:
         target, credentials = _target(address, authority)
         direct = is_near(target) and not os.environ.get("grpc_proxy")  # noqa: SIM112  # gRPC's own name, meant for it
         options = (*CHANNEL_OPTIONS, DIRECT) if direct else CHANNEL_OPTIONS
@@ -90,34 +149,34 @@ class Connection:
             channel = self._channels.insecure_channel(target, options)
         else:
             channel = self._channels.secure_channel(target, credentials, options)
-        return Door(channel, serving_pb2_grpc.CascadeStub(channel))
+        return Server(channel, serving_pb2_grpc.CascadeStub(channel))
 
     def _attempts(self, timeout_s: float | None = None) -> Attempts:
         """For one request, with the connection's deadline unless another is given."""
-        return Attempts(self._patience_s, timeout_s or self._timeout, len(self._doors), not self._answered)
+        return Attempts(self._patience_s, timeout_s or self._timeout, len(self._servers), not self._answered)
 
-    def _door(self) -> Door:
-        """The next one in turn, and one that is shut only if all are: the one that was shut first."""
+    def _next_server(self) -> Server:
+        """The next one in turn; if all are avoided, the one that was first."""
         self._num_calls += 1
-        first = self._num_calls % len(self._doors)
-        now, doors = time.monotonic(), (*self._doors[first:], *self._doors[:first])
-        return min(doors, key=lambda door: max(0.0, door.shut_until - now))
+        first = self._num_calls % len(self._servers)
+        now, servers = time.monotonic(), (*self._servers[first:], *self._servers[:first])
+        return min(servers, key=lambda server: max(0.0, server.avoided_until - now))
 
-    def _begin(self, door: Door, rpc: str, request: Any, attempts: Attempts) -> Any:
-        """Call ``rpc`` there, with the connection's metadata."""
-        return getattr(door.stub, rpc)(request, timeout=attempts.left_s, metadata=self._metadata)
+    def _call(self, server: Server, rpc: str, request: Any, attempts: Attempts) -> Any:
+        return getattr(server.stub, rpc)(request, timeout=attempts.left_s, metadata=self._metadata)
 
-    def _heard(self, door: Door, attempts: Attempts) -> None:
-        self._answered, door.shut_until = True, 0.0
-        attempts.heard()
+    def _received(self, server: Server, attempts: Attempts) -> None:
+        """A message of the answer has come."""
+        self._answered, server.avoided_until = True, 0.0
+        attempts.received()
 
-    def _failed(self, error: grpc.RpcError | Unavailable, door: Door, attempts: Attempts, again: bool = True) -> float:
+    def _failed(self, error: grpc.RpcError | Unavailable, server: Server, attempts: Attempts, again: bool = True) -> float:
         """The pause before the request is sent again; raises the library's error where that is of no use, or cannot be."""
         if self._closed and isinstance(error, grpc.RpcError):
             raise error
         cause = _error_of(error) if isinstance(error, grpc.RpcError) else error
         if isinstance(cause, Unavailable):
-            door.shut_until = time.monotonic() + SHUT_S
+            server.avoided_until = time.monotonic() + AVOID_S
         if not again:
             raise cause from None
         return attempts.failed(cause)
@@ -153,7 +212,7 @@ def _target(address: str, authority: str | None) -> tuple[str, grpc.ChannelCrede
 
 
 def is_near(target: str) -> bool:
-    """Whether a HOST:PORT is of this machine or its network, which no proxy for the web should stand before."""
+    """Whether a HOST:PORT is on this machine or its network, which is reached without a proxy for the web."""
     place = target.rpartition("/")[2]
     host = (place if place.endswith("]") or ":" not in place else place.rpartition(":")[0]).strip("[]")
     try:

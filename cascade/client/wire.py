@@ -1,23 +1,79 @@
-"""Sampling parameters, guesses and what became of them to and from the protocol, for clients, routers and links alike."""
+"""The library's values to and from the protocols, for clients, routers and links alike.
 
-from collections.abc import Sequence
-from dataclasses import fields
+A parameter that has one name and type in `cascade.params` and in the protocol needs nothing here.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, fields
 from typing import Any
 
+from google.protobuf.message import Message as ProtoMessage
+
 from cascade.messages import MAX_POSITIONS, MAX_RANKS, Edge, Lane
-from cascade.params import SamplingParams, Speculation, Structured
+from cascade.params import Handling, SamplingParams, Speculation, Structured
 from cascade.v1 import link_pb2
 from cascade.v1 import serving_pb2 as pb
 
-CONVERTED = ("stop", "stop_token_ids", "logit_bias", "structured")  # fields of `SamplingParams` of another type in the protocol
-SAME_FIELDS = tuple(field.name for field in fields(SamplingParams) if field.name not in CONVERTED)
-EDGE_COUNTS = {  # fields of `Edge` and `pb.Edge` that are lists, each with as many numbers as it has at most
+EDGE_COUNTS = {  # fields of `Edge` and `pb.Edge` that are lists, and their greatest lengths
     "accepted_by_position": MAX_POSITIONS,
     "proposed_by_position": MAX_POSITIONS,
     "accepted_by_rank": MAX_RANKS,
     "proposed_by_rank": MAX_RANKS,
 }
 EDGE_TOTALS = tuple(field.name for field in fields(Edge) if field.name not in EDGE_COUNTS)
+HANDLING = tuple(field.name for field in fields(Handling))
+
+
+def values(message: ProtoMessage, names: Collection[str] | None = None) -> dict[str, Any]:
+    """Fields of a message, or those of ``names``: lists as tuples, maps as dictionaries; unset optional ones are left out."""
+    found: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        if (names is not None and field.name not in names) or (field.has_presence and not message.HasField(field.name)):
+            continue
+        value = getattr(message, field.name)
+        if field.is_repeated:
+            is_map = field.message_type is not None and field.message_type.GetOptions().map_entry
+            value = dict(value) if is_map else tuple(value)
+        found[field.name] = value
+    return found
+
+
+def encode_sampling(params: SamplingParams) -> pb.Sampling:
+    """All of ``params``; raises `ValueError` for what the protocol cannot carry."""
+    same = {field.name: getattr(params, field.name) for field in fields(params)} | {"logit_bias": dict(params.biases)}
+    if (structured := params.structured) is not None:
+        value: Any = getattr(structured, structured.kind)
+        if structured.kind == "choice":
+            value = pb.Choice(texts=value)
+        same["structured"] = pb.Structured(**{structured.kind: value})
+    return pb.Sampling(**same)
+
+
+def decode_sampling(sampling: pb.Sampling) -> SamplingParams:
+    """Sampling parameters, with defaults for what is not set; raises `InvalidRequest`."""
+    given = values(sampling)
+    if "structured" in given:
+        kinds = values(sampling.structured)
+        if "choice" in kinds:
+            kinds["choice"] = tuple(sampling.structured.choice.texts)
+        given["structured"] = Structured(**kinds)
+    return SamplingParams(**given)
+
+
+def encode_speculation(speculation: Speculation) -> pb.Speculation:
+    """How drafts may be used; raises `ValueError` for what the protocol cannot carry. No tiers at all are the mode "off"."""
+    mode = "off" if speculation.tiers == () else speculation.mode
+    return pb.Speculation(**asdict(speculation) | {"mode": mode, "tiers": speculation.tiers or ()})
+
+
+def decode_speculation(speculation: pb.Speculation) -> Speculation:
+    """How drafts may be used; raises `InvalidRequest`."""
+    return Speculation(**values(speculation) | {"tiers": tuple(speculation.tiers) or None})
+
+
+def decode_handling(request: pb.GenerateRequest | pb.ChatRequest) -> Handling:
+    """How the request is handled among others; raises `InvalidRequest`."""
+    return Handling(**values(request, HANDLING))
 
 
 def encode_lane(lane: Lane) -> pb.Lane:
@@ -30,9 +86,9 @@ def decode_lane(lane: pb.Lane) -> Lane:
     return Lane(lane.tier, lane.start, tuple(lane.tokens), decode_parents(lane.parents, len(lane.tokens)))
 
 
-def decode_parents(said: Sequence[int], size: int) -> tuple[int, ...]:
-    """Parents of so many nodes from the wire; raises `ValueError` if they are no tree."""
-    parents = tuple(parent - 1 for parent in said)
+def decode_parents(sent: Sequence[int], size: int) -> tuple[int, ...]:
+    """Parents of ``size`` nodes from the wire; raises `ValueError` if they are no tree."""
+    parents = tuple(parent - 1 for parent in sent)
     if len(parents) not in (0, size) or any(parent >= node for node, parent in enumerate(parents)):
         raise ValueError("guesses have one parent a token, each before it, or none at all")
     return parents
@@ -48,57 +104,3 @@ def decode_edge(edge: pb.Edge | link_pb2.LinkEdge) -> Edge:
     totals: dict[str, Any] = {name: getattr(edge, name) for name in EDGE_TOTALS}
     counts: dict[str, Any] = {name: tuple(getattr(edge, name)[:most]) for name, most in EDGE_COUNTS.items()}
     return Edge(**totals, **counts)
-
-
-def encode_sampling(params: SamplingParams) -> pb.Sampling:
-    """All of ``params``; raises `ValueError` for what the protocol cannot say."""
-    return pb.Sampling(
-        stop=params.stop,
-        stop_token_ids=params.stop_token_ids,
-        logit_bias=dict(params.biases),
-        structured=None if params.structured is None else encode_structured(params.structured),
-        **{name: getattr(params, name) for name in SAME_FIELDS},
-    )
-
-
-def decode_sampling(sampling: pb.Sampling) -> SamplingParams:
-    """Sampling parameters, with defaults for what is not set; raises `InvalidRequest`."""
-    chosen: dict[str, Any] = {name: getattr(sampling, name) for name in SAME_FIELDS if sampling.HasField(name)}
-    return SamplingParams(
-        stop=tuple(sampling.stop),
-        stop_token_ids=tuple(sampling.stop_token_ids),
-        logit_bias=dict(sampling.logit_bias),
-        structured=decode_structured(sampling.structured) if sampling.HasField("structured") else None,
-        **chosen,
-    )
-
-
-def encode_speculation(speculation: Speculation) -> pb.Speculation:
-    """How drafts may be used; raises `ValueError` for what the protocol cannot say."""
-    mode = "off" if speculation.tiers == () else speculation.mode
-    return pb.Speculation(
-        mode=mode,
-        tiers=speculation.tiers or (),
-        window=speculation.window,
-        schedule=speculation.schedule,
-        branches=speculation.branches,
-        draft_top_k=speculation.draft_top_k,
-        rule=None if speculation.rule == "coupled" else speculation.rule,  # which older servers do not know
-    )
-
-
-def encode_structured(structured: Structured) -> pb.Structured:
-    """What a text has to be, on the wire."""
-    if structured.choice:
-        return pb.Structured(choice=pb.Choice(texts=structured.choice))
-    return pb.Structured(**{structured.kind: getattr(structured, structured.kind)})
-
-
-def decode_structured(structured: pb.Structured) -> Structured:
-    """What a text has to be; raises `InvalidRequest` if no kind is set."""
-    kind = structured.WhichOneof("kind")
-    if kind is None:
-        return Structured()
-    value = getattr(structured, kind)
-    chosen: dict[str, Any] = {kind: tuple(value.texts) if kind == "choice" else value}
-    return Structured(**chosen)

@@ -1,12 +1,12 @@
-"""Attention of packed rows over sessions' keys and values, in tiles of the same kind as products.
+"""Attention of packed rows over the keys and values of sessions, with the tiles of `cascade.cpu.tile`.
 
 Keys lie in blocks of sixteen positions, ``[kv_heads, capacity / 16, head_dim, 16]``, values in blocks of sixteen dimensions,
-``[kv_heads, blocks, capacity, 16]``, both float32 or both bfloat16: so scores are products of queries with keys, and what comes
-out is one of weights with values. What a query gets is added up in the order of positions, and what it does not see adds
-nothing: its bits depend on its text alone.
+``[kv_heads, blocks, capacity, 16]``, both float32 or both bfloat16. So scores are products of queries with keys, and outputs
+are products of weights with values. An output is summed in the order of positions, and hidden positions add nothing: its bits
+depend on its text alone.
 
-A fork holds its positions in blocks of its own, the first of which may begin with some that are its base's. Its rows look at
-both, in the order of positions: nothing is copied. All rows of a pass are stored before any looks.
+A fork holds its positions in blocks of its own; the first block may begin with positions of its base. Its rows read both in the
+order of positions, and nothing is copied. All rows of a pass are stored before any row attends.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,6 @@ import torch
 from numba import float32, int32
 from torch import Tensor
 
-from cascade.cpu.fold import largest, total
 from cascade.cpu.jit import (
     BRIEF,
     Step,
@@ -36,29 +35,29 @@ from cascade.cpu.jit import (
     run_step,
     thread_num,
 )
-from cascade.cpu.tile import LANES, ROWS, multiply, multiply_onward
+from cascade.cpu.tile import LANES, ROWS, largest, multiply, multiply_onward, total
 
-# Arguments: addresses, and numbers from one head or token to the next. Of short keys and values numbers are bfloat16.
+# Places of arguments: addresses, and strides between heads and tokens in elements. `_SHORT`: keys and values are bfloat16.
 _NUM_ROWS, _QUERIES, _QUERY_HEAD, _QUERY_TOKEN = range(4)
 _NEW_KEYS, _KEY_HEAD, _KEY_TOKEN, _NEW_VALUES, _VALUE_HEAD, _VALUE_TOKEN = range(4, 10)
 _GROUP, _KEY_SIZE, _VALUE_SIZE, _OUT, _WINDOW, _SCALING, _SOFTCAP, _SINKS = range(10, 18)
 _SPANS, _OUT_TOKEN, _KV_HEADS, _SCRATCH, _SCRATCH_BYTES, _SHORT = range(18, 24)
-OF_PASS = (_NUM_ROWS, _WINDOW, _SPANS, _SCRATCH, _SCRATCH_BYTES)  # which numbers of an `attend_step` are `of_pass`
-# Of a span: first token, tokens, first position; capacity of its storage, position at which that begins and from which on it
-# counts, 0 but for forks; capacity of a fork's base; addresses of keys and of values; those of a fork's base.
+OF_PASS = (_NUM_ROWS, _WINDOW, _SPANS, _SCRATCH, _SCRATCH_BYTES)  # the arguments that `of_pass` gives
+# Fields of a span: first token, number of tokens, first position; capacity of its store, first position of the store and first
+# position that counts (both 0 but for forks), capacity of a fork's base; addresses of keys and values, and those of the base.
 _FIRST, _TOKENS, _START, _CAPACITY, _ORIGIN, _POSITION = range(6)
 _BASE_CAPACITY, _KEYS, _VALUES, _BASE_KEYS, _BASE_VALUES = range(6, 11)
 FIELDS = 11
-LEAST = -87.0  # whose exponential is still a number that is held with all its digits
+LEAST = -87.0  # the exponential of a smaller number is denormal
 LOWEST = -3.4028235e38
-LARGEST = 3.3895314e38  # that bfloat16 holds, too
+LARGEST = 3.3895314e38  # of bfloat16
 _LOG2E, _LN2_HIGH, _LN2_LOW = 1.44269504, 0.693359375, -2.12194440e-4
 
 
 @inlined
 def exponential(x: float) -> Any:
-    """Of a number from `LEAST` to 0, in float32 to the last bit or two (Cephes)."""
-    exponent = int32(x * float32(_LOG2E) - float32(0.5))  # rounds, for there are no positive ones
+    """``exp(x)`` for `LEAST` <= x <= 0 in float32, exact to a bit or two (Cephes)."""
+    exponent = int32(x * float32(_LOG2E) - float32(0.5))  # rounds to nearest, for x is not positive
     rest = x - float32(exponent) * float32(_LN2_HIGH) - float32(exponent) * float32(_LN2_LOW)
     sum = float32(1.9875691500e-4)
     sum = sum * rest + float32(1.3981999507e-3)
@@ -81,13 +80,13 @@ def _tanh(x: float) -> Any:
 
 @inlined
 def _finite(x: float) -> Any:
-    """What overflowed in a wrong draft must not reach those that do not see it: they count it 0 times."""
+    """Clamp what overflowed in a wrong draft: hidden positions are multiplied by 0, which must give 0."""
     return x if abs(x) <= float32(LARGEST) else float32(0.0)
 
 
 @inlined
 def _store_head(given: int, span: int, head: int) -> None:
-    """Put a span's new keys and values of one head where they belong."""
+    """Store the new keys and values of one head of a span."""
     key_size, value_size, capacity = integer(given, _KEY_SIZE), integer(given, _VALUE_SIZE), integer(span, _CAPACITY)
     blocks = (value_size + LANES - 1) // LANES
     new_keys, new_values = floats(integer(given, _NEW_KEYS)), floats(integer(given, _NEW_VALUES))
@@ -115,7 +114,7 @@ def _store_head(given: int, span: int, head: int) -> None:
 
 @inlined
 def _softmax(given: int, scores: int, length: int, first: int, last: int, head: int) -> Any:
-    """Make weights of scores at ``scores``: those from ``first`` to ``last`` count; returns what all are to be divided by."""
+    """Turn the scores ``first`` to ``last`` at ``scores`` into weights, all others into 0; returns their sum, to divide by."""
     numbers, sinks = floats(scores), integer(given, _SINKS)
     scale, cap = real(integer(given, _SCALING)), real(integer(given, _SOFTCAP))
     if cap > 0:
@@ -143,7 +142,7 @@ def _softmax(given: int, scores: int, length: int, first: int, last: int, head: 
 
 @inlined
 def _score(given: int, span: int, head: int, rows: int, begin: int, length: int, queries: int, scores: int, spare: int) -> None:
-    """Products of ``rows`` queries with the keys of ``length`` positions from ``begin`` on, those of a fork's base first."""
+    """Scores of ``rows`` queries with ``length`` keys from position ``begin`` on, those of a fork's base first."""
     key_size, short, capacity = integer(given, _KEY_SIZE), integer(given, _SHORT), integer(span, _CAPACITY)
     size, shared = key_size * LANES * (2 if short else 4), max(0, integer(span, _POSITION) - begin)
     own = integer(span, _KEYS) + (head * (capacity // LANES) + (begin - integer(span, _ORIGIN)) // LANES) * size
@@ -163,7 +162,7 @@ def _score(given: int, span: int, head: int, rows: int, begin: int, length: int,
 
 @inlined
 def _weigh_values(given: int, span: int, head: int, rows: int, begin: int, length: int, weights: int, out: int) -> None:
-    """Products of weights with the values of ``length`` positions from ``begin`` on, those of a fork's base first."""
+    """Weighted sums of ``length`` values from position ``begin`` on, those of a fork's base first."""
     capacity, base_capacity, short = integer(span, _CAPACITY), integer(span, _BASE_CAPACITY), integer(given, _SHORT)
     blocks, shared = (integer(given, _VALUE_SIZE) + LANES - 1) // LANES, max(0, integer(span, _POSITION) - begin)
     size, stride, rest = LANES * (2 if short else 4), blocks * LANES, length - shared
@@ -180,7 +179,7 @@ def _weigh_values(given: int, span: int, head: int, rows: int, begin: int, lengt
 
 @inlined
 def _attend_rows(given: int, span: int, head: int, row: int, rows: int, scratch: int) -> None:
-    """Attention of ``rows`` queries of one head of keys from ``row`` on; the heads of a token are queries one after another."""
+    """Attend with ``rows`` queries of one key head from ``row`` on; the query heads of a token are consecutive rows."""
     group, key_size, value_size = integer(given, _GROUP), integer(given, _KEY_SIZE), integer(given, _VALUE_SIZE)
     window, start = integer(given, _WINDOW), integer(span, _START)
     nearest, farthest = start + row // group, start + (row + rows - 1) // group
@@ -244,59 +243,51 @@ ATTENDING = (_store, _attend)  # workers of `store_step` and `attend_step`
 
 
 class Kind(NamedTuple):
-    """What a layer's attention is like."""
+    """How a layer attends."""
 
     scaling: float
     window: int | None = None  # positions a query sees, itself included
     softcap: float | None = None
-    sinks: Tensor | None = None  # [heads] float32
+    sinks: Tensor | None = None  # [heads]; for this kernel in float32
 
 
 @dataclass(slots=True)
 class Spans:
-    """Rows of a pass, as the kernel wants them: ``[rows, FIELDS]``, addresses those of one layer."""
+    """The rows of a pass for the kernel, ``[rows, FIELDS]``, with the addresses of one layer."""
 
     table: npt.NDArray[np.int64]
     address: int  # of the table
-    longest: int  # position of a row's last token, at most, and one more
+    longest: int  # positions of the longest row
     halves: bool = False  # keys and values are bfloat16
 
 
 def blocks_of(size: int) -> int:
-    """Blocks of values of that size."""
+    """Blocks of sixteen that hold ``size`` numbers."""
     return -(-size // LANES)
 
 
-def store(key: Tensor, value: Tensor, spans: Spans) -> None:
-    """Write keys and values ``[kv_heads, total_tokens, ...]`` float32 that no query looks at yet; strides as of `attend`."""
-    kv_heads, tokens, value_size = value.shape
-    sizes = Sizes(kv_heads, kv_heads, key.shape[2], value_size)
-    step = attend_step((Heads(0, 0, 0), heads_of(key), heads_of(value)), 0, 0, spans, sizes, Kind(0.0))
-    run_step(store_step(step), tokens * kv_heads * (key.shape[2] + value_size))
-
-
 def attend(query: Tensor, key: Tensor, value: Tensor, spans: Spans, kind: Kind) -> Tensor:
-    """Write keys and values and attend: ``[total_tokens, heads * value_size]`` float32.
+    """Store keys and values and attend: returns ``[total_tokens, heads * value_size]`` float32.
 
-    ``query`` ``[heads, total_tokens, head_dim]``, ``key`` and ``value`` ``[kv_heads, total_tokens, ...]`` float32, each token's
-    numbers of a head one after another, whatever the strides of the rest.
+    ``query`` ``[heads, total_tokens, head_dim]``, ``key`` and ``value`` ``[kv_heads, total_tokens, ...]`` are float32; only
+    their last dimension must be contiguous.
     """
     heads, tokens, key_size = query.shape
     kv_heads, _, value_size = value.shape
-    out = query.new_zeros(tokens, heads * value_size)  # nobody looks at tokens of no row, but they must be numbers
+    out = query.new_zeros(tokens, heads * value_size)  # tokens of no row must be finite, too
     threads, sizes = torch.get_num_threads(), Sizes(heads, kv_heads, key_size, value_size)
     scratch = query.new_empty(threads * scratch_of(spans, sizes))
     given = (heads_of(query), heads_of(key), heads_of(value))
     step = attend_step(given, out.data_ptr(), scratch.data_ptr(), spans, sizes, kind)
     work = tokens * heads * spans.longest * (key_size + value_size)
-    if threads > 1 and work >= BRIEF:  # all is stored before any thread looks
+    if threads > 1 and work >= BRIEF:  # every row is stored before any thread attends
         run_step(store_step(step), work)
     run_step(step, work)
     return out
 
 
 class Sizes(NamedTuple):
-    """Heads of queries and of keys, and numbers of a key and of a value."""
+    """Numbers of query and key heads, and sizes of a key and a value."""
 
     heads: int
     kv_heads: int
@@ -305,7 +296,7 @@ class Sizes(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Where heads of queries, keys or values are, and numbers from one head, and from one token, to the next."""
+    """The address of queries, keys or values, and their strides between heads and tokens in elements."""
 
     address: int
     stride: int
@@ -313,25 +304,25 @@ class Heads(NamedTuple):
 
 
 def heads_of(part: Tensor) -> Heads:
-    """Of ``[heads, total_tokens, size]``."""
+    """Those of ``[heads, total_tokens, size]``."""
     return Heads(part.data_ptr(), *part.stride()[:2])
 
 
 def scratch_of(spans: Spans, sizes: Sizes) -> int:
-    """Numbers that each thread needs for itself."""
+    """Scratch of each thread, in float32 elements."""
     wide = max(spans.longest + LANES, blocks_of(sizes.value_size) * LANES)
     return ROWS * (sizes.key_size + 2 * wide) + LANES
 
 
 def of_pass(spans: Spans, window: int | None, scratch: int, size: int) -> tuple[int, ...]:
-    """What passes with as many tokens may have others of: rows, a layer's window, where both are told, scratch of a thread."""
+    """The arguments at `OF_PASS`, in which passes with the same number of tokens may differ."""
     return len(spans.table), window or 0, spans.address, scratch, 4 * size
 
 
 def attend_step(given: Sequence[Heads], out: int, scratch: int, spans: Spans, sizes: Sizes, kind: Kind) -> Step:
-    """`attend` of queries, keys and values to ``[total_tokens, heads * value_size]`` at ``out``.
+    """The step that does what `attend` does, to ``[total_tokens, heads * value_size]`` at the address ``out``.
 
-    Where several threads take part, all is to be stored before, by `store_step` of the same.
+    With several threads its `store_step` must run before.
     """
     heads, kv_heads, key_size, value_size = sizes
     queries, keys, values = given
@@ -343,5 +334,5 @@ def attend_step(given: Sequence[Heads], out: int, scratch: int, spans: Spans, si
 
 
 def store_step(step: Step) -> Step:
-    """What is to come before an `attend_step`, see there."""
+    """The step that stores the keys and values of an `attend_step`."""
     return Step(_store, step.numbers)

@@ -16,7 +16,7 @@ from cascade.scorer import TILE, grown_capacity, tiled
 
 
 class Shape(NamedTuple):
-    """Heads of keys and of values of a layer, and the sizes of both."""
+    """Key heads of a layer, and the sizes of keys and values."""
 
     kv_heads: int
     key_size: int
@@ -26,16 +26,16 @@ class Shape(NamedTuple):
 class BlockedCache:
     """Keys and values of one session, float32 or bfloat16, finite everywhere.
 
-    Room is made ahead of a pass by `reserve`, or as it is needed.
+    `reserve` makes room ahead of a pass; else it is made as needed.
     """
 
     __slots__ = ("_layers", "_memory", "addresses", "capacity", "dtype", "shapes")
     block = TILE
-    position = 0  # of its first
-    origin = 0  # of its first block
+    position = 0  # first one that it holds
+    origin = 0  # position of its first block
 
     def __init__(self, shapes: Mapping[int, Shape], dtype: torch.dtype = torch.float32) -> None:
-        """``shapes`` are those of the layers, in their order."""
+        """``shapes`` by layer, in the order of layers."""
         self.shapes = shapes
         self.dtype = dtype
         self.capacity = 0  # positions from the origin on
@@ -44,12 +44,12 @@ class BlockedCache:
         self.addresses: npt.NDArray[np.int64] = np.zeros((len(shapes), 2), dtype=np.int64)  # of keys and values
 
     def prepare(self, positions: int) -> None:
-        """Make room for ``positions``, and for some more if there is none."""
+        """Make room for ``positions``, with some to spare."""
         if positions > self.capacity:
             self.reserve(grown_capacity(positions, self.capacity))
 
     def reserve(self, positions: int) -> None:
-        """Make room for ``positions``, in whole tiles; what is written stays."""
+        """Make room for exactly ``positions``, rounded up to whole tiles; contents stay."""
         if positions > self.capacity:
             self._grow(tiled(positions))
 
@@ -64,15 +64,15 @@ class BlockedCache:
             values[:, :, : old_values.shape[2]] = old_values
 
     def _sizes(self) -> Iterator[int]:
-        """Of the keys of a layer and of its values, of the next one's, and so on, in numbers."""
+        """Elements of the keys of a layer, of its values, of the keys of the next layer, and so on."""
         for heads, key_size, value_size in self.shapes.values():
             yield heads * self.capacity * key_size
             yield heads * self.capacity * blocks_of(value_size) * LANES
 
     def layers(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys ``[kv_heads, capacity / 16, key_size, 16]`` and values ``[kv_heads, blocks, capacity, 16]``, from the origin on.
+        """By layer: keys ``[kv_heads, capacity / 16, key_size, 16]`` and values ``[kv_heads, blocks, capacity, 16]``.
 
-        Nothing if none were written.
+        They begin at the origin. Empty if nothing was written.
         """
         if self.capacity and not self._layers:
             parts = iter(self._memory.split(list(self._sizes())))
@@ -83,14 +83,14 @@ class BlockedCache:
         return self._layers
 
     def put(self, layer: int, start: int, states: Tensor) -> None:
-        """Keep ``[n, width]`` from ``start`` on as the values of a layer that nobody attends to; there is room."""
+        """Store ``[n, width]`` from ``start`` on as values of a layer that nothing attends to; there must be room."""
         _, values = self.layers()[list(self.shapes).index(layer)]
         begin, width = start - self.origin, states.shape[1]
         filled = F.pad(states, (0, -width % LANES))
         values[0, :, begin : begin + len(states)] = filled.unflatten(1, (-1, LANES)).transpose(0, 1)
 
     def get(self, layer: int, start: int, end: int) -> Tensor:
-        """What was kept there, ``[end - start, width]``."""
+        """What `put` stored there, ``[end - start, width]`` float32."""
         _, values = self.layers()[list(self.shapes).index(layer)]
         found = values[0, :, start - self.origin : end - self.origin].transpose(0, 1).flatten(1)
         return found[:, : self.shapes[layer].value_size].float()
@@ -104,12 +104,12 @@ class BlockedCache:
             values[:, :, :positions] = other_values[:, :, :positions]
 
     def fork(self, position: int) -> "BlockedFork":
-        """Another end of this text, from ``position`` on; it takes memory as it is written."""
+        """An alternative end of this text from ``position`` on; it takes memory as it grows."""
         return BlockedFork(self, position)
 
     @torch.inference_mode()
     def join(self, fork: "BlockedFork") -> None:
-        """Copy what ``fork`` holds, bit by bit, and free it."""
+        """Copy the contents of ``fork`` bit by bit, and free it."""
         start, end, origin = fork.position, fork.end, fork.origin
         self.prepare(end)
         first, lane, last = start // LANES, start % LANES, blocks_of(end)
@@ -121,7 +121,7 @@ class BlockedCache:
 
     @property
     def place(self) -> tuple[int, int, int, int]:
-        """Fields of a span, see `cascade.cpu.attention.FIELDS`."""
+        """Capacity, origin, position, capacity of the base: fields of a span in `cascade.cpu.attention`."""
         return self.capacity, 0, 0, 0
 
     @property
@@ -133,24 +133,24 @@ class BlockedCache:
 
 
 class BlockedFork(BlockedCache):
-    """Keys and values of one session from ``position`` on, finite everywhere; those before it are its base's."""
+    """Keys and values of one session from ``position`` on; those before it are its base's."""
 
     __slots__ = ("base", "end", "origin", "position")
 
     def __init__(self, base: BlockedCache, position: int) -> None:
         super().__init__(base.shapes, base.dtype)
         self.base = base
-        self.position = self.end = position  # of its first, and one after its last
+        self.position = self.end = position  # the first position that it holds, and the one after its last
         self.origin = position // LANES * LANES
 
     def prepare(self, positions: int) -> None:
-        """Make room for a text of ``positions``, which it holds after the pass."""
+        """Make room for a text of ``positions``, its length after the pass."""
         self.end = positions
         if positions > self.origin + self.capacity:
             self._grow(blocks_of(positions - self.origin) * LANES)
 
     def get(self, layer: int, start: int, end: int) -> Tensor:
-        """The same, what is before its position from its base."""
+        """The same; what is before its position comes from its base."""
         if start >= self.position:
             return super().get(layer, start, end)
         before = self.base.get(layer, start, min(end, self.position))
@@ -162,8 +162,8 @@ class BlockedFork(BlockedCache):
 
 
 def tables(rows: Sequence[tuple[BlockedCache, int, int, int]], shapes: Mapping[int, Shape]) -> dict[int, Spans]:
-    """What the kernel is told of the rows of a pass, by layer: each row's cache, first token, tokens and first position."""
-    for cache, _, tokens, start in rows:  # before any address is taken: forks have those of others, too
+    """The `Spans` of a pass by layer; ``rows`` are cache, first token, number of tokens and first position of each row."""
+    for cache, _, tokens, start in rows:  # before any address is read, for spans of forks have those of their bases
         cache.prepare(start + tokens)
     table = np.empty((len(shapes), len(rows), FIELDS), dtype=np.int64)
     table[:, :, :7] = [(begin, tokens, start, *cache.place) for cache, begin, tokens, start in rows]

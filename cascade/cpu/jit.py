@@ -1,7 +1,7 @@
-"""What kernels are made of: Numba's compiler, numbers at addresses, and PyTorch's own threads.
+"""What kernels are made of: Numba's compiler, numbers at addresses, and the threads of PyTorch's OpenMP.
 
-Kernels take one address, that of their arguments as 64-bit integers (`arguments`), so that a thread of OpenMP can be given any
-of them. They are compiled when they are imported, for the instructions that PyTorch uses, and kept in Numba's cache on disk.
+A kernel takes one address, that of its arguments as 64-bit integers (`arguments`), as OpenMP hands one pointer to its threads.
+Kernels are compiled on import, for the instructions that PyTorch uses, and cached on disk by Numba.
 """
 
 import ctypes
@@ -25,15 +25,15 @@ from numba.extending import intrinsic
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A kernel, compiled: given its arguments it does this thread's part."""
+    """A compiled kernel, which does the calling thread's part of the work."""
 
-    call: Callable[[bytes], None]  # other threads of Python go on meanwhile
-    brief: Callable[[bytes], None]  # they wait
+    call: Callable[[bytes], None]  # releases the GIL
+    brief: Callable[[bytes], None]  # holds the GIL
     address: int
 
 
 class Step(NamedTuple):
-    """A worker and its arguments, which `run_step` or a program, see `cascade.cpu.program`, lets it have."""
+    """A worker and its arguments, for `run_step` or a `cascade.cpu.program.Program`."""
 
     worker: Worker
     numbers: tuple[int, ...]
@@ -41,7 +41,7 @@ class Step(NamedTuple):
 
 F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _OPTIONS: dict[str, Any] = {"error_model": "numpy", "fastmath": {"contract", "nsz", "arcp"}}  # no checks for zero; fused sums
-BRIEF = 2**15  # numbers: some microseconds
+BRIEF = 2**15  # elements of work that take a few microseconds
 WITHOUT_AVX512 = "haswell"  # as LLVM calls the first processors that have AVX2 and fused multiply-add
 
 
@@ -52,7 +52,7 @@ if llvm.get_host_cpu_features().get("avx512f") and torch.backends.cpu.get_cpu_ca
 
 @lru_cache
 def _openmp() -> ctypes.CDLL | None:
-    """The OpenMP whose threads PyTorch computes with, if it can be asked for them."""
+    """The OpenMP library of PyTorch, if it is GNU's or has its interface."""
     names: list[str | None] = [None]
     if sys.platform == "linux":
         lines = Path("/proc/self/maps").read_text().splitlines()
@@ -67,12 +67,8 @@ def _openmp() -> ctypes.CDLL | None:
     return None
 
 
-_ASKED = ("omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")
-_alone = [  # without OpenMP
-    ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0),
-    ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 1),
-    ctypes.CFUNCTYPE(None)(lambda: None),
-]
+_ASKED = ("omp_get_thread_num", "omp_get_num_threads")
+_alone = [ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0), ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 1)]  # without OpenMP
 
 
 for _name, _function in zip(_ASKED, _alone, strict=True):  # tell the compiler where OpenMP is
@@ -80,18 +76,17 @@ for _name, _function in zip(_ASKED, _alone, strict=True):  # tell the compiler w
     llvm.add_symbol(_name, ctypes.cast(_found, ctypes.c_void_p).value)
 thread_num = types.ExternalFunction(_ASKED[0], types.int32())
 num_threads = types.ExternalFunction(_ASKED[1], types.int32())
-barrier = types.ExternalFunction(_ASKED[2], types.void())
 
 
 @lru_cache
 def _sources() -> str:
-    """Changes with any kernel."""
+    """A hash that changes with any kernel."""
     texts = (path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     return hashlib.sha256(b"".join(texts)).hexdigest()[:16]
 
 
 def kernel(function: Callable[[int], None]) -> Worker:
-    """Compile a worker, or take it from disk; Numba looks at one file alone to see whether what it has there is old."""
+    """Compile a worker or load it from the cache. Its name has `_sources`, since Numba checks only its own file for changes."""
     function.__qualname__ += f"_{_sources()}"
     signature = types.void(types.int64)
     try:
@@ -103,33 +98,32 @@ def kernel(function: Callable[[int], None]) -> Worker:
 
 
 def inlined(function: Callable[..., Any]) -> Any:
-    """Compile a part of workers."""
+    """Compile a function that workers call."""
     return numba.njit(**_OPTIONS)(function)
 
 
 def swept(function: Callable[..., Any]) -> Any:
-    """Compile a sum over one row: in the order that suits the processor.
+    """Compile a sum over one row, in the order that suits the processor.
 
-    Only sums: what is written number by number would have other bits where a row is so short, and so near to what is read, that
-    it is not done in vectors.
+    Only for sums: element-wise results could have other bits where a short row is not vectorised.
     """
     return numba.njit(**{**_OPTIONS, "fastmath": {*_OPTIONS["fastmath"], "reassoc"}})(function)
 
 
 def arguments(*numbers: int) -> bytes:
-    """Integers as a worker takes them."""
+    """Pack integers as a worker takes them."""
     return struct.pack(f"{len(numbers)}q", *numbers)
 
 
 def bits(number: float) -> int:
-    """A float32 as an argument, see `real`."""
+    """A float32 as an argument; `real` is the inverse."""
     return int(struct.unpack("<i", struct.pack("<f", number))[0])
 
 
 def run(worker: Worker, given: bytes, work: int) -> None:
-    """Run a worker that goes over about ``work`` numbers, in as many threads as PyTorch may use here.
+    """Run a worker over about ``work`` elements with the threads that PyTorch may use here.
 
-    To let other threads of Python go on, and to wait for them afterwards, costs more than a brief worker does.
+    Brief work keeps the GIL and runs in one thread: releasing the GIL and taking it back would cost more.
     """
     count, library = torch.get_num_threads(), _openmp()
     if work < BRIEF:
@@ -145,7 +139,7 @@ def run_step(step: Step, work: int) -> None:
 
 
 def _unary(result: types.Type, given: types.Type, build: Callable[[Any, Any], Any]) -> Any:
-    """A function of one number, which ``build`` writes in LLVM's code with a builder."""
+    """A function of one number, whose LLVM code ``build`` writes."""
 
     @intrinsic
     def function(_: Any, number: Any) -> Any:
@@ -169,7 +163,7 @@ def _power_of_two(b: Any, exponent: Any) -> Any:
 
 
 floats = _pointer(types.float32, F32)
-"""A pointer to float32 at an address, which is indexed like an array."""
+"""A pointer to float32 at an address; it is indexed like an array."""
 floats64 = _pointer(types.float64, ir.DoubleType())
 """A pointer to float64."""
 halves = _pointer(types.int16, I16)
@@ -195,5 +189,5 @@ def integer(address: int, place: int) -> Any:
 
 
 def function_of(b: Any, name: str, kind: ir.FunctionType) -> Any:
-    """A function of LLVM by its name, in the module that ``b`` builds."""
+    """The LLVM function ``name`` in the module that ``b`` builds."""
     return cgutils.get_or_insert_function(b.module, kind, name)

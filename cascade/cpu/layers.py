@@ -1,4 +1,4 @@
-"""What stands between products: norms, rotary positions, gated activations; each one sweep over its numbers."""
+"""What stands between products: norms, rotary positions, gated activations, sums."""
 
 import math
 from collections.abc import Sequence
@@ -12,18 +12,18 @@ from cascade.cpu.jit import Step, bits, floats, inlined, integer, kernel, num_th
 
 
 class Rows(NamedTuple):
-    """Where rows of float32 are, each with its numbers one after another."""
+    """Rows of float32: the address of the first one, and their stride. Each row is contiguous."""
 
     address: int
-    stride: int  # numbers from one row to the next
+    stride: int  # between rows, in elements
 
     @classmethod
     def of(cls, x: Tensor) -> Self:
-        """Of ``[rows, size]``."""
+        """The rows of ``[rows, size]``."""
         return cls(x.data_ptr(), x.stride(0))
 
     def behind(self, place: int) -> "Rows":
-        """Those parts of them that begin at a place."""
+        """The same rows from element ``place`` on."""
         return Rows(self.address + 4 * place, self.stride)
 
 
@@ -56,7 +56,7 @@ def _rms_norm(given: int) -> None:
 
 
 def norm_step(x: Rows, to: Rows, shape: Sequence[int], weight: Tensor, epsilon: float) -> Step:
-    """``x / rms(x) * weight`` over parts of ``[tokens, n * size]`` as long as ``weight`` ``[size]``; ``to`` may be the same."""
+    """``x / rms(x) * weight`` over each part of ``[tokens, n * size]`` with ``weight`` ``[size]``; ``to`` may be ``x``."""
     (tokens, width), size = shape, weight.shape[0]
     return Step(_rms_norm, (tokens, width // size, size, *x, *to, bits(epsilon), weight.data_ptr()))
 
@@ -82,7 +82,7 @@ def _rotate(given: int) -> None:
 
 
 def rotate_step(x: Rows, shape: Sequence[int], size: int, cos: Tensor, sin: Tensor) -> Step:
-    """Turn heads of ``size`` by the angles of their token, in place; halves of a head are the pairs (Su et al., RoFormer).
+    """Rotate heads of ``size`` by the angles of their token, in place; a pair has one number of each half of a head (RoFormer).
 
     ``x`` ``[tokens, heads * size]``, ``cos`` and ``sin`` ``[tokens, turned]`` float32 without gaps, ``turned <= size``: the
     rest of a head stays.
@@ -114,7 +114,7 @@ def _gate(given: int) -> None:
 
 
 def gate_step(x: Rows, to: int, shape: Sequence[int]) -> Step:
-    """``silu(gate) * up`` of ``[tokens, 2 * size]``, whose first half is the gate, to ``shape`` ``[tokens, size]``."""
+    """``silu(gate) * up`` of ``x`` ``[tokens, 2 * size]``, the gate first, to ``[tokens, size]`` at the address ``to``."""
     tokens, size = shape
     return Step(_gate, (tokens, size, x.stride, x.address, x.address + 4 * size, to))
 
@@ -130,7 +130,7 @@ def _add(given: int) -> None:
 
 
 def add_step(first: int, second: Rows, to: int, shape: Sequence[int]) -> Step:
-    """The sum of ``[tokens, size]``, whose rows lie one after another, and as many; ``to`` may be the first."""
+    """``first + second`` of ``shape`` ``[tokens, size]``, ``first`` and ``to`` contiguous and perhaps the same."""
     return Step(_add, (*shape, shape[1], second.stride, first, second.address, to))
 
 

@@ -1,44 +1,107 @@
-"""Linear layers in float32 on a CPU: a row's bits depend on no other row of a pass."""
+"""Linear layers on a CPU, as fast as memory delivers their weights; the bits of a row depend on no other row of the pass.
 
+A matrix lies in blocks of sixteen columns, each read from beginning to end. Weights that bfloat16 holds exactly, such as those
+of a checkpoint saved in it, are stored in it and widened on the way: the same result with half the memory traffic.
+
+A pass reads every weight, and misses the TLB less often where pages are huge. Linux gives huge pages to few programs by itself:
+replicas ask the C library for them before they start (`GLIBC_TUNABLES`). For a program that only imports cascade,
+``madvise(MADV_COLLAPSE)`` (Linux 6.1) turns pages that are in use into huge ones.
+"""
+
+import ctypes
+import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from cascade.cpu.huge_pages import collapse
-from cascade.cpu.jit import Step, run_step
+from cascade.cpu.jit import Step, floats, integer, kernel, num_threads, run_step, thread_num
 from cascade.cpu.layers import Rows, shift_step
-from cascade.cpu.matrix_tile import STEP, has_matrix_tiles
-from cascade.cpu.product import Blocks
+from cascade.cpu.pairs import STEP, Pairs, has_pairs
+from cascade.cpu.tile import LANES, group_of, multiply
 
-if TYPE_CHECKING:
-    from cascade.cpu.pairs import Pairs
+MADV_COLLAPSE = 25
+PAGE_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")  # of huge ones
+CHAIN = 512  # terms that are summed in one chain: rounding errors grow with its length
+
+
+@kernel
+def _multiply(given: int) -> None:
+    x, w, out, rows, depth = integer(given, 0), integer(given, 1), integer(given, 2), integer(given, 3), integer(given, 4)
+    stride, blocks, group, halves = integer(given, 5), integer(given, 6), integer(given, 7), integer(given, 8)
+    here, threads = thread_num(), num_threads()
+    size = depth * LANES * (2 if halves else 4)
+    first, last = blocks * here // threads, blocks * (here + 1) // threads
+    if rows <= group:
+        weights, to = w + first * size, out + first * LANES * 4
+        multiply(halves, rows, x, weights, to, stride, depth, CHAIN, last - first, depth * LANES)
+        return
+    for block in range(first, last):
+        for row in range(0, rows, group):  # a block is read once from memory, then from a cache
+            to = out + (row * stride + block * LANES) * 4
+            multiply(halves, min(group, rows - row), x + row * depth * 4, w + block * size, to, stride, depth, CHAIN, 1, 0)
+
+
+class Blocks:
+    """A matrix ``[out_features, in_features]`` of float32 or bfloat16 in blocks, for rows of float32."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.out_features, depth = weight.shape
+        half = weight.to(torch.bfloat16)
+        self.halves = bool(torch.equal(half.to(weight.dtype), weight))
+        filled = F.pad(half if self.halves else weight, (0, 0, 0, -self.out_features % LANES))
+        self.blocks = filled.view(-1, LANES, depth).transpose(1, 2).contiguous()
+
+    def steps(self, x: int, room: int, rows: int, out: int) -> Iterator[Step]:
+        """Multiply contiguous rows at ``x`` to ``[rows, width]`` at ``out``; ``room`` is memory for as many rows."""
+        count, depth, _ = self.blocks.shape
+        group = group_of(rows)
+        if rows > 1:
+            yield Step(_interleave, (x, room, rows, depth, group))
+        given = room if rows > 1 else x
+        yield Step(_multiply, (given, self.blocks.data_ptr(), out, rows, depth, count * LANES, count, group, self.halves))
+
+
+@kernel
+def _interleave(given: int) -> None:
+    """Transpose each group of rows to ``[depth, rows]``."""
+    numbers, to = floats(integer(given, 0)), floats(integer(given, 1))
+    rows, depth, group = integer(given, 2), integer(given, 3), integer(given, 4)
+    here, threads = thread_num(), num_threads()
+    for row in range(rows * here // threads, rows * (here + 1) // threads):
+        first = row // group * group
+        count = min(group, rows - first)
+        for place in range(depth):
+            to[first * depth + place * count + row - first] = numbers[row * depth + place]
 
 
 class Linear:
-    """``x W^T + b``. Where the processor has matrix tiles, weights in bfloat16 are multiplied with rows rounded to it."""
+    """``x W^T + b``. With weights in bfloat16 rows are rounded to it on processors that multiply it, see `Pairs`."""
 
     __slots__ = ("bias", "matrix")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """``weight`` ``[out_features, in_features]`` in float32 or bfloat16, of which a copy is held."""
-        self.matrix = _matrix(weight.detach())
+        """Copy ``weight`` ``[out_features, in_features]``, float32 or bfloat16, in the order of the kernels."""
+        narrow = weight.dtype is torch.bfloat16 and has_pairs()
+        self.matrix = (Pairs if narrow else Blocks)(weight.detach())
         collapse(self.matrix.blocks.data_ptr(), self.matrix.blocks.nbytes)
         self.bias = None if bias is None else bias.detach().float()
 
     @property
     def width(self) -> int:
-        """Numbers of a row of the product, those that fill its last block included."""
-        return self.matrix.width
+        """Columns of the product, with the padding of its last block."""
+        return int(self.matrix.blocks.shape[0]) * LANES
 
     @property
     def numbers(self) -> int:
-        """Of the matrix."""
+        """Elements of the matrix."""
         return self.matrix.blocks.numel()
 
     def steps(self, x: Rows, room: Rows, rows: int, out: Rows) -> Iterator[Step]:
-        """The product of rows that lie one after another; ``room`` is for as many, put into the order of the product."""
+        """Multiply contiguous rows ``x``; ``room`` is memory for as many rows in the order of the kernel."""
         yield from self.matrix.steps(x.address, room.address, rows, out.address)
         if self.bias is not None:
             yield shift_step(out, rows, self.bias)
@@ -55,9 +118,29 @@ class Linear:
         return out[:, :size].to(input.dtype).view(*input.shape[:-1], size)
 
 
-def _matrix(weight: Tensor) -> "Blocks | Pairs":
-    if weight.dtype is not torch.bfloat16 or not has_matrix_tiles():
-        return Blocks(weight)
-    from cascade.cpu.pairs import Pairs  # its kernels are compiled when it is imported, for processors that have tiles
+def collapse(address: int, nbytes: int) -> int:
+    """Move memory of this process, and what shares its pages, into huge pages; returns how many succeeded.
 
-    return Pairs(weight)
+    Contents stay. A system without huge pages, or with none to spare, is no error.
+    """
+    size = _page_size()
+    if not size:
+        return 0
+    pages = range(address // size, -(-(address + nbytes) // size))
+    return sum(_libc().madvise(page * size, size, MADV_COLLAPSE) == 0 for page in pages)
+
+
+@lru_cache
+def _page_size() -> int:
+    """Bytes of a huge page, 0 if the system has none."""
+    try:
+        return int(PAGE_SIZE.read_text()) if sys.platform == "linux" else 0
+    except (OSError, ValueError):
+        return 0
+
+
+@lru_cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    return libc

@@ -1,7 +1,7 @@
-"""Where the end of a text stood before, found through chains of places that end with the same two tokens.
+"""Finds where the end of a text occurred before, with hash chains as in LZ77 coders.
 
-As in LZ77 coders: ``heads`` has for each hash of two tokens the last place that ends with such, ``before`` for each place the
-one before it. Places are taken back in the order in which they came, so what is left is as if the others had never been.
+``heads`` has for each hash of two tokens the last place at which such a pair ends, ``before`` for each place the previous one
+of its chain. Places are removed in reverse order, which leaves the chains as if they had never been added.
 """
 
 from typing import Any
@@ -12,9 +12,9 @@ from numba import int32, uint32
 from cascade.cpu.jit import arguments, inlined, integer, integers, integers32, kernel
 
 GRAM = 2  # tokens that are hashed
-TRIES = 64  # places that are looked at, the latest first
-LONGEST = 64  # tokens that are compared
-FOUND = 4  # numbers that `find` gives
+TRIES = 64  # places of a chain that are tried, the latest first
+LONGEST = 64  # tokens that are compared at most
+FOUND = 4  # numbers that `find` returns
 TOKEN_BYTES = 4
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -27,7 +27,7 @@ def _hash(first: int, second: int, mask: int) -> Any:
 
 @kernel
 def _learn(given: int) -> None:
-    """Places from ``start`` to ``end`` come to the chains."""
+    """Add the places ``start`` to ``end`` to the chains."""
     tokens, before, heads = integers32(integer(given, 0)), integers32(integer(given, 1)), integers32(integer(given, 2))
     for place in range(max(GRAM - 1, integer(given, 4)), integer(given, 5)):
         bucket = _hash(tokens[place - 1], tokens[place], integer(given, 3))
@@ -37,7 +37,7 @@ def _learn(given: int) -> None:
 
 @kernel
 def _forget(given: int) -> None:
-    """Places from ``start`` to ``end``, the last ones, leave them."""
+    """Remove the places ``start`` to ``end``, which are the last ones."""
     tokens, before, heads = integers32(integer(given, 0)), integers32(integer(given, 1)), integers32(integer(given, 2))
     for place in range(integer(given, 5) - 1, max(GRAM - 1, integer(given, 4)) - 1, -1):
         heads[_hash(tokens[place - 1], tokens[place], integer(given, 3))] = before[place]
@@ -45,7 +45,7 @@ def _forget(given: int) -> None:
 
 @inlined
 def _same(tokens: Any, place: int, query: Any, size: int) -> Any:
-    """How many tokens before and at a place are those that a query ends with."""
+    """The number of tokens up to a place that equal those at the end of a query."""
     same = 0
     while same < size and same <= place and tokens[place - same] == query[size - 1 - same]:
         same += 1
@@ -75,9 +75,9 @@ def _find(given: int) -> None:
 
 
 class Matches:
-    """Token ids, and where the same ones stood before. At most ``limit`` are held; of more the latest half goes on.
+    """A sequence of token ids with an index of its pairs. Beyond ``limit`` tokens only the latest half of it is kept.
 
-    Some 12 to 32 bytes a token. Not for several threads at once.
+    Takes 12 to 32 bytes a token. Not thread-safe.
     """
 
     def __init__(self, limit: int = 2**30) -> None:
@@ -102,13 +102,13 @@ class Matches:
         return self._tokens[: self._size]
 
     def cut(self, start: int) -> None:
-        """Hold the first ``start`` tokens alone."""
+        """Keep the first ``start`` tokens."""
         if start < self._size:
             _forget.brief(arguments(*self._addresses, start, self._size))
             self._size = start
 
     def extend(self, tokens: "list[int] | Ints") -> None:
-        """Hold more tokens, after the others."""
+        """Append tokens."""
         if len(tokens) > self._limit // 2:
             tokens = tokens[-(self._limit // 2) :]
         if self._size + len(tokens) > self._limit:
@@ -123,24 +123,16 @@ class Matches:
         self._size = end
         _learn.brief(arguments(*self._addresses, start, self._size))
 
-    def find(self, query: Ints) -> tuple[int, int, int, int]:
-        """Where a query's end stood before, with something after it: the place of its last token and how many are the same.
+    def find(self, text: "Matches") -> tuple[int, int, int, int]:
+        """The longest match of the end of ``text``, which may be this one, with a token after it: where it ends, its length.
 
-        Of the latest `TRIES` places that which has most, and that which has most of those after which another token came: the
-        place is -1 where there is none. At most `LONGEST` tokens are compared, and `GRAM` must be the same.
+        Then the same of the longest match after which another token came. A place is -1 if there is none. The latest `TRIES`
+        places are tried, at most `LONGEST` tokens are compared, and at least `GRAM` must be equal.
         """
-        query = query[-LONGEST:]
-        return self._find(query.ctypes.data, len(query))
-
-    def find_end(self, text: "Matches") -> tuple[int, int, int, int]:
-        """`find` with the end of ``text``, which may be this one."""
         size = min(LONGEST, text._size)
-        return self._find(text._addresses[0] + TOKEN_BYTES * (text._size - size), size)
-
-    def _find(self, query: int, size: int) -> tuple[int, int, int, int]:
-        """`find` with ``size`` tokens at the address ``query``."""
         if size < GRAM or not self._size:
             return (-1, 0, -1, 0)
+        query = text._addresses[0] + TOKEN_BYTES * (text._size - size)
         _find.brief(arguments(*self._addresses, self._size, query, size, self._found_at))
         best, best_size, other, other_size = self._found.tolist()
         return best, best_size, other, other_size

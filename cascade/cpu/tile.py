@@ -1,12 +1,11 @@
-"""The tile: a few rows times one or several blocks of sixteen columns, the one inner loop of products and of attention.
+"""The tile: a few rows times one or several blocks of sixteen columns, the inner loop of products and attention.
 
-Each number of the outcome is a chain of fused multiply-adds over the depth, in order: nothing else is in it, so its bits do not
-depend on how many rows there are, on how many blocks are computed side by side, on how many threads, or on the width of the
-processor's registers. A link of a chain waits for the one before, four cycles on most processors, so a tile should have eight
-chains and more: few rows take several blocks side by side.
+Each result is one chain of fused multiply-adds over the depth, in order. So its bits do not depend on the number of rows, of
+blocks side by side or of threads, nor on the width of registers. Each step of a chain waits four cycles for the one before on
+most processors, so a tile should have eight chains or more: few rows take several blocks side by side.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,15 +25,21 @@ HALVES, WORDS = ir.VectorType(I16, LANES), ir.VectorType(I32, LANES)
 UNDEFINED = ir.Constant(VECTOR, ir.Undefined)
 
 
-class _Loop:
-    """Builds a tile of so many rows and blocks, their weights float32 or, in 16 bits, bfloat16. It may add to what is there."""
+def _everywhere(b: Any, number: Any) -> Any:
+    """A vector of one number."""
+    first = b.insert_element(UNDEFINED, number, ir.Constant(I32, 0))
+    return b.shuffle_vector(first, UNDEFINED, ir.Constant(WORDS, [0] * LANES))
+
+
+class Loop:
+    """Builds the code of a tile of ``rows`` by ``blocks``, with weights of 32 or 16 bits; ``onward`` adds to the output."""
 
     def __init__(self, b: Any, rows: int, blocks: int, width: int, onward: bool) -> None:
         self._b, self._rows, self._blocks, self._width, self._onward = b, rows, blocks, width, onward
         self._chains = [(row, block) for row in range(rows) for block in range(blocks)]
 
     def build(self, x: Any, w: Any, out: Any, stride: Any, depth: Any, chunk: Any, block_stride: Any) -> None:
-        """Chains are as long as a chunk; chunks are added up. Blocks are as many numbers apart."""
+        """Chains have the length ``chunk``, and chunks are summed; blocks begin ``block_stride`` elements apart."""
         b, begin, zero, nil = self._b, self._b.block, ir.Constant(VECTOR, [0.0] * LANES), ir.Constant(I64, 0)
         outer, inner, after, done = (b.append_basic_block(name) for name in ("outer", "inner", "after", "done"))
         x, out = (b.inttoptr(address, F32.as_pointer()) for address in (x, out))
@@ -70,20 +75,26 @@ class _Loop:
             b.store(total, at, align=4)
 
     def _step(self, x: Any, w: Any, block_stride: Any, place: Any, chains: list[Any]) -> list[Any]:
-        """One place of the depth: a vector of weights of each block, times one number of each row."""
+        """One step of the depth: a vector of weights of each block times one number of each row."""
         b, fma = self._b, function_of(self._b, "llvm.fma.v16f32", ir.FunctionType(VECTOR, [VECTOR] * 3))
-        here = b.mul(place, ir.Constant(I64, LANES))
-        starts = [here, *(b.add(here, b.mul(block_stride, ir.Constant(I64, block))) for block in range(1, self._blocks))]
-        weights = [self._weights(b.gep(w, [start])) for start in starts]
-        given = b.gep(x, [b.mul(place, ir.Constant(I64, self._rows))])
-        numbers = [self._everywhere(b.load(b.gep(given, [ir.Constant(I64, row)]))) for row in range(self._rows)]
+        weights = [self._weights(at) for at in self._starts(w, block_stride, place)]
+        numbers = self._numbers(x, place)
         return [
             b.call(fma, [numbers[row], weights[block], chain]) for (row, block), chain in zip(self._chains, chains, strict=True)
         ]
 
-    def _everywhere(self, number: Any) -> Any:
-        first = self._b.insert_element(UNDEFINED, number, ir.Constant(I32, 0))
-        return self._b.shuffle_vector(first, UNDEFINED, ir.Constant(WORDS, [0] * LANES))
+    def _numbers(self, x: Any, place: Any) -> list[Any]:
+        """A vector of the number of each row at a place of the depth."""
+        b = self._b
+        given = b.gep(x, [b.mul(place, ir.Constant(I64, self._rows))])
+        return [_everywhere(b, b.load(b.gep(given, [ir.Constant(I64, row)]))) for row in range(self._rows)]
+
+    def _starts(self, w: Any, block_stride: Any, place: Any) -> list[Any]:
+        """Where the weights of each block are at a place of the depth."""
+        b = self._b
+        here = b.mul(place, ir.Constant(I64, LANES))
+        starts = [here, *(b.add(here, b.mul(block_stride, ir.Constant(I64, block))) for block in range(1, self._blocks))]
+        return [b.gep(w, [start]) for start in starts]
 
     def _weights(self, at: Any) -> Any:
         b = self._b
@@ -93,8 +104,8 @@ class _Loop:
         return b.bitcast(b.shl(b.zext(halves, WORDS), ir.Constant(WORDS, [16] * LANES)), VECTOR)
 
 
-def _tile(blocks_by_rows: Mapping[int, int], width: int, onward: bool = False) -> Any:
-    """A tile of as many rows as it is told, the last of ``blocks_by_rows`` if of none of these, and of the blocks they take."""
+def _tile(blocks_by_rows: Mapping[int, int], width: int, onward: bool = False, loop: type[Loop] = Loop) -> Any:
+    """A tile that dispatches on its number of rows, each with its blocks side by side; other numbers take the last entry."""
 
     @intrinsic
     def tile(_: Any, rows: Any, x: Any, w: Any, out: Any, stride: Any, depth: Any, chunk: Any, block_stride: Any) -> Any:
@@ -107,7 +118,7 @@ def _tile(blocks_by_rows: Mapping[int, int], width: int, onward: bool = False) -
                 if case is not last:
                     switch.add_case(ir.Constant(I64, rows), case)
                 b.position_at_end(case)
-                _Loop(b, rows, blocks_by_rows[rows], width, onward).build(*rest)
+                loop(b, rows, blocks_by_rows[rows], width, onward).build(*rest)
                 b.branch(done)
             b.position_at_end(done)
             return context.get_dummy_value()
@@ -121,9 +132,10 @@ _ONE_BLOCK = dict.fromkeys(range(1, ROWS + 1), 1)
 _onward, _onward_of_halves = _tile(_ONE_BLOCK, 32, onward=True), _tile(_ONE_BLOCK, 16, onward=True)
 
 
-def _tile_blocks(width: int) -> Any:
-    """Several blocks side by side where rows are few, as often as there are so many, and one by one the rest."""
-    one, several, nbytes = _tile(_ONE_BLOCK, width), _tile(dict(enumerate(WIDE[1:], 1)), width), width // 8
+def tile_blocks(width: int, loop: type[Loop] = Loop) -> Any:
+    """Multiply with `WIDE` blocks side by side where rows are few, and with single blocks for the rest."""
+    one, several = (_tile(blocks, width, loop=loop) for blocks in (_ONE_BLOCK, dict(enumerate(WIDE[1:], 1))))
+    nbytes = width // 8
 
     @inlined
     def blocks(
@@ -142,18 +154,22 @@ def _tile_blocks(width: int) -> Any:
     return blocks
 
 
-_blocks, _blocks_of_halves = _tile_blocks(32), _tile_blocks(16)
+_blocks, _blocks_of_halves = tile_blocks(32), tile_blocks(16)
+
+
+def group_of(rows: int) -> int:
+    """Rows of every tile but the last, so that ``rows`` are spread evenly over tiles."""
+    return -(-rows // -(-rows // ROWS))
 
 
 @inlined
 def multiply(
     halves: int, rows: int, x: int, w: int, out: int, stride: int, depth: int, chunk: int, number: int, block_stride: int
 ) -> None:
-    """At ``out`` ``rows`` times ``number`` blocks of `LANES` float32, rows ``stride`` numbers apart.
+    """Multiply ``rows`` rows with ``number`` blocks, to rows of float32 at ``out`` that are ``stride`` elements apart.
 
-    ``x`` is the address of ``[depth, rows]`` float32, ``rows`` at most `ROWS`; ``w`` that of a block ``[depth, 16]``, float32
-    or, of ``halves``, bfloat16, which is widened on the way; blocks begin ``block_stride`` numbers apart; ``chunk`` is the
-    length of a chain.
+    ``x`` is the address of ``[depth, rows]`` float32, ``rows`` at most `ROWS`. ``w`` is the address of blocks ``[depth, 16]``,
+    ``block_stride`` elements apart, of float32 or, with ``halves``, bfloat16. ``chunk`` is the length of a chain.
     """
     if halves:
         _blocks_of_halves(rows, x, w, out, stride, depth, chunk, number, block_stride)
@@ -163,8 +179,48 @@ def multiply(
 
 @inlined
 def multiply_onward(halves: int, rows: int, x: int, w: int, out: int, stride: int, depth: int) -> None:
-    """`multiply` with one block in a chain that goes on from what is at ``out``: two of parts of the depth are one of all."""
+    """`multiply` one block in chains that continue from ``out``: two calls over parts of the depth equal one over all."""
     if halves:
         _onward_of_halves(rows, x, w, out, stride, depth, depth, 0)
     else:
         _onward(rows, x, w, out, stride, depth, depth, 0)
+
+
+def _fold(join: Callable[[Any, Any, Any], Any]) -> Any:
+    """A fold by ``join`` over ``length`` float32, a multiple of `LANES`; every lane begins with ``start``.
+
+    Sixteen lanes in registers, then the lanes in order: LLVM folds numbers in vectors only where it may take them in any order,
+    and then in another one on each processor.
+    """
+
+    @intrinsic
+    def fold(_: Any, address: Any, length: Any, start: Any) -> Any:
+        def build(context: Any, b: Any, signature: Any, given: Any) -> Any:
+            address, length, start = given
+            numbers = b.inttoptr(address, F32.as_pointer())
+            everywhere = _everywhere(b, start)
+            begin, loop, done = b.block, b.append_basic_block("loop"), b.append_basic_block("done")
+            b.branch(loop)
+            b.position_at_end(loop)
+            place, lanes = b.phi(I64), b.phi(VECTOR)
+            here = b.load(b.bitcast(b.gep(numbers, [place]), VECTOR.as_pointer()), align=4)
+            joined, following = join(b, lanes, here), b.add(place, ir.Constant(I64, LANES))
+            for phi, at_first, then in ((place, ir.Constant(I64, 0), following), (lanes, everywhere, joined)):
+                phi.add_incoming(at_first, begin)
+                phi.add_incoming(then, loop)
+            b.cbranch(b.icmp_unsigned("<", following, length), loop, done)
+            b.position_at_end(done)
+            folded = start
+            for lane in range(LANES):
+                folded = join(b, folded, b.extract_element(joined, ir.Constant(I32, lane)))
+            return folded
+
+        return types.float32(types.int64, types.int64, types.float32), build
+
+    return fold
+
+
+largest = _fold(lambda b, one, other: b.select(b.fcmp_ordered(">", other, one), other, one))
+"""``largest(address, length, start)``: the maximum of ``start`` and ``length`` float32, a positive multiple of `LANES`."""
+total = _fold(lambda b, one, other: b.fadd(one, other))
+"""``total(address, length, 0)``: the sum, lane by lane, then over the lanes in order."""

@@ -1,8 +1,8 @@
-"""Texts repeat what they have said, and what others have: they may go on as it did after the same few tokens before.
+"""Drafters that read texts: after the same few tokens a text may go on as it, or another one, did before.
 
 ``lookup`` finds the longest end of a text in the text itself, as `prompt_lookup_num_tokens` of Transformers and the n-gram
 drafter of vLLM do (Saxena 2023, "Prompt Lookup Decoding"). ``suffix`` finds it in the last texts of the same tenant, too
-(SuffixDecoding, arXiv 2411.04975), and ``corpus`` in a text that is given (REST, arXiv 2311.08252).
+(SuffixDecoding, arXiv 2411.04975), and ``corpus`` in a text that the configuration names (REST, arXiv 2311.08252).
 """
 
 from collections import OrderedDict
@@ -13,7 +13,7 @@ from cascade.draft import NO_DRAFT, Draft
 from cascade.scorer import Guesser
 
 MAX_HELD = 2**16  # tokens of a tenant's texts
-MAX_TENANTS = 16  # of whom texts are kept: those who came last
+MAX_TENANTS = 16  # whose texts are kept: the most recent ones
 MOST_OF_TEXT = 2**13  # last tokens of a text that are kept for others
 BESIDE = 4  # tokens of the second branch, at most
 
@@ -63,7 +63,7 @@ class Corpus:
 
 
 class Matcher(Guesser):
-    """One text, and others that are looked in, too; it ``keeps`` the text for those if they are to grow."""
+    """Looks in its own text and in ``others``; with ``keeps`` its text is added to them at its end."""
 
     def __init__(self, level: int, others: Matches | None = None, *, keeps: bool = False) -> None:
         self._origin = bytes([level << 1])
@@ -81,7 +81,7 @@ class Matcher(Guesser):
         found = self._found(own, most)
         if self._others is not None:
             found += self._found(self._others, most)
-        found.sort(key=lambda one: -one[0])  # of equals the text's own goes first
+        found.sort(key=lambda match: -match[0])  # stable: of equals the text's own goes first
         return self._draft(found)
 
     def close(self, text: Sequence[int]) -> None:
@@ -89,8 +89,8 @@ class Matcher(Guesser):
             self._others.extend(list(text[-MOST_OF_TEXT:]))
 
     def _found(self, texts: Matches, most: int) -> list[tuple[int, list[int]]]:
-        """Lengths of matches, and what came after them."""
-        place, same, other, other_same = texts.find_end(self.own)
+        """Matches in ``texts``: their lengths, and the tokens after them."""
+        place, same, other, other_same = texts.find(self.own)
         found = []
         if place >= 0:
             found.append((same, self._behind(texts, place, most)))
@@ -99,7 +99,7 @@ class Matcher(Guesser):
         return found
 
     def _draft(self, found: Sequence[tuple[int, list[int]]]) -> Draft:
-        """A tree of what was found, the longest match first. A match that another one contradicts counts less."""
+        """A tree of the matches, the longest as its trunk. A match that another one contradicts counts less."""
         if not found:
             return NO_DRAFT
         same, trunk = found[0]
@@ -118,7 +118,7 @@ class Matcher(Guesser):
         )
 
     def _behind(self, texts: Matches, place: int, most: int) -> list[int]:
-        """The next tokens; where the text itself ends it is taken to go on with them once more: it may have a period."""
+        """The next tokens. Where the own text ends before ``most``, they are repeated: it may have a period."""
         known: list[int] = texts.tokens[place + 1 : place + 1 + most].tolist()
         period = len(known)
         return [known[i % period] for i in range(most)] if texts is self.own and period < most else known

@@ -13,11 +13,11 @@ from cascade.scorer import Row, Scored
 
 
 class AdaptedModel(Model):
-    """A model whose rows follow the adapter ``row.params.adapter`` names; "" is the model itself.
+    """A model whose rows each use the adapter that ``row.params.adapter`` names; "" is the model itself.
 
-    ``adapters`` are paths or hub ids by name. Those of ``folder`` are loaded by the first pass that needs them, ``most`` at a
-    time. Rows of different adapters never meet in one forward: a pass is as many forwards as its rows have adapters. Keys and
-    values depend on the adapter, so prefixes must not be shared between adapters.
+    ``adapters`` are paths or hub ids by name. Those of ``folder`` are loaded by the first pass that needs them, at most
+    ``most`` at a time. A pass is one forward for each adapter of its rows. Keys and values depend on the adapter, so prefixes
+    must not be shared between adapters.
     """
 
     _written_out = False  # adapters are Transformers' own layers
@@ -31,9 +31,9 @@ class AdaptedModel(Model):
         most: int = 16,
         **options: Any,
     ) -> None:
-        """Take over a loaded network; raises `ModelError` if it or an adapter cannot be served."""
+        """As `Model`; raises `ModelError` if the network or an adapter cannot be served."""
         super().__init__(network, **options)
-        self._loaded = dict.fromkeys(adapters)  # those of the folder in the order of their last use
+        self._loaded = dict.fromkeys(adapters)  # names; those of the folder in the order of their last use
         self._folder, self._most = folder, most
         self._adapted: list[Any] = []
         for name, source in adapters.items():
@@ -59,20 +59,20 @@ class AdaptedModel(Model):
         return scored
 
     def switch(self, name: str) -> None:
-        """Let the next forward follow an adapter."""
+        """Let the next forward use an adapter."""
         if name == self._active:
             return
         if name and name not in self._loaded:
             if self._folder is None:
                 raise ModelError(f"adapter is {name!r}: it must be one of {', '.join(self._loaded)}")
-            self._take(name, self._folder.place(name))
+            self._load_from_folder(name, self._folder.place(name))
         if name and self._folder is not None:
             self._loaded[name] = self._loaded.pop(name)
         self._activate(name)
         self._active = name
 
-    def _take(self, name: str, source: str) -> None:
-        """Load an adapter in place of the one that was not used for longest; raises `InvalidRequest`."""
+    def _load_from_folder(self, name: str, source: str) -> None:
+        """Load an adapter, if needed in place of the least recently used one; raises `InvalidRequest`."""
         self._active = None
         if len(self._loaded) >= self._most:
             self._drop(next(iter(self._loaded)))
@@ -86,7 +86,7 @@ class AdaptedModel(Model):
             raise
 
     def _drop(self, name: str) -> None:
-        """Free what an adapter takes, as far as it has been loaded."""
+        """Free an adapter, which may be half loaded."""
         from peft.functional import delete_adapter
 
         del self._loaded[name]
@@ -97,7 +97,7 @@ class AdaptedModel(Model):
         self._adapted = _adapted(self._network)
 
     def _activate(self, name: str) -> None:
-        """Let all adapted modules follow an adapter, or none if it is "".
+        """Let all adapted modules use an adapter, or none if it is "".
 
         Transformers' own ``set_adapter`` is not used: since 5.24 it asks for a PEFT that is not published yet.
         """

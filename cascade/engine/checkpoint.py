@@ -1,4 +1,4 @@
-"""What a checkpoint is, told from its configuration and the headers of its files, before any weight is read."""
+"""What a checkpoint holds, told from its configuration and the headers of its files, before any weight is read."""
 
 import json
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from cascade.engine.devices import wider_dtype
+from cascade.engine.devices import held_dtype
 from cascade.engine.gguf import described
 from cascade.engine.model_config import context_len, read_config, unlike_attention
 from cascade.engine.network.products import keeps_bits
@@ -25,16 +25,13 @@ PACKED = {"fp8": 1.02, "bitsandbytes": 0.57}  # bytes of a weight of linear laye
 
 @dataclass(frozen=True, slots=True)
 class Anatomy:
-    architecture: str
     parameters: int
     weight_bytes: int  # in this dtype and the quantisation asked for
     dtype: torch.dtype
-    widened: torch.dtype | None  # the checkpoint's dtype where the device is faster with a wider one, and none was asked for
+    widened: torch.dtype | None  # the checkpoint's dtype, if the device holds it in a wider one and none was asked for
     cache_bytes_per_token: int  # keys and values of all layers
     context_len: int
-    vocab_size: int  # rows of the output embedding, padding included
-    heads: tuple[int, int]  # of queries, of keys and values
-    same_bits: bool  # logits can be expected to have in every pass on the device
+    same_bits: bool  # whether logits can be expected to have the same bits in every pass on the device
 
 
 def anatomy(
@@ -49,8 +46,8 @@ def anatomy(
 ) -> Anatomy:
     """What the model of a path or hub id will be like; raises `ModelError` if it is damaged or cannot be served.
 
-    With ``sizes_only`` another engine serves it, and whether our own could is not asked.
-    Without a ``dtype`` it is the checkpoint's, or a wider one if ``device`` is faster with it, see `wider_dtype`.
+    With ``sizes_only`` it may be a model that only another engine can serve. Without a ``dtype`` it is the checkpoint's, see
+    `held_dtype`.
     """
     config = read_config(source, revision=revision, trust_remote_code=trust_remote_code)
     folder = Path(described(source))
@@ -59,42 +56,35 @@ def anatomy(
     text = config.get_text_config()
     saved = text.dtype if isinstance(getattr(text, "dtype", None), torch.dtype) else torch.float32
     network = _skeleton(config, source, trust_remote_code)
-    parameters = sum(weight.numel() for weight in network.parameters())
     chosen = DTYPES[dtype] if dtype else saved
     if dtype is None and device is not None and getattr(config, "quantization_config", None) is None:  # which needs its own
-        chosen = wider_dtype(saved, device, parameters) or saved
+        chosen = held_dtype(saved, device)
     if not sizes_only and (problem := unlike_attention(config)):
         raise ModelError(f"{type(network).__name__} cannot be served: {problem}")
-    try:
-        cache_size = _cache_size(network, text)
-    except ModelError:
-        if not sizes_only:
-            raise
-        cache_size = _nominal_size(text)
-    heads = int(text.num_attention_heads)
+    cache_size = _nominal_size(text) if sizes_only else _cache_size(network, text)
     return Anatomy(
-        architecture=type(network).__name__,
-        parameters=parameters,
+        parameters=sum(weight.numel() for weight in network.parameters()),
         weight_bytes=_weight_bytes(network, chosen, quantization),
         dtype=chosen,
         widened=saved if dtype is None and chosen is not saved else None,
         cache_bytes_per_token=cache_size * chosen.itemsize,
         context_len=context_len(config),
-        vocab_size=int(text.vocab_size),
-        heads=(heads, int(getattr(text, "num_key_value_heads", None) or heads)),
         same_bits=device is not None and device.type == "cpu" and keeps_bits(network, chosen),
     )
 
 
 def check_files(folder: Path) -> None:
-    """See that the safetensors files of a checkpoint are there and whole, by their headers; raises `ModelError`."""
+    """Check that the safetensors files of a checkpoint are there and whole, by their headers; raises `ModelError`."""
     for file in shards(folder):
         if not file.is_file():
             raise ModelError(f"The checkpoint {str(folder)!r} lacks its file {file.name}: download it again")
-        if problem := _damage(file):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except Exception as error:  # of safetensors
             raise ModelError(
-                f"The file {file.name} of the checkpoint {str(folder)!r} is damaged ({problem}): download it again"
-            )
+                f"The file {file.name} of the checkpoint {str(folder)!r} is damaged ({reason(error)}): download it again"
+            ) from error
 
 
 def shards(folder: Path) -> Iterator[Path]:
@@ -109,17 +99,8 @@ def shards(folder: Path) -> Iterator[Path]:
         yield folder / SINGLE
 
 
-def _damage(file: Path) -> str | None:
-    """What is wrong with a safetensors file: its header, or its size."""
-    try:
-        with safe_open(file, framework="pt"):
-            return None
-    except Exception as error:  # of safetensors
-        return reason(error)
-
-
 def _skeleton(config: PreTrainedConfig, source: str, trust_remote_code: bool) -> PreTrainedModel:
-    """The network without memory for weights; in bfloat16, which all kernels take that ask what they are given."""
+    """The network without memory for weights, in bfloat16, which all kernels accept."""
     try:
         with torch.device("meta"):
             network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
@@ -137,16 +118,16 @@ def _weight_bytes(network: PreTrainedModel, dtype: torch.dtype, quantization: st
 
 
 def _cache_size(network: PreTrainedModel, text: PreTrainedConfig) -> int:
-    """Numbers that all layers keep for a token; raises `ModelError` if some layer does not take our attention."""
+    """Keys and values of a token in all layers, as a count of numbers; raises `ModelError` if a layer has its own attention."""
     found = Survey()
     layers = int(text.num_hidden_layers)
     ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
     try:
         network.set_attn_implementation(SIZES)
-        if network.config.get_text_config()._attn_implementation == SIZES:  # else it has ways of its own, and stays with them
+        if network.config.get_text_config()._attn_implementation == SIZES:  # else the model keeps an attention of its own
             with torch.inference_mode():
                 network(input_ids=ids, use_cache=False, cascade_pass=found)
-    except (RuntimeError, NotImplementedError):  # some read numbers that are not there: of dynamic RoPE, of routers
+    except (RuntimeError, NotImplementedError):  # dynamic RoPE and routers read numbers, which are not there
         sizes = _sizes(found)
         return sum(sizes) * layers // len(sizes) if sizes else _nominal_size(text)
     except (TypeError, AttributeError, LookupError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What devices are like: how much memory they have, for how many positions, and what processors do with 16 bits."""
+"""Devices: their memory, how many positions fit into it, and which dtypes they are fast with."""
 
 import contextlib
 import platform
@@ -29,8 +29,6 @@ ACCELERATORS = {
     "H200": 140,
     "B200": 178,
 }
-# Parameters of a model whose passes are bound by what lies between products, not by reading weights.
-SMALL = 400_000_000
 
 
 def default_device() -> str:
@@ -48,8 +46,8 @@ def free_bytes(device: torch.device) -> int:
 def cache_tokens(device: torch.device, bytes_per_token: int, gpu_memory_utilization: float) -> int:
     """Positions that fit beside the weights, which are loaded; raises `ModelError` if that is not even a block.
 
-    On a GPU all that this process holds may take the share ``gpu_memory_utilization`` of the memory, as far as others leave it
-    free; what is beyond is left to passes. For several models pass the sum of their ``bytes_per_token``.
+    On a GPU this process may hold the share ``gpu_memory_utilization`` of the memory, as far as other processes leave it free;
+    the rest is for passes. For several models pass the sum of their ``bytes_per_token``.
     """
     if device.type == "cuda":
         free, total, own = free_bytes(device), torch.cuda.mem_get_info(device)[1], torch.cuda.memory_allocated(device)
@@ -88,21 +86,12 @@ def product_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type != "cpu" or has_bfloat16() else torch.float32
 
 
-def wider_dtype(saved: torch.dtype, device: torch.device, parameters: int) -> torch.dtype | None:
-    """The dtype in which weights of ``saved`` are to be held on ``device`` if that is another one.
+def held_dtype(saved: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype in which weights saved as ``saved`` are held on ``device``, unless another one is asked for.
 
-    float32 on processors that multiply 16 bits slowly: it holds the same numbers in twice the memory, and passes of several
-    tokens, which drafts are made for, take half the time. So it is for small models on processors with AVX-512 and bfloat16 but
-    without matrix tiles, where what lies between products is slow in bfloat16. Told from the processor and not timed, so that
-    all replicas on machines of one kind write the same text.
+    float32 for float16 on a CPU, which holds the same numbers and multiplies them several times faster.
     """
-    if device.type != "cpu" or saved is torch.float32:
-        return None
-    if saved is torch.bfloat16 and has_bfloat16():
-        plain = torch.backends.cpu.get_cpu_capability() == "AVX512" and not torch.cpu._is_amx_tile_supported()
-        if not (plain and parameters < SMALL):
-            return None
-    return torch.float32
+    return torch.float32 if saved is torch.float16 and device.type == "cpu" else saved
 
 
 def processor() -> str:
@@ -116,10 +105,10 @@ def processor() -> str:
 
 
 def add_exactly(device: torch.device) -> None:
-    """Have products in 16 bits on ``device`` added up in 32, for this process.
+    """Let this process add up 16-bit products on ``device`` in 32 bits.
 
-    PyTorch lets cuBLAS join the parts of a product in 16 bits, and how many parts it makes depends on the number of rows: a
-    pass of eight tokens would differ the more from eight passes of one.
+    By default cuBLAS may add parts of a product in 16 bits, and the number of parts depends on the number of rows, so that a
+    pass of eight tokens differs more from eight passes of one.
     """
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False

@@ -1,12 +1,11 @@
 """GGUF files as the folders that Transformers reads, made once and kept in a cache.
 
 Two folders are made of a file, each when it is first needed: ``text`` has the configuration and the tokenizer, ``model`` the
-weights too. They lie below `cache_folder`, under the path, the size and the time of the file. A folder is written beside its
-place and then renamed: a process that is killed leaves nothing that another one takes for whole.
+weights too. Their place below `cache_folder` names the path, the size and the time of the file. A folder is written beside its
+place and then renamed, so a process that is killed leaves no half folder that looks whole.
 
-Weights are kept in the narrowest dtype that holds each of them exactly: float32 for quantised files, whose numbers are a scale
-of 16 bits times a small integer, and more. bfloat16 would halve that and round every one of them, so that the text would not be
-that of the file any more; whoever wants it sets ``dtype``.
+Weights are kept in the narrowest dtype that holds each of them exactly. That is float32 for quantised files, whose numbers are
+products of a 16-bit scale. bfloat16 would halve the memory, but round the weights and so change the text; set ``dtype`` for it.
 """
 
 import contextlib
@@ -119,7 +118,7 @@ def _made(source: str, folder: Path, make: Callable[[str, Path], None]) -> Path:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Wait until no other process makes something of this file: it would take the same memory again."""
+    """Wait until no other process converts this file: both together would take twice the memory."""
     with (folder / "lock").open("w") as file:
         with contextlib.suppress(OSError):  # a file system without locks: the last one to rename finds the folder there
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -127,7 +126,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _sweep(place: Path) -> None:
-    """Remove what was made of the file before it changed, and what a process that was killed has left."""
+    """Remove what was made of the file before it changed, and half folders of processes that were killed."""
     old = (other for other in place.parent.iterdir() if other.is_dir() and other != place)
     for folder in (*old, *place.glob(f"{PARTIAL}*")):
         shutil.rmtree(folder, ignore_errors=True)
@@ -159,7 +158,7 @@ def _describe(source: str, folder: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     reader, given = _read(source), _given(source)
-    with _told(source, reader):
+    with _explained(source, reader):
         config = AutoConfig.from_pretrained(**given)
         tokenizer = AutoTokenizer.from_pretrained(**given)
     if problem := _unread(reader, config):
@@ -189,7 +188,7 @@ def _convert(source: str, folder: Path, dtype: str | None) -> None:
     numbers = sum(int(tensor.n_elements) for tensor in reader.tensors)
     _check_room(source, folder, numbers, numbers * (4 if dtype == "float32" else 2))
     log.info("%s is dequantised once, to %s in %s", source, dtype, folder.parent)
-    with _told(source, reader):
+    with _explained(source, reader):
         network, report = AutoModelForCausalLM.from_pretrained(**_given(source), dtype=dtype, output_loading_info=True)
     if missing := sorted(report["missing_keys"]):  # Transformers made them up
         raise ModelError(f"The GGUF file {source!r} lacks {len(missing)} weights of its model, such as {missing[0]}")
@@ -206,8 +205,8 @@ def _given(source: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _told(source: str, reader: Any) -> Iterator[None]:
-    """What Transformers raises over a file, as one sentence."""
+def _explained(source: str, reader: Any) -> Iterator[None]:
+    """Turn what Transformers raises into a `ModelError` of one sentence."""
     try:
         yield
     except Exception as error:  # of any library
@@ -219,7 +218,7 @@ def _told(source: str, reader: Any) -> Iterator[None]:
 
 
 def _unread(reader: Any, config: Any) -> str | None:
-    """What of the file Transformers leaves out, though texts depend on it: how positions far away are scaled."""
+    """How the file scales far positions, if Transformers would ignore it, and so write another text."""
     for tensor in reader.tensors:
         if tensor.name.startswith("rope_"):  # frequencies of its own, of Llama 3.1 and Phi 3
             return f"it scales positions by the tensor {tensor.name}"
@@ -232,7 +231,7 @@ def _unread(reader: Any, config: Any) -> str | None:
 
 
 def _dtype(reader: Any) -> str:
-    """The narrowest that holds every number of the file exactly: one of 16 bits only if nothing was quantised."""
+    """The narrowest dtype that holds every number of the file exactly: 16 bits only if nothing is quantised."""
     kinds = {tensor.tensor_type.name for tensor in reader.tensors}
     for kind, dtype in NARROW.items():
         if kind in kinds and kinds <= {kind, "F32"} and all(_survives(tensor, dtype) for tensor in reader.tensors):

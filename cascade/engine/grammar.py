@@ -1,7 +1,7 @@
-"""What a text has to be, as masks over the vocabulary: JSON schemas, regular expressions and grammars.
+"""Structured output, as masks over the vocabulary: JSON schemas, regular expressions and grammars.
 
-The work is llguidance's (https://github.com/guidance-ai/llguidance): an Earley parser over a lazily built lexer. Nothing is
-precompiled per grammar, the fuel of every step is bounded, and a matcher is copied in a microsecond, which guesses need.
+llguidance does the work (https://github.com/guidance-ai/llguidance): an Earley parser over a lazily built lexer. It precompiles
+nothing, bounds the fuel of every step, and copies a matcher in a microsecond, which guesses need.
 """
 
 import json
@@ -40,12 +40,12 @@ LIMITS = LLParserLimits(
 
 
 class Grammars:
-    """Compiles for the tokens of ``tokenizer``, each grammar once. Safe to use from several threads."""
+    """Compiles each grammar once, for the tokens of ``tokenizer``. Safe to use from several threads."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._vocabulary: LLTokenizer | None = None  # built when first asked for: up to a second with large vocabularies
-        self._compiled: OrderedDict[Structured, tuple[LLMatcher, list[int]]] = OrderedDict()  # and a first token
+        self._compiled: OrderedDict[Structured, tuple[LLMatcher, list[int]]] = OrderedDict()  # with `_first`
         self._lock = threading.Lock()
 
     def check(self, structured: Structured, output: Sequence[int] = ()) -> None:
@@ -66,7 +66,7 @@ class Grammars:
             return Matcher(compiled, first, partial(self._renew, structured, compiled))
 
     def _first(self, compiled: LLMatcher) -> list[int]:
-        """A token that may begin the text, if one may."""
+        """A token that may begin the text, or nothing."""
         mask = compiled.deep_copy().compute_bitmask()
         [allowed] = _unpack([mask], 1, 8 * len(mask))
         return [token for token in allowed.nonzero().flatten().tolist() if token not in self._tokenizer.end_ids][:1]
@@ -83,10 +83,10 @@ class Grammars:
         if not end_ids:
             raise InvalidRequest("structured is set and the model has no end-of-text token: such texts could not end")
         try:
-            source = _source(structured)
+            grammar = source(structured)
         except Exception as error:  # of the parser of GBNF, which raises what it likes
             raise _refusal(structured, str(error)) from None
-        compiled = LLMatcher(self._build(end_ids), source, log_level=0, limits=LIMITS)
+        compiled = LLMatcher(self._build(end_ids), grammar, log_level=0, limits=LIMITS)
         if not compiled.is_error():
             compiled.compute_bitmask()  # the first step is the one that builds most
         if compiled.is_error():
@@ -104,11 +104,11 @@ class Grammars:
 
 
 class Matcher:
-    """Follows one text; see `cascade.engine.sampling.state.Constraint`.
+    """The grammar's state after one text.
 
-    Guesses are tried on a copy, so that an error after a wrong guess harms nothing else. But all copies of a compiled grammar
-    share one lexer. Once a copy has exhausted it, every matcher goes on with a lexer of its own and tries no guesses any more:
-    then a text fails where it would fail in any process, with and without drafts.
+    Guesses are tried on a copy, so that an error after a wrong guess does not reach the text. But all copies of a compiled
+    grammar share one lexer, which a guess can exhaust. Then every matcher gets a lexer of its own and tries no more guesses, so
+    that a text fails where it would fail in any process, with and without drafts.
     """
 
     def __init__(self, compiled: LLMatcher, first: list[int], renew: Callable[[], LLMatcher]) -> None:
@@ -117,26 +117,26 @@ class Matcher:
         self._renew = renew
         self._machine = compiled.deep_copy()
         self._consumed: list[int] = []  # of the output, by the machine
-        self._num_same = 0  # of them that the output still has
-        self._guesses = True  # they may be tried
+        self._num_same = 0  # of them that are still the output's
+        self._guesses = True  # whether they may be tried
 
     def rewind(self, num_tokens: int) -> None:
-        """All but the first ``num_tokens`` of the output may be others now."""
+        """Only the first ``num_tokens`` of the output are known to be the same as before."""
         self._num_same = min(self._num_same, num_tokens)
 
     def allowed(self, output: Sequence[int], guesses: Sequence[int], vocab_size: int) -> Tensor:
         """Which tokens may come after ``output``, and after each of ``guesses``: bool ``[1 + guesses, vocab_size]``, CPU.
 
-        Everything is allowed after a guess that is itself forbidden: nobody will read that row. There are fewer rows if the
-        grammar takes more work after a guess than one step may. Raises `InvalidRequest` if it does so after the output.
+        Everything is allowed after a guess that is itself forbidden: nobody reads that row. There are fewer rows if a step
+        after a guess takes too much work. Raises `InvalidRequest` if the step after the output does.
         """
         mask = self._follow(output)
-        if mask is None:  # the tier above does not follow the grammar: guess what it likes
+        if mask is None:  # the tier above does not follow the grammar, so nothing is forbidden
             return torch.ones(1 + len(guesses), vocab_size, dtype=torch.bool)
         if not guesses or not self._guesses:
             return _unpack([mask], 1, vocab_size)
         masks, num_rows = self._try(mask, guesses)
-        if self._broken:  # nobody knows from which mask on
+        if self._broken:  # from which mask on is not known
             return _unpack([mask], 1, vocab_size)
         return _unpack(masks, num_rows, vocab_size)
 
@@ -174,22 +174,22 @@ class Matcher:
 
     @property
     def _broken(self) -> bool:
-        """Whether one of the copies has broken the lexer of them all, which masks do not always tell."""
+        """Whether a copy has exhausted the lexer that all share; masks do not always tell."""
         probe = self._compiled.deep_copy()
         return probe.try_consume_tokens(self._first) < len(self._first) or probe.is_error()
 
     def _go_back(self, output: Sequence[int]) -> None:
-        """Forget what is no longer the output's."""
+        """Roll back what is no longer the output's."""
         consumed, same = self._consumed, self._num_same
         while same < min(len(consumed), len(output)) and consumed[same] == output[same]:
             same += 1
         if same < len(consumed):
             self._machine.rollback(len(consumed) - same)
             del consumed[same:]
-            self._machine.compute_bitmask()  # it remembers one, and takes it for that of another text of the same length
+            self._machine.compute_bitmask()  # the matcher remembers its last mask, and would take it for this text's
 
     def _consume(self, tokens: Sequence[int], most: int) -> bytes:
-        """Go on with ``tokens``, at most so many in a step; the mask after them or after those that are allowed."""
+        """Consume ``tokens``, at most ``most`` in a step; the mask after them, or after the last one that is allowed."""
         mask = b"" if tokens else self._machine.compute_bitmask()
         for begin in range(0, len(tokens), most):
             step = list(tokens[begin : begin + most])
@@ -211,7 +211,8 @@ def _unpack(masks: Sequence[bytes], num_rows: int, vocab_size: int) -> Tensor:
     return allowed
 
 
-def _source(structured: Structured) -> str:
+def source(structured: Structured) -> str:
+    """The grammar in llguidance's Lark, with a rule `start`; raises whatever the parser of GBNF does."""
     if structured.json_object:
         return UNFORCED + _json({"type": "object"})
     if structured.json_schema is not None:

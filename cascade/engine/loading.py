@@ -26,13 +26,12 @@ def load(
     trust_remote_code: bool = False,
     draft: bool = False,
 ) -> PreTrainedModel:
-    """Load weights shard by shard to the device, with a progress bar; those of a GGUF file are dequantised the first time.
+    """Load weights shard by shard to the device, with a progress bar; a GGUF file is dequantised the first time.
 
-    A ``draft`` model says its draft vocabulary alone, if it has one, see `cascade.engine.draft_vocab`.
-
-    ``dtype`` is the checkpoint's unless one is named, and on processors that are slow with 16 bits float32; ``device`` is the
-    GPU if there is one. Raises `ModelError` before anything is read if the checkpoint is damaged, is no causal language model,
-    or has more weights than the device has memory.
+    ``dtype`` is by default the checkpoint's, or float32 for float16 on a CPU; ``device`` the GPU if there
+    is one. A ``draft`` model says its draft vocabulary alone, if it has one, see `cascade.engine.draft_vocab`. Raises
+    `ModelError`, before any weight is read if the checkpoint is damaged, is no causal language model, or does not fit into the
+    memory of the device.
     """
     if dtype is not None and dtype not in DTYPES:
         raise ModelError(f"dtype is {dtype!r}: it must be one of {', '.join(DTYPES)}")
@@ -47,21 +46,20 @@ def load(
     if model.widened is not None:
         chosen = model.dtype
         log.info(_WIDENED, source, model.widened, processor(), chosen)
-    network = _loaded(converted(source), place, dtype=chosen or "auto", device_map={"": place}, **known)
-    if draft:
-        restrict(network, converted(source), revision=revision)
-    return network
-
-
-def _loaded(source: str, device: torch.device, **options: Any) -> PreTrainedModel:
     try:
-        network, report = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
+        network, report = AutoModelForCausalLM.from_pretrained(
+            converted(source), output_loading_info=True, dtype=chosen or "auto", device_map={"": place}, **known
+        )
     except torch.OutOfMemoryError as error:
-        raise ModelError(f"The weights of {source!r} do not fit into the memory of {device}: {_ADVICE}") from error
+        raise ModelError(f"The weights of {source!r} do not fit into the memory of {place}: {_ADVICE}") from error
+    except ModelError:
+        raise
     except Exception as error:  # of any library or downloaded code
-        raise ModelError(f"No model can be loaded from {source!r} on {device}: {reason(error)}") from error
+        raise ModelError(f"No model can be loaded from {source!r} on {place}: {reason(error)}") from error
     if missing := sorted(report["missing_keys"]):  # Transformers made them up
         raise ModelError(f"The checkpoint {source!r} lacks {len(missing)} weights of its model, such as {missing[0]}")
+    if draft:
+        restrict(network, converted(source), revision=revision)
     return network
 
 

@@ -1,4 +1,4 @@
-"""What the configuration of a model says. Imports no code of models, which takes seconds."""
+"""What the configuration of a model says. Imports no code of models, which would take seconds."""
 
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -21,7 +21,7 @@ def read_config(source: str, *, revision: str | None = None, trust_remote_code: 
 
 
 def unlike_attention(config: PreTrainedConfig) -> str | None:
-    """Why layers are no attention in a way that short texts cannot show: they select or compress what is far back."""
+    """Why a model is refused whose layers select or compress what is far back, which the short probe at load cannot show."""
     text = config.get_text_config()
     if strange := sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES):
         return f"it has layers of type {strange[0]}, which are neither full nor sliding attention"

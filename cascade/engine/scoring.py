@@ -1,4 +1,4 @@
-"""Rows of sessions as one input of a network, and its logits as what a pass says of them, whichever engine ran it."""
+"""Rows of a pass as one input of a network, and its logits as their results, for all engines."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Self
@@ -6,13 +6,9 @@ from typing import NamedTuple, Self
 from torch import Tensor
 
 from cascade.engine.network.attention import Span
-from cascade.engine.sampling.drawing import drawn
 from cascade.engine.sampling.own_tokens import Asked, own_tokens_and_next, runner_ups
 from cascade.engine.sampling.processors import report, shape
-from cascade.params import SamplingParams
 from cascade.scorer import Row, Scored
-
-UNDRAWN = SamplingParams(temperature=0, seed=0)  # of rows whose own tokens are drawn otherwise
 
 Report = Callable[[Tensor, Sequence[Row], list[Sequence[int]]], None]  # see `cascade.engine.sampling.processors.report`
 
@@ -22,7 +18,7 @@ class Packed(NamedTuple):
 
     tokens: list[int]
     positions: list[int]
-    keep: list[int]  # places whose logits are wanted
+    keep: list[int]  # indices whose logits are wanted
     spans: list[Span]  # of each row
 
     @classmethod
@@ -52,10 +48,7 @@ def unpacked(packed: list[list[int]], rows: Sequence[Row], known: Sequence[int])
 
 def asked(rows: Sequence[Row]) -> list[Asked]:
     """Parameters, first position and number of the own tokens that each row wants."""
-    return [
-        (row.params if row.draw is None else UNDRAWN, row.start + len(row.input_ids) - row.num_scored + 1, row.num_scored)
-        for row in rows
-    ]
+    return [(row.params, row.start + len(row.input_ids) - row.num_scored + 1, row.num_scored) for row in rows]
 
 
 def scored(logits: Tensor, rows: Sequence[Row], on_scored: Report = report) -> list[Scored]:
@@ -67,7 +60,5 @@ def scored(logits: Tensor, rows: Sequence[Row], on_scored: Report = report) -> l
     number = max((row.runner_ups for row in rows), default=0)
     packed = own_tokens_and_next(shaped, asked(rows), number)
     found = list(unpacked(packed.tolist(), rows, known))
-    if any(row.draw is not None for row in rows):
-        found = drawn(shaped, rows, found)
     on_scored(logits, rows, [result.own for result in found])
     return found

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from statistics import median
 from threading import Thread
 from typing import Self, TypeVar
 
@@ -44,6 +43,19 @@ def apart(work: Callable[[], T]) -> T:
     return outcome.result()
 
 
+class Pace:
+    """For work that is in no hurry: the calling thread rests between steps, so that it takes only a share of a core."""
+
+    def __init__(self, share: float) -> None:
+        self._rests = 1 / share - 1  # as long as the work
+        self._begin = time.thread_time()
+
+    def rest(self) -> None:
+        """Sleep in proportion to what this thread has computed since it last slept."""
+        time.sleep(self._rests * (time.thread_time() - self._begin))
+        self._begin = time.thread_time()
+
+
 class Threads:
     """The threads of passes by their number of tokens.
 
@@ -60,8 +72,8 @@ class Threads:
     def find(cls, run: Callable[[int], object], limit: int, clock: Callable[[], float] = time.perf_counter) -> Self:
         """Time passes ``run(num_tokens)`` with 1, 2, 4, ... and ``limit`` threads: the fewest that are not slower.
 
-        Sizes go up until all threads are worth it. More threads must usually be faster than fewer are at best: on a busy
-        machine those that wait for each other lose far more than they win on a quiet one.
+        Sizes go up until all threads are worth it. The best times are compared: the choice holds for the model's life, and a
+        program that is busy beside it for a moment slows several threads far more than one.
         """
         counts = [*(1 << bit for bit in range((limit - 1).bit_length())), limit]
         steps: list[tuple[int, int]] = []
@@ -69,13 +81,18 @@ class Threads:
             if min(_time(partial(run, num_tokens), [1], clock, rounds=2)[1]) > LONG_S * limit:
                 break
             found = _time(partial(run, num_tokens), counts, clock)
-            usual = {count: median(seconds) for count, seconds in found.items()}
-            fewest = next(n for n in counts if all(min(found[n]) <= GAIN * usual[more] for more in counts if more > n))
+            best = {count: min(seconds) for count, seconds in found.items()}
+            fewest = next(n for n in counts if all(best[n] <= GAIN * best[more] for more in counts if more > n))
             if fewest == limit:
                 break
             steps.append((num_tokens, fewest))
             counts = [count for count in counts if count >= fewest]  # a larger pass is not worth fewer
         return cls(limit, steps)
+
+    def __str__(self) -> str:
+        """Such as ``1 thread up to 8 tokens, 2 beyond``."""
+        parts = [f"{count} up to {tokens} tokens" for tokens, count in self.steps]
+        return ", ".join([*parts, f"{self.limit}{' beyond' if parts else ''}"])
 
     def count(self, num_tokens: int) -> int:
         place = bisect_left(self.steps, (num_tokens, 0))
@@ -83,11 +100,12 @@ class Threads:
 
     def use(self, num_tokens: int) -> AbstractContextManager[None]:
         """Give the calling thread what a pass is worth."""
-        return _set(self.count(num_tokens))
+        return limited(self.count(num_tokens))
 
 
 @contextmanager
-def _set(count: int) -> Iterator[None]:
+def limited(count: int) -> Iterator[None]:
+    """Let the calling thread compute with ``count`` threads."""
     before = torch.get_num_threads()
     if before == count:
         yield
@@ -109,7 +127,7 @@ def _time(
         for count in counts:
             if turn and clock() > end:
                 break
-            with _set(count):
+            with limited(count):
                 run()  # threads that were not there are made now
                 begin = clock()
                 run()

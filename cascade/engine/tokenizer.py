@@ -1,4 +1,4 @@
-"""Text to token ids and back, piece by piece; and the check that tiers speak the same language."""
+"""Text to token ids and back, piece by piece; fingerprints, which tell whether tiers have the same vocabulary."""
 
 import hashlib
 import json
@@ -58,7 +58,7 @@ class Tokenizer:
         return Decoder(self.backend.backend_tokenizer, prompt)
 
     def begins(self, ids: Sequence[int]) -> list[int]:
-        """Characters of the text that are complete before each of ``ids``."""
+        """How many characters of the text are complete before each of ``ids``."""
         decoder, begin, begins = self.decoder(()), 0, []
         for token in ids:
             begins.append(begin)
@@ -116,7 +116,7 @@ def _end_ids(source: str, revision: str | None, backend: PreTrainedTokenizerBase
 
 
 def check_source(source: str) -> None:
-    """Raise `ModelError` if ``source`` is neither a folder nor written like a hub id, or the hub is needed and out of reach."""
+    """Raise `ModelError` unless ``source`` is a folder or a hub id, and the hub can be reached if it is needed."""
     if Path(source).is_file():
         raise ModelError(f"{source!r} is a file: give the folder that holds the model")
     if (source.startswith(("/", ".", "~")) or source.count("/") > 1) and not is_local(source):
@@ -130,7 +130,7 @@ def check_source(source: str) -> None:
 
 
 def _hub_answers() -> bool:
-    """Whether a connection to the hub can be made; its library would try six times, in half a minute. Proxies are believed."""
+    """Whether a connection to the hub can be made; its library would try for half a minute. Proxies are not tried."""
     hub, proxies = urlsplit(constants.ENDPOINT), getproxies()
     if proxies.get(hub.scheme) or proxies.get("all"):
         return True

@@ -1,13 +1,12 @@
 """Drafts that are trees, in passes that know only lines: each branch is a row over a fork of its session's store.
 
-A tree falls into lines: a node goes on with its parent's line if it is the first to do so, and begins one otherwise. The line
-that begins at the text, the *trunk*, is a row over the store itself. Another one is a row over a fork, which reads again what
-lies between its fork and its first node:
+A tree is split into lines: the first child of a node continues its line, each other child begins a new one. The *trunk*, the
+line that begins at the text, is a row over the store itself. Another line is a row over a fork, and reads again what lies
+between the fork and its first node:
 
-- nothing, or the nodes of the branch that it leaves, where forks see what the store's row writes in the same pass;
-- the last token of the text, too, where own tokens depend on the path (`SamplingParams.shaped`): so it is a row like any other;
-- all that the session's row reads, where stores are blocks: a kernel reads them all after all were written, but the last
-  block of a fork is its own, and what is before the row is there already.
+- where forks see what the store's row writes in the same pass: nothing, or the nodes of the branch that it leaves;
+- where own tokens depend on the path (`SamplingParams.shaped`): the last token of the text, too, so that it is a row like any;
+- where stores are tables of blocks: all that the session's row reads, since the last block of a fork is its own.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,30 +22,30 @@ from cascade.engine.sampling.processors import report
 from cascade.errors import ModelError
 from cascade.scorer import MAX_FORKED, Row, RunnerUp, Scored
 
-MAX_READ_AGAIN = 8  # tokens of the text that a branch may read again: after more, such as a prompt, the trunk is enough
+MAX_READ_AGAIN = 8  # tokens of the text that a branch may read again: after more, such as a prompt, only the trunk is scored
 
 
 class Line(NamedTuple):
-    """A row of the pass, and the nodes that its last own tokens stand after; -1 is the text itself."""
+    """A row of the pass, and the nodes after which its last own tokens stand; -1 is the text."""
 
     row: Row
     nodes: Sequence[int]
 
     def own_after(self, scored: Scored) -> Iterator[tuple[int, tuple[int, Sequence[RunnerUp]]]]:
-        """The own token after each of its nodes, and the runner-ups, as far as they are known."""
+        """The own token and runner-ups after each of its nodes, as far as they are known."""
         first = self.row.num_scored - len(self.nodes)
         found = zip(scored.own, scored.runner_ups or [()] * len(scored.own), strict=True)
         return zip(self.nodes, list(found)[first:], strict=False)
 
 
 class Tree:
-    """One row of a pass, whatever its draft, as lines; `free` must be called in the end, however the pass ends."""
+    """One row of a pass as lines. `free` must be called in the end, however the pass ends."""
 
     def __init__(self, row: Row, *, shares_pass: bool) -> None:
         """``shares_pass``: forks see what their store's row writes before them in the same pass."""
         self.lines: list[Line] = []
-        self.followed = 0  # line that own tokens follow
-        self.reported: list[Sequence[int]] = []  # of each line, own tokens that are the tree's: none off their way
+        self.followed = 0  # the line whose nodes own tokens accept furthest
+        self.reported: list[Sequence[int]] = []  # own tokens by line; none of lines that are not followed
         self._row = row
         self._shares_pass = shares_pass
         self._again = len(row.tokens) if not shares_pass else int(row.state is not None)  # tokens that branches read again
@@ -93,10 +92,10 @@ class Tree:
         self._forks.clear()
 
     def _split(self) -> list[list[int]]:
-        """Nodes by line, the trunk's first; without those from the first one on that a branch cannot reach."""
+        """Nodes by line, the trunk's first; up to the first node that is out of a branch's reach."""
         draft = self._row.draft
         lines: list[list[int]] = [[]]
-        ends, read = {-1: 0}, {-1: self._again}  # line by its last node; tokens of a branch's row up to a node
+        ends, read = {-1: 0}, {-1: self._again}  # lines by their last nodes; tokens of a branch's row up to a node
         forks = self._row.num_own == 1 and self._again <= MAX_READ_AGAIN
         for node in range(len(draft)):
             parent = draft.parent(node)

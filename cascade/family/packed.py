@@ -1,4 +1,4 @@
-"""Models in half the space: matrices in 8 bits with a scale for each row, unpacked into a cache folder when first used."""
+"""Models that ship in half the space: matrices in 8 bits with a scale for each row, unpacked to a cache folder on first use."""
 
 import hashlib
 import os
@@ -19,7 +19,7 @@ LARGEST = 127
 
 
 def pack(folder: Path, out: Path) -> None:
-    """Write the model of ``folder`` to ``out``, without its tokenizer. Each number is off by half a scale at most."""
+    """Write the model in ``folder`` to ``out``, without its tokenizer. Each number is off by half a scale at most."""
     out.mkdir(parents=True, exist_ok=True)
     packed: dict[str, torch.Tensor] = {}
     for name, weight in load_file(folder / WEIGHTS).items():
@@ -38,7 +38,7 @@ def pack(folder: Path, out: Path) -> None:
 def unpacked(packed: Path, beside: Sequence[Path] = ()) -> Path:
     """The folder of a packed model as Transformers reads it, in bfloat16, with copies of the files ``beside``.
 
-    It is made once for a user and content, whole or not at all, below `cascade.engine.gguf.cache_folder`.
+    It is made once for each user and content below `cascade.engine.gguf.cache_folder`, whole or not at all.
     """
     digest = hashlib.sha256()
     for file in (*sorted(packed.iterdir()), *beside):
@@ -54,7 +54,7 @@ def unpacked(packed: Path, beside: Sequence[Path] = ()) -> Path:
         save_file(widened(load_file(packed / WEIGHTS)), partial / WEIGHTS, metadata={"format": "pt"})
         os.rename(partial, place)
     except OSError:
-        if not place.is_dir():  # another process was not faster: the disk is full, or cannot be written
+        if not place.is_dir():  # else another process was faster
             raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -62,7 +62,7 @@ def unpacked(packed: Path, beside: Sequence[Path] = ()) -> Path:
 
 
 def widened(packed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Matrices in bfloat16 from 8-bit numbers and their scales, and whatever else there is as it is."""
+    """Matrices in bfloat16, from 8-bit numbers and their scales; other tensors are unchanged."""
     scales = {name.removesuffix(SCALE): tensor for name, tensor in packed.items() if name.endswith(SCALE)}
     return {
         name: (tensor.float() * scales[name]).to(torch.bfloat16) if name in scales else tensor

@@ -1,34 +1,34 @@
-"""Which of the tiers below draft: the chain with which a session gets most tokens in a second.
+"""Which of the tiers below draft: the chain that gives a session most tokens per second.
 
-Guesses of a tier that is attached are compared with the text that comes whether a pass scores them or not, so how many a pass
-scores is computed (`cascade.planner.choice`), and none is one of the answers. What remains is whom to ask. A tier on
-processors of its own costs next to nothing while its guesses are not believed: it drafts from the first token on, until it is
-seen not to pay. A tier that shares this one's processors slows its passes, which can only be seen while it works: so a tier
-begins without those, and looks at them when `SHARE` of its time has come to what that may cost: at most, and all of it.
+How many guesses of an attached tier a pass scores is computed (`cascade.planner.choice`). Here it is decided which tiers are
+attached. A tier with processors of its own costs next to nothing while its guesses are not scored, so it drafts from the first
+token on, until it is seen not to pay. A tier that shares the verifier's processors slows its passes, which only shows while it
+works. So such tiers begin detached, and are explored when `SHARE` of the verifier's time covers the whole price of that.
 """
 
 import itertools
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
+
+from cascade.answer import Undrafted
 
 Chain: TypeAlias = tuple[str, ...]  # tiers below that draft, top to bottom
-Undrafted: TypeAlias = Literal["load", "low_acceptance", "short"]
 
 ALONE: Chain = ()
-SHARE = 0.02  # of a tier's time that exploring may cost
-MEMORY = 0.99  # weight of what is known that is left after the next pass
-DOUBT = 1.3  # relative error of a rate known from one pass; of ``n`` passes over sqrt(n)
-BETTER = 1.03  # times the best rate make another chain the best
-MIN_PASSES = 12  # by which a chain is judged, be it of one session or of a crowd, whose drafters read all prompts at first
-FEW_PASSES, MAX_PASSES = 4, 48  # of an exploration: of one that is clearly worse, and of one that remains unclear
-PRICE = 12.0  # passes alone that an exploration may cost, beside the reading of the texts
+SHARE = 0.02  # of a tier's time that exploration may cost
+MEMORY = 0.99  # weight of what is known after the next pass
+DOUBT = 1.3  # relative error of a rate known from one pass; from ``n`` passes DOUBT / sqrt(n)
+BETTER = 1.03  # a chain replaces the best one if its rate is so many times as high
+MIN_PASSES = 12  # before a chain is judged, for any number of sessions: drafters read all prompts at first
+FEW_PASSES, MAX_PASSES = 4, 48  # of an exploration that is clearly worse, and of one that stays unclear
+PRICE = 12.0  # passes that an exploration may cost, beside the prefill of the tiers below
 
 
 @dataclass(slots=True)
 class Estimate:
-    """Own tokens of a session in a second, the latest passes counting most."""
+    """Own tokens per second of a session, recent passes counting most."""
 
     tokens: float = 0.0
     seconds: float = 0.0
@@ -36,39 +36,39 @@ class Estimate:
 
     @property
     def rate(self) -> float:
-        """Tokens per second, 0 if that is not known."""
+        """Tokens per second, 0 if unknown."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
     def upper_bound(self) -> float:
-        """The rate that it may well have."""
+        """The highest rate that is plausible."""
         return self.rate * (1 + DOUBT / math.sqrt(self.passes)) if self.passes else math.inf
 
     def add(self, tokens: float, seconds: float) -> None:
-        """What rows had of a pass, on average: they share what made it long or short."""
+        """Add the mean tokens and seconds of the rows of a pass: what made the pass long or short is common to them."""
         self.tokens += tokens
         self.seconds += seconds
         self.passes += 1
 
     def fade(self) -> None:
-        """Another pass has come since: the rate stays, and is less certain."""
+        """Another pass has run: the rate stays, and becomes less certain."""
         self.tokens, self.seconds, self.passes = MEMORY * self.tokens, MEMORY * self.seconds, MEMORY * self.passes
 
 
 class Seen(NamedTuple):
-    """What rows of one kind had of a pass: own tokens, and seconds since their last pass, of all these rows together."""
+    """What rows of one kind got of a pass: sums of their own tokens and of the seconds since their last passes."""
 
     rows: int
     tokens: int
     seconds: float
-    alone_s: float  # that the pass is predicted to take without drafts
-    settled: bool = True  # guesses had time to come: before that a chain costs time, but is not judged
-    reading_s: float = 0.0  # in which this tier would read the texts of these rows: tiers below that begin to draft have to
+    alone_s: float  # predicted seconds of the pass without drafts
+    settled: bool = True  # guesses had time to arrive; before that a chain costs time but is not judged
+    reading_s: float = 0.0  # seconds of this tier for the prefill of these rows, which a new drafter has to do
 
 
 @dataclass(slots=True)
 class Budget:
-    """Seconds that exploring has cost a tier, and all seconds."""
+    """Seconds that exploration has cost a tier, and all its seconds."""
 
     spent_s: float = 0.0
     total_s: float = 0.0
@@ -76,29 +76,26 @@ class Budget:
 
 @dataclass(slots=True)
 class Choice:
-    """For requests of one kind at one load: what each chain gives, the best, and the one in use.
+    """For requests of one kind at one load: what each chain gives, the best one, and the one in use.
 
-    These two differ while a chain is explored.
+    The last two differ while a chain is explored.
     """
 
-    estimates: dict[Chain, Estimate]  # those to be explored first stand first
+    estimates: dict[Chain, Estimate]  # in the order of exploration
     best: Chain
+    used: Chain
+    apart: Chain  # all tiers with processors of their own: scouts draft with them while others go alone
     budget: Budget
-    apart: Chain = ALONE  # all tiers with processors of their own, with which some sessions draft while the others go alone
-    used: Chain = field(init=False)
-    price_s: dict[Chain, float] = field(default_factory=dict)  # of explorations that were cut short, what the next may cost
-    passes: int = 0  # settled ones since the chain is in use
-    cost_s: float = 0.0  # of exploring it so far
-    may_cost_s: float = 0.0  # in all
-
-    def __post_init__(self) -> None:
-        self.used = self.best
+    price_s: dict[Chain, float] = field(default_factory=dict)  # of the next exploration, after one that was cut short
+    passes: int = 0  # settled passes with the chain in use
+    cost_s: float = 0.0  # of this exploration so far
+    may_cost_s: float = 0.0  # of this exploration at most
 
     def record(self, used: Chain, seen: Seen, num_sessions: int) -> None:
-        """Take what rows had that were to use ``used``, of a tier with so many sessions."""
+        """Learn what rows got whose sessions were to use ``used``, in a tier of ``num_sessions``."""
         scouts = used == self.apart and self.used == ALONE
         if seen.seconds <= 0 or not (used == self.used or scouts):
-            return  # they have yet to follow
+            return  # these sessions have yet to change over
         tokens, seconds = seen.tokens / seen.rows, seen.seconds / seen.rows
         share = seen.rows / num_sessions
         if seen.settled:
@@ -115,13 +112,13 @@ class Choice:
             self.cost_s += lost_s
             self.budget.spent_s += share * lost_s
             self._judge()
-        elif not seen.settled:  # slowed by what exploring has left at work below
+        elif not seen.settled:  # slowed by tiers below that still work after an exploration
             self.budget.spent_s += share * max(0.0, lost_s)
         elif self.passes >= MIN_PASSES:
             self._seek(1 / seen.alone_s, PRICE * seconds + seen.reading_s, share)
 
     def _judge(self) -> None:
-        """End exploring when it is clear which chain is better, or when it costs too much."""
+        """End the exploration when it is clear which chain is better, or when it costs too much."""
         estimate, best = self.estimates[self.used], self.estimates[self.best].rate
         if self.passes >= MIN_PASSES and estimate.rate > BETTER * best:
             self.price_s.pop(self.used, None)
@@ -129,15 +126,15 @@ class Choice:
         elif self.passes >= MAX_PASSES or (self.passes >= FEW_PASSES and estimate.upper_bound < best):
             self.price_s.pop(self.used, None)
             self._use(self.best)
-        elif self.cost_s > self.may_cost_s / 2:  # what tiers below still have to do may cost as much
+        elif self.cost_s > self.may_cost_s / 2:  # work that is left below may cost as much again
             self.price_s[self.used] = 2 * self.may_cost_s
             self._use(self.best)
 
     def _seek(self, alone: float, price_s: float, share: float) -> None:
-        """Use a chain that is known to be better than the best by now, else explore one that may be.
+        """Use a chain that is now known to be better than the best, else explore one that may be.
 
-        ``alone`` is the rate without drafts as predicted: it counts until it has been measured, but for `SHARE` of it.
-        ``price_s`` is what exploring may cost each of the sessions, which are a ``share`` of all.
+        ``alone`` is the predicted rate without drafts; less `SHARE` it stands in until that is measured. ``price_s`` is what
+        exploring may cost each of the sessions, which are a ``share`` of all.
         """
         best = self.estimates[self.best].rate
         known = (one for one in self.estimates.items() if one[1].passes >= MIN_PASSES or one[0] in (self.best, ALONE))
@@ -151,7 +148,7 @@ class Choice:
         others = {chain: estimate.upper_bound for chain, estimate in self.estimates.items() if chain != self.best}
         if ALONE in others and not self.estimates[ALONE].passes:
             others[ALONE] = alone * (1 + DOUBT / math.sqrt(MIN_PASSES))  # a prediction is worth as many
-        hopeful = max(others, key=lambda chain: others[chain])  # of equal ones the first
+        hopeful = max(others, key=lambda chain: others[chain])  # the first of equal ones
         price_s = max(price_s, self.price_s.get(hopeful, 0.0))
         affordable = self.budget.spent_s + share * price_s <= SHARE * self.budget.total_s
         if affordable and others[hopeful] > BETTER * best:
@@ -162,10 +159,10 @@ class Choice:
 
 
 class Planner:
-    """Chooses for each kind of request (the tiers that it allows, greedy or sampled) and each load of the tier.
+    """Chooses a chain for each kind of request (the tiers it allows, greedy or sampled) and each load of the tier.
 
-    What counts is what comes out: own tokens of a session in a second. Costs of passes, wires and messages, agreement, and
-    what tiers on the same processors take from each other are all in it.
+    The measure is own tokens per second of a session. It contains the costs of passes and messages, acceptance, and what tiers
+    on the same processors take from each other.
     """
 
     def __init__(self, shared: Collection[str] = ()) -> None:
@@ -175,73 +172,60 @@ class Planner:
         self._choices: dict[tuple[Chain, bool], dict[int, Choice]] = {}  # by kind and load
 
     def chain(self, allowed: Chain, num_sessions: int, *, sampled: bool = False, scouts: bool = False) -> Chain:
-        """Who shall draft for a session that may use ``allowed``, in a tier of so many sessions.
+        """The chain for a session that may use ``allowed``, in a tier of ``num_sessions``.
 
-        Sessions that are ``sampled``, at a temperature above 0, are judged apart: far fewer guesses are right there. One that
-        ``scouts`` drafts where that costs the others nothing, though nobody does: so it is seen when it begins to pay.
+        ``sampled`` sessions, with a temperature above 0, are judged apart: far fewer guesses are right there. A session that
+        ``scouts`` drafts with tiers on processors of their own though the others go alone: so it shows when that pays.
         """
         choice = self._choice(allowed, num_sessions, sampled=sampled)
         return choice.used or (choice.apart if scouts else ALONE)
 
     def record(self, allowed: Chain, used: Chain, num_sessions: int, seen: Seen, *, sampled: bool = False) -> None:
-        """What some of so many sessions had of a pass, who were to use ``used``."""
+        """Learn what rows got of a pass whose sessions were to use ``used``; see `Seen`."""
         self._choice(allowed, num_sessions, sampled=sampled).record(used, seen, num_sessions)
 
     def undrafted(self, allowed: Chain, num_sessions: int, *, sampled: bool = False) -> Undrafted:
-        """Why nobody drafts now: it pays with fewer sessions, it never did, or there was no time to find out."""
+        """Why nobody drafts: it pays at lower load only, it never paid, or there was no time to find out."""
         load, choices = load_bucket(num_sessions), self._choices.get((allowed, sampled), {})
         if any(choice.best != ALONE for less, choice in choices.items() if less < load):
             return "load"
         known = (chain for choice in choices.values() for chain, estimate in choice.estimates.items() if estimate.passes)
         return "low_acceptance" if any(chain != ALONE for chain in known) else "short"
 
-    def rates(self, num_sessions: int) -> dict[Chain, float]:
-        """Own tokens of a session in a second by who drafts, as measured with so many sessions, where most was measured.
-
-        Safe to call from any thread.
-        """
-        load = load_bucket(num_sessions)
-        choices = [choices[load] for choices in list(self._choices.values()) if load in choices]
-        most = max(choices, key=lambda choice: sum(one.seconds for one in choice.estimates.values()), default=None)
-        return _measured(most) if most is not None else {}
-
     def worths(self) -> list["Worth"]:
-        """What is known of every tier below with which something was measured, and without which something was.
+        """What each tier below is worth where chains with it and without it were measured.
 
-        Where requests may use different tiers, those count that may use most. Safe to call from any thread.
+        Kinds of requests that may use more tiers take precedence. Safe to call from any thread.
         """
         found: dict[tuple[str, bool, int], Worth] = {}
         for (allowed, sampled), choices in sorted(self._choices.items(), key=lambda one: len(one[0][0])):
             for load, choice in list(choices.items()):
-                rates = _measured(choice)
                 for tier in allowed:
                     best, without = (
-                        max((rates[c] for c in rates if (tier in c) is part), default=0.0) for part in (True, False)
+                        max(estimate.rate for chain, estimate in choice.estimates.items() if (tier in chain) is part)
+                        for part in (True, False)
                     )
                     if best and without:
                         found[tier, sampled, load] = Worth(tier, sampled, 1 << load, best / without)
         return list(found.values())
 
     def _choice(self, allowed: Chain, num_sessions: int, *, sampled: bool) -> Choice:
-        choices = self._choices.setdefault((allowed, sampled), {})
-        load = load_bucket(num_sessions)
+        """A new one begins with the best chain of the nearest load, else with all; without tiers that share processors."""
+        choices, load = self._choices.setdefault((allowed, sampled), {}), load_bucket(num_sessions)
         if load not in choices:
             near = min(choices, key=lambda other: abs(other - load), default=None)
-            choices[load] = self._begin(allowed, None if near is None else choices[near].best)
+            first = [] if near is None else [choices[near].best]
+            sizes = range(len(allowed) + 1)  # short chains are explored first
+            chains = [chain[::-1] for size in sizes for chain in itertools.combinations(allowed[::-1], size)]
+            apart = tuple(tier for tier in allowed if tier not in self._shared)
+            best = tuple(tier for tier in first[0] if tier in apart) if first else apart
+            estimates = {chain: Estimate() for chain in dict.fromkeys(first + chains)}
+            choices[load] = Choice(estimates, best, best, apart, self._budget)
         return choices[load]
-
-    def _begin(self, allowed: Chain, near: Chain | None) -> Choice:
-        """With what is best at the nearest load, else with all tiers; never with those that share processors."""
-        sizes = range(len(allowed) + 1)
-        chains = [chain[::-1] for size in sizes for chain in itertools.combinations(allowed[::-1], size)]  # small ones first
-        apart = tuple(tier for tier in allowed if tier not in self._shared)
-        best = apart if near is None else tuple(tier for tier in near if tier in apart)
-        first = [near] if near is not None else []
-        return Choice({chain: Estimate() for chain in dict.fromkeys([*first, *chains])}, best, self._budget, apart)
 
 
 class Worth(NamedTuple):
-    """Tokens per second with a tier below over those without, in a tier of about so many sessions."""
+    """Tokens per second with a tier below over those without it, at about ``num_sessions`` sessions."""
 
     drafter: str
     sampled: bool
@@ -250,12 +234,8 @@ class Worth(NamedTuple):
 
 
 def load_bucket(sessions: float) -> int:
-    """Class of a number of sessions: 1, 2, 3 to 5, 6 to 11, 12 to 22, ...
+    """The load class of a number of sessions: 1, 2, 3 to 5, 6 to 11, 12 to 22, ...
 
-    The borders lie between powers of two, at which loads like to be held.
+    Powers of two, which tests and limits like, lie inside the classes.
     """
     return round(math.log2(max(1.0, sessions)))
-
-
-def _measured(choice: Choice) -> dict[Chain, float]:
-    return {chain: estimate.rate for chain, estimate in list(choice.estimates.items()) if estimate.rate}

@@ -1,19 +1,16 @@
-"""How many guesses a pass scores, how many a head makes, and when a pass waits for one. Pure.
+"""How many guesses a pass scores, and when a pass waits for one. Pure.
 
-Each candidate of a pass (a guess after a text, or a step of a branch) has a chance to be of use: that the text goes along its
-path. A pass that scores candidates of chances ``p`` gives ``own + sum(p)`` tokens in the seconds that a pass of its size takes;
-the best pass gives most tokens in a second. So with load, when passes are long and each token of them costs, trees shrink to
-lines and lines to nothing, and grow back.
+Each candidate of a pass (a guess, or a step of a branch) has a chance: that the text takes its path. A pass that scores
+candidates of chances ``p`` gives ``own + sum(p)`` tokens in the seconds that a pass of its size takes. The best pass gives the
+most tokens per second. So under load, when each further token of a pass costs time, trees shrink to lines and lines to nothing.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cascade.planner.acceptance import DraftStats
 
-DEARER = 1.15  # times their price are guesses taken to cost: those that look best are those whose price and chance flatter most
-MOST_STEPS = 6  # guesses that a head makes one after the other
+DEARER = 1.15  # guesses must pay this many times their price: the best-looking ones are the most overestimated
 
 
 def affordable(
@@ -21,8 +18,8 @@ def affordable(
 ) -> int:
     """How many of the likeliest candidates pay, in a pass of at most ``most`` tokens.
 
-    Candidates are chances, which fall, and the tokens that each reads; ``own`` is what the other ``tokens`` of the pass give,
-    ``cost`` the seconds of a pass of so many tokens.
+    ``candidates`` are pairs of chance, decreasing, and tokens to read. Without them the pass reads ``tokens`` tokens and gives
+    ``own`` tokens of text. ``cost`` maps a number of tokens to the seconds of a pass.
     """
     alone_s = max(cost(tokens), 1e-9)
     best, gives = 0, own
@@ -37,33 +34,22 @@ def affordable(
     return best
 
 
-def paying_steps(right: float, cost: float, most: int = MOST_STEPS) -> int:
-    """Steps of a head that give most tokens a second, 0 to ``most``.
-
-    ``right`` is the chance of each guess to be right if those before it are, ``cost`` what a step takes as a share of a pass
-    (Leviathan et al., arXiv 2211.17192, section 3.3).
-    """
-    tokens = itertools.accumulate(right**place for place in range(most + 1))
-    rates = [gives / (1 + cost * number) for number, gives in enumerate(tokens)]
-    return rates.index(max(rates)) if cost else most
-
-
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What a tier's configuration says about guesses, and when a pass waits for them.
+    """How many guesses a pass scores, and when it waits for them.
 
-    A pass goes on with whatever guesses are there; only after a correction it may wait for a few. Waiting for ``m`` guesses
-    costs ``m / guesses`` passes, where ``guesses`` come while a pass runs. It is a renewal problem with two states: after a
-    correction, and with guesses at hand. From the first a pass gives ``1 + P(1) + ... + P(m)`` tokens, ``P(i)`` being the
-    chance that the first ``i`` guesses are right, and leads to the second with chance ``P(m + 1)``. `waits_for` takes the ``m``
-    with most tokens per pass in the long run.
+    A pass takes the guesses at hand; only after a correction it may wait for some. Waiting for ``m`` guesses costs
+    ``m / guesses`` passes, where ``guesses`` arrive during a pass. This is a renewal problem with two states: after a
+    correction, and with guesses at hand. From the first state a pass gives ``1 + P(1) + ... + P(m)`` tokens, where ``P(i)`` is
+    the chance that the first ``i`` guesses are right, and leads to the second state with chance ``P(m + 1)``. `waits_for`
+    chooses the ``m`` with most tokens per pass in the long run.
     """
 
     patience: float = 1.0  # longest wait for guesses, as a share of one pass of this tier
     max_guesses: int = 16  # guesses scored in one pass at most
 
     def waits_for(self, stats: DraftStats, room: int) -> int:
-        """Guesses that a pass after a correction waits for, where ``room`` can be used; 0: it starts at once."""
+        """Guesses that a pass after a correction waits for, at most ``room``; 0: it starts at once."""
         most = int(min(room, self.max_guesses, self.patience * stats.guesses))
         share = min(stats.right / (stats.right + stats.wrong), 0.999)
         at_hand = min(stats.guesses, self.max_guesses) + 1

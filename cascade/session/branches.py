@@ -1,8 +1,8 @@
-"""Ways that a session's text may go instead: runner-ups of its own tokens, and the text that it has prepared after some.
+"""Branches beside a session's text: runner-ups of its own tokens, and own tokens after some of them.
 
 A tier that is corrected has often nearly said the right token itself. So it offers its runner-ups to the tier above, and while
-that one verifies, it writes after the likeliest of them as it does after its text. A correction that was prepared finds its
-continuation, with keys and values, and the tier goes on without a pause.
+that one verifies, it writes on after the likeliest of them, in a branch. When a correction says a branch's first token, the
+branch becomes the text, with its keys and values, and the tier goes on without a pause.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,12 +13,12 @@ from cascade.messages import RUNNER_UPS, origin
 from cascade.planner.acceptance import Calibration
 from cascade.scorer import MAX_FORKED, RunnerUp, gap_byte
 
-MIN_CHANCE = 0.02  # below which a runner-up is not worth its bytes
+MIN_CHANCE = 0.02  # of being right, below which a runner-up is not offered
 
 
 @dataclass(frozen=True, slots=True)
 class Margin:
-    """How nearly another token was the own one: the gap to the next one as a byte, 0 if nobody knows, and the runner-ups."""
+    """How nearly another token was the own one: the gap to the first runner-up as a byte, 0 if unknown, and the runner-ups."""
 
     gap: int = 0
     runner_ups: tuple[RunnerUp, ...] = ()
@@ -34,14 +34,14 @@ CERTAIN = Margin(255)  # no other token was possible
 
 @dataclass(slots=True, eq=False)
 class Branch:
-    """Text from ``start`` on that is not the session's: a runner-up of the token there, and own tokens after it."""
+    """A runner-up of the text's token at ``start``, and own tokens after it."""
 
     start: int
-    rank: int  # of its first token, from 1 on
+    rank: int  # of the runner-up, from 1 on
     tokens: list[int]
     margins: list[Margin]  # of each token
-    kv_len: int  # positions whose keys and values its fork holds, those of the session before ``start`` included
-    ended: bool = False
+    kv_len: int  # positions that its fork holds keys and values of, the session's before ``start`` included
+    ended: bool = False  # by an ending token or the limit
 
     @property
     def end(self) -> int:
@@ -55,15 +55,15 @@ class Branch:
 
 @dataclass(slots=True)
 class Branches:
-    """Branches of a session that may be corrected, ``max_branches`` at most, and what is known of its text."""
+    """At most ``max_branches`` branches of a session, and the margins of its text from what is ``committed`` on."""
 
     max_branches: int
     committed: int
     verdicts: Calibration = field(default_factory=Calibration)  # of the tier above on own tokens and runner-ups
     held: list[Branch] = field(default_factory=list)
-    margins: list[Margin] = field(default_factory=list)  # of each token of the text
-    chances: list[float] = field(default_factory=lambda: [1.0])  # that the text up to each, and to its end, is right
-    unsent: bool = False  # the tier above has not been sent all of it
+    margins: list[Margin] = field(default_factory=list)  # of each token
+    chances: list[float] = field(default_factory=lambda: [1.0])  # that the text before each token is right, and all of it
+    unsent: bool = False  # the tier above has not been sent all of the branches
 
     def append(self, margin: Margin) -> None:
         self.chances.append(self.chances[-1] * self.verdicts.chance(0, margin.gap, first=not self.margins))
@@ -72,7 +72,7 @@ class Branches:
     def keep_rejected(
         self, start: int, draft: Draft, own: Sequence[int], margins: Sequence[Margin], path: Sequence[int]
     ) -> None:
-        """Make branches of what was scored in vain: of a ``draft`` at ``start`` those nodes beside the accepted ``path`` that
+        """Make branches of what was scored in vain: of the nodes of a ``draft`` at ``start`` beside the accepted ``path`` that
         are runner-ups there, with the own tokens after them."""
         for place, at in enumerate((-1, *path)):
             if at + 1 >= len(own):
@@ -94,14 +94,14 @@ class Branches:
                     self.unsent = True
 
     def commit(self, num_tokens: int) -> None:
-        """The tier above says the same as the text: so many more tokens of it are committed, if there are as many."""
+        """The tier above agrees with the text: so many more tokens are committed."""
         for place, margin in enumerate(self.margins[:num_tokens]):
             self._judge(margin, None, first=not place)
         self._start_at(self.committed + num_tokens, self.margins[num_tokens:])
         self.held = [branch for branch in self.held if branch.start >= self.committed]
 
     def correct(self, num_tokens: int, instead: Sequence[int]) -> Branch | None:
-        """After so many more tokens it says ``instead``: the branch that begins so is the text now, and no other is left."""
+        """It agrees with so many more tokens and then says ``instead``. The branch that begins so is the text now."""
         for place, margin in enumerate(self.margins[: max(0, num_tokens + 1)]):
             self._judge(margin, instead[0] if place == num_tokens else None, first=not place)
         cut, size = self.committed + num_tokens, len(instead)
@@ -126,38 +126,35 @@ class Branches:
     # what is worth writing
 
     def chance(self, branch: Branch) -> float:
-        """That the tier above says all of it."""
+        """That the tier above says all of a branch."""
         chance = self._head_chance(branch)
         for margin in branch.margins[1:]:
             chance *= self.verdicts.chance(0, margin.gap, first=False)
         return chance
 
     def _head_chance(self, branch: Branch) -> float:
-        """That its first token is right, and the text before it."""
+        """That its first token and the text before it are right."""
         place = branch.start - self.committed
         return list(self._runner_ups_at(place))[branch.rank - 1][0]
 
     def _runner_ups_at(self, place: int) -> Iterator[tuple[float, RunnerUp]]:
-        """Runner-ups at a place of the text, each with the chance that it is right: none is likelier than a nearer one."""
+        """Runner-ups at a place of the text, each with its chance to be right, no greater than that of a nearer one."""
         before = chance = self.chances[place]
         for rank, other in enumerate(self.margins[place].runner_ups, start=1):
             chance = min(chance, before * self.verdicts.chance(rank, gap_byte(other.gap), first=not place))
             yield chance, other
 
     def _offers(self) -> Iterator[tuple[float, int, int, int]]:
-        """Runner-ups beside the text that have a chance: this chance, the place, the rank and the token."""
+        """Runner-ups that are likely enough: the chance, the place, the rank and the token."""
         for place, before in enumerate(self.chances[:-1]):
             if before < MIN_CHANCE:
                 break
             for rank, (chance, other) in enumerate(self._runner_ups_at(place), start=1):
-                if chance >= MIN_CHANCE:  # a second runner-up comes only beside the first
+                if chance >= MIN_CHANCE:
                     yield chance, place, rank, other.token
 
     def candidates(self, limit: int) -> list[tuple[float, Branch]]:
-        """Branches that may be written on, none up to ``limit`` yet, and new ones, each with the chance that this is of use.
-
-        New ones are not held before `hold`.
-        """
+        """Branches to write on, up to position ``limit``, each with its chance to be of use; new ones are not held yet."""
         heads = {(branch.start, branch.tokens[0]): self._head_chance(branch) for branch in self.held}
         least = min(heads.values()) if len(heads) >= self.max_branches else 0.0
         found = [
@@ -172,7 +169,7 @@ class Branches:
         return found
 
     def hold(self, branch: Branch) -> None:
-        """Keep a new branch, in the place of the unlikeliest if there are too many."""
+        """Keep a new branch, instead of the unlikeliest if there are too many."""
         if len(self.held) >= self.max_branches:
             self.held.remove(min(self.held, key=self._head_chance))
         self.held.append(branch)
@@ -180,7 +177,7 @@ class Branches:
     # what the tier above is sent
 
     def proposal(self, text: Sequence[int], origins: bytes, level: int) -> Draft:
-        """``text`` from what is committed on, runner-ups beside its tokens where they have a chance, and what follows these."""
+        """The uncommitted ``text`` as a tree: runner-ups beside its tokens if they are likely enough, branches after these."""
         self.unsent = False
         if not text:
             return NO_DRAFT

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from cascade.draft import Draft
-from cascade.messages import MAX_POSITIONS, MAX_RANKS, Edge
+from cascade.messages import MAX_POSITIONS, MAX_RANKS, Edge, add_edges
 
 
 @dataclass(slots=True)
 class Counts:
-    """The numbers of an `Edge`, under its names, while they are counted: each pass adds to them in place."""
+    """The numbers of an `Edge` under its names, counted in place."""
 
     passes: int = 0
     proposed: int = 0
@@ -46,17 +46,17 @@ class EdgeTotals:
 
     def __init__(self, tier: str) -> None:
         self._tier = tier
-        self._drafter = ""  # the tier below that drafts
-        self._counts = {"": Counts()}  # of the edge to the verifier, by drafter; "" is none
-        self.current = self._counts[""]  # of the tier below, or of none
-        self._below: tuple[Edge, ...] = ()  # what it has told of the edges below it
-        self._below_past: dict[tuple[str, str], Edge] = {}  # the same of those before it
+        self._drafter = ""  # the tier below, "" for none
+        self._by_drafter = {"": Counts()}
+        self.current = self._by_drafter[""]  # of the tier below
+        self._below: tuple[Edge, ...] = ()  # what the tier below has told of the edges below it
+        self._below_past: dict[tuple[str, str], Edge] = {}  # the same of tiers that drafted before
 
     def passed(self, draft: Draft, num_scored: int, path: Sequence[int], num_new: int, drafters: Sequence[str] = ()) -> None:
-        """A pass scored the first nodes of a draft, found those of ``path`` right, and gave ``num_new`` tokens.
+        """A pass scored the first nodes of a draft, accepted those of ``path``, and gave ``num_new`` tokens.
 
         ``drafters`` names the drafter inside the tier that guessed a node, "" for the tier below; empty if that guessed all.
-        The pass itself counts for the tier below, as do guesses of one that was left; for a drafter here if there is neither.
+        The pass itself counts for the tier below; without one for a drafter inside, if there is any.
         """
         current = whose = self.current
         if not num_scored:
@@ -81,11 +81,7 @@ class EdgeTotals:
 
     def _of(self, drafter: str) -> Counts:
         """Those of a drafter inside the tier; "" is the tier below."""
-        if not drafter:
-            return self.current
-        if drafter not in self._counts:
-            self._counts[drafter] = Counts()
-        return self._counts[drafter]
+        return self._by_drafter.setdefault(drafter, Counts()) if drafter else self.current
 
     def prepared(self, num_tokens: int) -> None:
         """The drafter had written so many tokens after a correction before it heard of it."""
@@ -93,39 +89,28 @@ class EdgeTotals:
         self.current.prefetched_tokens += num_tokens
 
     def heard(self, edges: tuple[Edge, ...]) -> None:
-        """The drafter tells totals of its own, unless it was overtaken by itself."""
+        """The tier below tells its totals; older ones, which were overtaken, are ignored."""
         if sum(edge.passes for edge in edges) > sum(edge.passes for edge in self._below):
             self._below = edges
 
     def change_drafter(self, drafter: str) -> None:
-        """Another drafter from now on, or none."""
-        for edge in self._below:
-            _add(self._below_past, edge)
+        """Another tier below from now on, or none."""
+        self._below_past = add_edges(self._below_past, self._below)
         self._drafter, self._below = drafter, ()
-        self.current = self._counts.setdefault(drafter, Counts())
+        self.current = self._by_drafter.setdefault(drafter, Counts())
 
     @property
     def all(self) -> tuple[Edge, ...]:
         """Totals per edge, this tier's first. Edges on which nothing happened are left out."""
         own = (
             counts.edge(drafter, self._tier)
-            for drafter, counts in self._counts.items()
+            for drafter, counts in self._by_drafter.items()
             if counts.passes or counts.proposed or counts.waited_s
         )
-        if not self._below_past:
-            return (*own, *self._below)
-        below = dict(self._below_past)
-        for edge in self._below:
-            _add(below, edge)
-        return (*own, *below.values())
+        return (*own, *add_edges(self._below_past, self._below).values())
 
 
 def _count(counts: list[int], at: int) -> None:
     """One more there; what is beyond the last counts as nothing."""
     if at < len(counts):
         counts[at] += 1
-
-
-def _add(totals: dict[tuple[str, str], Edge], edge: Edge) -> None:
-    key = (edge.drafter, edge.verifier)
-    totals[key] = totals[key] + edge if key in totals else edge

@@ -9,11 +9,11 @@ from cascade.planner.acceptance import Calibration, DraftStats
 from cascade.session.edge_totals import EdgeTotals
 
 MAX_NODES = 64  # of a draft
-LIKELY = 0.5  # chance of a guess for which nobody waits for others
+LIKELY = 0.5  # chance from which on a guess spares the wait for others
 
 
 class Hint(NamedTuple):
-    """A guess of one drafter inside the tier."""
+    """What one drafter inside the tier guesses."""
 
     drafter: str
     calibration: Calibration  # of its guesses
@@ -24,12 +24,12 @@ class Pool(NamedTuple):
     """All guesses after a text as one tree, the nodes of the tier below first."""
 
     draft: Draft
-    chances: list[float]  # of each node: that the text goes along its path
-    drafters: tuple[str, ...] = ()  # of each node, the drafter inside the tier that alone guesses it; empty if there is none
+    chances: list[float]  # of each node, that the text goes along its path
+    drafters: tuple[str, ...] = ()  # of each node, the drafter inside the tier that alone guesses it; empty without hints
 
 
 def pooled(draft: Draft, calibration: Calibration, hints: Sequence[Hint]) -> Pool:
-    """The union. What several guess has the best of their chances."""
+    """The union. A node that several guess has the best of their chances."""
     chances = calibration.chances(draft)
     if not hints:
         return Pool(draft, chances)
@@ -67,11 +67,7 @@ def usable_nodes(pool: Pool, depth: int, ends: Collection[int]) -> list[tuple[fl
 
 
 class Guesses:
-    """Guesses of token ids under ``vocab_size``, at most ``window`` positions ahead; ``totals`` counts what they are worth.
-
-    ``draft`` is only ever replaced or dropped together with a commit to the tier below or because that tier sent something
-    newer.
-    """
+    """Guesses of token ids under ``vocab_size``, at most ``window`` positions ahead; ``totals`` counts what they are worth."""
 
     def __init__(self, vocab_size: int, window: int, totals: EdgeTotals) -> None:
         self._vocab_size = vocab_size
@@ -81,9 +77,9 @@ class Guesses:
         self.hints: tuple[Hint, ...] = ()  # of drafters inside the tier
         self.stats = DraftStats()  # of the tier below
         self.calibration = Calibration()  # of its guesses
-        self.lanes_below: tuple[Lane, ...] = ()  # what the tier below said of those below it, in a watched session
+        self.lanes_below: tuple[Lane, ...] = ()  # in a watched session, what the tier below has told of those below it
         self._unprepared: int | None = None  # position of a correction that no guess is known after
-        self._pool: tuple[Draft, tuple[Hint, ...], Pool] | None = None  # of both, and of what it was made
+        self._pool: tuple[Draft, tuple[Hint, ...], Pool] | None = None  # the last one, and what it was made of
 
     @property
     def pool(self) -> Pool:
@@ -93,8 +89,8 @@ class Guesses:
         return known[2]
 
     @property
-    def length(self) -> int:
-        """Guesses one after another; of a drafter inside those that are likely."""
+    def likely_length(self) -> int:
+        """The longest path of guesses; of drafters inside the tier only guesses that are likely."""
         likely = sum(chance > LIKELY for hint in self.hints for chance in hint.calibration.chances(hint.draft.trunk))
         return max(self.draft.height, likely)
 
@@ -135,14 +131,14 @@ class Guesses:
         self.hints = ()
 
     def cut(self, rest: Sequence[int] | None) -> None:
-        """The tier above has corrected the text; by ``rest`` after all of it, if that is so."""
+        """The tier above has corrected the text; where it only goes on further, by ``rest``."""
         path = self.draft.find(rest) if rest is not None else []
         self.draft = self.draft.below(path[-1]) if rest and len(path) == len(rest) else NO_DRAFT
         self.hints = ()
         self.stats.interrupt()
 
     def receive(self, proposal: Proposal, text: Sequence[int]) -> None:
-        """Guesses from below: ignored if they do not join ``text``, the newest win where they contradict older ones."""
+        """Guesses from below: ignored if they do not join ``text``; the newest win where they contradict older ones."""
         if not 0 <= len(text) - proposal.start < len(proposal.draft):
             return
         known = text[proposal.start :]
@@ -155,12 +151,8 @@ class Guesses:
             self._unprepared = None
         fresh = rest.fitting(self._vocab_size, self._window, MAX_NODES)
         new, old = fresh.trunk.tokens, self.draft.trunk.tokens
-        if new[: len(old)] != old[: len(new)]:
-            self.draft = fresh
-        elif not fresh.dists and not self.draft.dists:
-            self.draft = fresh.union(self.draft)[0].first(MAX_NODES)
-        elif len(new) >= len(old):  # what a round offers, it offers as a whole
-            self.draft = fresh
+        agrees = new[: len(old)] == old[: len(new)]
+        self.draft = fresh.union(self.draft)[0].first(MAX_NODES) if agrees else fresh
 
     def hint(self, hints: Sequence[Hint]) -> None:
         """What drafters inside the tier guess after the text as it is, in place of what they did."""

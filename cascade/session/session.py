@@ -3,28 +3,25 @@
     position   0 ........ prompt_len ..... committed ..... len(text) ........................
                |  prompt  |   fixed by the tier above  |  own tokens    |  the draft: guesses from below
 
-The same class runs in the serving tier, in the library and in the simulator. A draft token is accepted iff it equals the
-verifier's own token, and the own token is emitted in every case (arXiv 2408.07978), so nothing that arrives from below can
-change the text.
+The serving tier, the library and the simulator run this class. A guess is accepted iff it equals the verifier's own token, and
+the own token is emitted in every case (arXiv 2408.07978): nothing that arrives from below can change the text.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from cascade.draft import Draft, num_same
+from cascade.draft import NO_DRAFT, Draft, num_same
 from cascade.messages import RUNNER_UPS, Close, Commit, Edge, Lane, Open, Proposal, origin
 from cascade.planner.acceptance import Calibration, DraftStats, RunAhead
 from cascade.scorer import Scored
 from cascade.session.branches import UNKNOWN, Branch, Branches, Margin
 from cascade.session.edge_totals import EdgeTotals
 from cascade.session.guesses import MAX_NODES, Guesses, Hint, usable_nodes
-from cascade.session.rounds import Rounds, stops_below
-from cascade.session.work import Work
 
 MIN_RUN_AHEAD = 2
 MAX_REPEATED = 4  # tokens of a proposal at most, for each that the tier above has not been sent
-TOTALS_EVERY = 8  # of so many proposals one has totals of edges, which take four times as long to encode as all the rest
+TOTALS_EVERY = 8  # proposals, one of which has totals of edges: they take four times as long to encode as all the rest
 MAX_PROMPT_SCORED = 128  # positions of a prompt whose logits one pass gives: they take far more memory than keys and values
 
 
@@ -32,49 +29,81 @@ class ProtocolError(Exception):
     """The tier above sent a commit that does not join the text: the link is broken and the session void."""
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One row of a pass, before it is known where its keys and values lie: score ``tokens`` and the draft after them."""
+
+    start: int  # position of the first token
+    tokens: list[int]
+    num_own: int  # own tokens wanted after the last of tokens: 1, or 0 for a prefill chunk that does not end the text
+    draft: Draft = NO_DRAFT
+    branch: Branch | None = None  # whose tokens these are; None for the session's text
+    drafters: tuple[str, ...] = ()  # of each node of the draft, see `cascade.session.guesses.Pool`
+
+    def __len__(self) -> int:
+        """Positions that the pass reads."""
+        return len(self.tokens) + len(self.draft)
+
+    @property
+    def num_read(self) -> int:
+        """Tokens that are only read: no own token is wanted after them."""
+        return len(self.tokens) - self.num_own
+
+    @property
+    def num_scored(self) -> int:
+        """Own tokens that the pass gives."""
+        return self.num_own + len(self.draft)
+
+    def pieces(self, size: int) -> "list[Work]":
+        """The same row as several: at most ``size`` tokens that are only read, and the rest."""
+        read = self.num_read
+        parts = [Work(self.start + i, self.tokens[i : min(i + size, read)], 0) for i in range(0, read, size)]
+        last = Work(self.start + read, self.tokens[read:], self.num_own, self.draft, drafters=self.drafters)
+        return [*parts, last] if self.num_own else parts
+
+
 class Session:
     """A request at the tier named ``tier``, ``level`` tiers above the bottom one.
 
-    Guesses are only ever dropped together with a commit to the tier below, and proposals repeat everything that is not
-    committed: so both sides agree again after any loss.
+    Guesses are only dropped together with a commit to the tier below, and a proposal repeats all that is not committed: so both
+    sides agree again after any loss.
     """
 
     def __init__(self, opening: Open, tier: str, level: int, vocab_size: int, verdicts: Calibration | None = None) -> None:
-        """``verdicts`` are those that the tier above has passed on this one."""
+        """``verdicts`` are those of the tier above on this tier's own tokens, learnt by all sessions together."""
         self.opening = opening
         self.tier = tier
         self.level = level
-        self.text = list(opening.tokens)  # one list for life: drafters and states hold on to it
+        self.text = list(opening.tokens)  # one list for life: drafters and sampling states hold on to it
         self.committed = len(self.text)
         self.kv_len = 0  # positions whose keys and values are those of `text`
-        self.cached = 0  # positions of the prompt that needed no pass: others had left their keys and values
+        self.cached = 0  # positions of the prompt whose keys and values other sessions had left
         self.drafter = ""  # name of the tier below that proposes, "" while there is none
         self.drafter_session = ""
-        self.skip_reason = ""  # why it has no drafter, if the tier left them out
-        self.changed_from = 0  # position from which on the text is not what it was at the last hint
+        self.skip_reason = ""  # why it has no drafter, if the planner left them out
+        self.changed_from = 0  # position from which on the text differs from that at the last hint
         self.run_ahead = RunAhead()
         self.totals = EdgeTotals(tier)
         self.guesses = Guesses(vocab_size, opening.draft_window, self.totals)
-        self.rounds = Rounds(opening, self.text) if opening.rules.independent_noise else None
         self.branches: Branches | None = None  # if the tier above takes any
-        if opening.branches and self.rounds is None:
+        if opening.branches:
             self.branches = Branches(opening.branches, self.committed, verdicts or Calibration())
-        self.accepted_branch: Branch | None = None  # made the text by the last commit; its keys and values still in its fork
+        self.accepted_branch: Branch | None = None  # that the last commit made the text; its keys and values are in its fork
         self._sent_len = len(self.text)  # positions of the text that the tier above has been sent
         self._without_totals = TOTALS_EVERY  # proposals since the last one with totals of edges
         self._origins = bytearray(len(self.text))  # parallel to text
         self._limit = opening.prompt_len + opening.params.max_tokens
         self.done = False  # the text is at its end, unless the tier above corrects it
         self.window = opening.window  # tokens that it runs ahead of what is committed
-        self.stalled = False  # nothing to score: the text has ended or the window is used up
-        self.max_depth = 0  # guesses one after another that a pass can use: one own token must still fit after them
+        self.stalled = False  # there is nothing to score: the text has ended or the window is used up
+        self.max_depth = 0  # longest path of guesses that a pass can use: one own token must still fit after it
         self._measure()
 
     def _measure(self) -> None:
-        """How far the text may go on: computed when it or what is committed changes, for each pass asks many times."""
+        """How far the text may go on. Computed when it or what is committed changes, since each pass asks many times."""
         text, opening = self.text, self.opening
         self.done = len(text) >= self._limit or (len(text) > opening.prompt_len and text[-1] in opening.ends)
-        if not opening.in_rounds:  # else as many as it may
+        if not opening.lockstep:  # where a window is always whole
             useful = self.run_ahead.tokens
             self.window = opening.window if useful >= opening.window else max(MIN_RUN_AHEAD, math.ceil(useful))
         left = min(self._limit, self.committed + self.window) - len(text)
@@ -85,10 +114,8 @@ class Session:
 
     @property
     def prefilling(self) -> bool:
-        """The text it was opened with is not scored yet; in rounds whether others have scored it or not."""
-        opened = len(self.opening.tokens)
-        first = self.rounds is not None and 1 < opened == len(self.text)  # else its text would depend on what they left
-        return first or (self.kv_len < opened - 1 and self.num_pending > 1)
+        """The text it was opened with is not scored yet."""
+        return self.kv_len < len(self.opening.tokens) - 1 and self.num_pending > 1
 
     @property
     def scoring_prompt(self) -> bool:
@@ -102,13 +129,13 @@ class Session:
 
     @property
     def depth(self) -> int:
-        """Guesses one after another that are at hand and that the next pass can use, likely or not."""
+        """Longest path of guesses at hand that the next pass can use."""
         return min(self.guesses.pool.draft.height, self.max_depth)
 
     @property
     def likely_depth(self) -> int:
-        """The same, but of drafters inside the tier only those that are likely."""
-        return min(self.guesses.length, self.max_depth)
+        """The same, but of drafters inside the tier only guesses that are likely."""
+        return min(self.guesses.likely_length, self.max_depth)
 
     @property
     def runner_ups(self) -> int:
@@ -116,17 +143,13 @@ class Session:
 
     @property
     def window_full(self) -> bool:
-        """All the guesses of a round are here: a whole draft window, or a text's end."""
-        trunk, stops = self.guesses.draft.trunk, self.opening.ends if self.rounds is None else self.rounds.stops
-        whole = len(trunk) >= min(self.opening.draft_window, self.max_depth, MAX_NODES) or not stops.isdisjoint(
-            trunk.tokens[-1:]
-        )
-        return whole and bool(self.drafter) and not self.prefilling
+        """All that the tier below drafts before it waits is here: a whole window, or a text's end."""
+        tokens = self.guesses.draft.trunk.tokens
+        whole = min(self.opening.draft_window, self.max_depth, MAX_NODES)
+        return len(tokens) >= whole or not self.opening.ends.isdisjoint(tokens[-1:])
 
     def candidates(self) -> list[tuple[float, int]]:
         """Nodes of the draft that the next pass can use, each with the chance that it is right: the likeliest first."""
-        if self.rounds is not None:
-            return self.rounds.candidates(self.guesses.pool, self.max_depth, whole=self.window_full)
         return usable_nodes(self.guesses.pool, self.max_depth, self.opening.ends)
 
     @property
@@ -135,11 +158,10 @@ class Session:
         return self.branches.chances[-1] if self.branches is not None else 1.0
 
     def branch_candidates(self) -> list[tuple[float, Branch]]:
-        """Branches that may be written on, held or new, each with the chance that this is of use."""
-        branches = self.branches
-        if branches is None or self.opening.lockstep or self.num_pending > 1 or self.opening.params.structured is not None:
+        """Branches to write on, held or new, each with the chance that this is of use."""
+        if self.branches is None or self.num_pending > 1 or self.opening.params.structured is not None:
             return []
-        return branches.candidates(min(self._limit, self.committed + self.opening.window))
+        return self.branches.candidates(min(self._limit, self.committed + self.opening.window))
 
     def branch_work(self, branch: Branch) -> Work:
         """The row that writes a branch on, which is held from then on."""
@@ -151,7 +173,7 @@ class Session:
     def work(self, max_tokens: int, nodes: Sequence[int] | None = None) -> Work:
         """The next row: at most ``max_tokens`` positions, own tokens that are missing first, then guesses.
 
-        They are those of the draft's ``nodes``, which come with those before them, or else the likeliest.
+        Guesses are the draft's ``nodes``, none without its parent; without them the likeliest.
         """
         assert 0 <= self.kv_len < len(self.text)
         assert not self.stalled
@@ -172,8 +194,8 @@ class Session:
     def advance(self, work: Work, scored: Scored) -> Commit | None:
         """Take what a pass says of ``work``: the guesses that are right and the own token after them.
 
-        Returns the commit for the tier below, ``None`` after a prefill chunk. Own tokens may end before the draft does, after
-        the first at least: the guesses left have not been scored.
+        Returns the commit for the tier below, ``None`` after a prefill chunk or a branch. Guesses after the last own token have
+        not been scored; there is at least one.
         """
         if work.branch is not None:
             self._advance_branch(work.branch, work, scored)
@@ -184,17 +206,16 @@ class Session:
             return None
         assert 1 <= len(scored.own) <= work.num_scored
         draft, own, start = work.draft, scored.own, len(self.text)
-        if self.rounds is not None:
-            self.rounds.advance(start, draft, scored)
         new, path = draft.walk(own, self.opening.ends)
+        accepted = path[: len(new) - 1]  # a guess that says the last new token is not used: nothing was scored after it
         guesses, pool = self.guesses, self.guesses.pool.draft
         known = pool.find(new)
         replaced = len(known) < len(new) and any(True for _ in pool.children(known[-1] if known else -1))
-        self.totals.passed(draft, len(own) - 1, path[: len(new) - 1], len(new), work.drafters)
+        self.totals.passed(draft, len(own) - 1, accepted, len(new), work.drafters)
         guesses.advance(start, new, known if pool is guesses.draft else guesses.draft.find(new))
         if self.branches is not None:
             margins = [Margin.of(others) for others in scored.runner_ups] or [UNKNOWN] * len(own)
-            for node in (-1, *path[: len(new) - 1]):
+            for node in (-1, *accepted):
                 self.branches.append(margins[1 + node])
             self.branches.keep_rejected(start, draft, own, margins, path)
         self.changed_from = min(self.changed_from, start)
@@ -218,7 +239,7 @@ class Session:
     # messages of the tier above and the tier below
 
     def commit(self, start: int, tokens: Sequence[int]) -> Commit | None:
-        """The tier above fixes the text; returns what changed, for the tier below, or ``None`` if nothing did."""
+        """The tier above fixes the text. Returns what changed, for the tier below, or ``None`` if nothing did."""
         if not self.opening.prompt_len <= start <= len(self.text) or not tokens:
             raise ProtocolError(f"commit at {start} does not join a text of {len(self.text)} tokens")
         end, branches = start + len(tokens), self.branches
@@ -235,23 +256,21 @@ class Session:
         self.changed_from = min(self.changed_from, cut)
         self._sent_len = min(self._sent_len, cut)
         self.kv_len = min(self.kv_len, cut)
-        if self.rounds is not None:
-            self.rounds.cut(cut)
-        ahead: tuple[int, ...] = ()  # what the session had prepared after the correction
+        prepared: tuple[int, ...] = ()  # what the session had written after the correction
         all_sent = branches is not None and not branches.unsent
         if branches is not None:
             self.accepted_branch = branches.correct(cut - self.committed, rest)
-            ahead = tuple(self.accepted_branch.tokens[len(rest) :]) if self.accepted_branch is not None else ()
-        self.text[cut:] = rest + ahead
-        self._origins[cut:] = bytes(len(rest)) + bytes([origin(self.level, corrected=False)]) * len(ahead)
-        if ahead and all_sent:
+            prepared = tuple(self.accepted_branch.tokens[len(rest) :]) if self.accepted_branch is not None else ()
+        self.text[cut:] = rest + prepared
+        self._origins[cut:] = bytes(len(rest)) + bytes([origin(self.level, corrected=False)]) * len(prepared)
+        if prepared and all_sent:
             self._sent_len = len(self.text)
         self.committed = end
         self._measure()
-        return Commit(self.drafter_session, cut, rest + ahead)
+        return Commit(self.drafter_session, cut, rest + prepared)
 
     def propose(self, proposal: Proposal) -> None:
-        """Guesses from below: ignored if they do not join the text, the newest win where they contradict older ones."""
+        """Guesses from below: ignored if they do not join the text; the newest win where they contradict older ones."""
         if proposal.session != self.drafter_session:
             return
         self.totals.heard(proposal.edges)
@@ -265,7 +284,7 @@ class Session:
         self.changed_from = len(self.text)
 
     def proposal(self) -> Proposal | None:
-        """Everything that is not committed, for the tier above; ``None`` if there is nothing, or nothing worth a message.
+        """All that is not committed, for the tier above; ``None`` if there is nothing, or nothing worth a message.
 
         The further ahead a token is, the less its chance to be right, and the longer until it is wanted: so what is repeated
         with it may be `MAX_REPEATED` times as long, and a text ahead takes few messages instead of one for each token. Watched
@@ -276,24 +295,16 @@ class Session:
         worth_it = new > 0 and (MAX_REPEATED * new >= ahead or self.stalled)
         if not (watch or worth_it or (branches is not None and branches.unsent)):
             return None
-        if self.opening.rules.wants_q and not self.stalled:  # no part of a round is of use
-            return None
         self._sent_len = len(self.text)
-        start, tokens, origins = self.committed, self.text[self.committed :], bytes(self._origins[self.committed :])
-        if branches is not None:
-            draft = branches.proposal(tokens, origins, self.level)
-        elif self.rounds is not None:
-            draft = self.rounds.proposal(start, tokens, origins)
-        else:
-            draft = Draft(tuple(tokens), origins)
+        tokens, origins = self.text[self.committed :], bytes(self._origins[self.committed :])
         self._without_totals += 1
         has_totals = watch or self.done or self._without_totals >= TOTALS_EVERY
         if has_totals:
             self._without_totals = 0
         return Proposal(
             self.opening.session,
-            start,
-            draft,
+            self.committed,
+            branches.proposal(tokens, origins, self.level) if branches is not None else Draft(tuple(tokens), origins),
             self.edges if has_totals else (),
             skip_reason=self.skip_reason,
             lanes=self.lanes if watch else (),
@@ -317,10 +328,10 @@ class Session:
         self._change_drafter(drafter, session)
         self.guesses.stats = DraftStats()
         opening = self.opening
-        rules = opening.rules.below()
         return replace(
             opening,
-            params=replace(opening.params, logprobs=None, prompt_logprobs=None),  # only the full tier's are of use
+            # only the full tier's log-probabilities are of use
+            params=replace(opening.params, adapter=opening.domain, logprobs=None, prompt_logprobs=None),
             session=session,
             tokens=tuple(self.text),
             tier=drafter,
@@ -328,9 +339,6 @@ class Session:
             window=opening.draft_window,
             branches=opening.draft_branches,
             adaptive=False,
-            lockstep=opening.lockstep and not opening.rules.independent_noise,
-            rules=rules,
-            ends=stops_below(opening, rules),
         )
 
     def detach(self) -> Close | None:

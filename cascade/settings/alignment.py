@@ -7,13 +7,13 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
+from cascade.drafters import EAGLE3
 from cascade.errors import ConfigError
 from cascade.settings.engine import EngineKwargs
-from cascade.settings.section import Section
+from cascade.settings.section import Count, Seconds, Section, Text, Variable
 from cascade.training.reservoir import Limits, Reservoir
 from cascade.training.versions import Versions
 
-HEAD = "eagle3"  # the kind of head that learns
 LIMITS = Limits()
 
 
@@ -23,73 +23,80 @@ class AlignmentConfig(Section):
     alignment: {folder: /shared/cascade}
     """
 
-    # folder of new weights, the same wherever a tier or the learner runs
-    folder: Annotated[str, Field(min_length=1)]
+    folder: Text  # folder of new weights, the same wherever a tier or the learner runs
     # drafters that learn: names of lower tiers, and `eagle3` for the head of the full tier; by default all that can
-    students: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    students: tuple[Text, ...] = ()
     share: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of answers that are kept
     rows: Annotated[int, Field(ge=16)] = LIMITS.rows  # answers that are kept, half of them the newest
     row_tokens: Annotated[int, Field(ge=32)] = LIMITS.row_tokens  # last tokens of an answer with its prompt that are kept
-    max_age_s: Annotated[float, Field(gt=0)] = LIMITS.max_age_s  # seconds after which an answer is dropped
+    max_age_s: Seconds = LIMITS.max_age_s  # seconds after which an answer is dropped
     on_disk: bool = False  # keep answers in the folder, too; else in memory alone
-    # environment variable of the learner with a key of Fernet, by which they are encrypted on disk
-    key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
+    # environment variable of the learner with a key of Fernet, by which answers are encrypted on disk
+    key_env: Variable | None = None
     every_s: Annotated[float, Field(ge=0)] = 900.0  # seconds between two rounds; drift of acceptance begins one at once
-    round_s: Annotated[float, Field(gt=0)] = 300.0  # seconds of training of each drafter in a round
-    min_rows: Annotated[int, Field(ge=1)] = 128  # new answers before a round
+    round_s: Seconds = 300.0  # seconds of training of each drafter in a round
+    # rank of the LoRA adapters that learn in place of a tier's own weights, and are merged into them; for large draft models
+    lora_rank: Count | None = None
+    min_rows: Count = 128  # new answers before a round
     canary_s: Annotated[float, Field(ge=0)] = 60.0  # seconds that one replica serves new weights before the others do
     device: str | None = None  # of the learner, such as cuda:0; by default the GPU if there is one
-    # of the learner: `num_cpus`, 1 by default, `num_gpus`, `resources`, `runtime_env`
+    num_workers: Count = 1  # processes that train a drafter together, by Ray Train; each is given `ray_actor_options`
+    # of the learner, or of each worker if there are several: `num_cpus`, 1 by default, `num_gpus`, `resources`, `runtime_env`
     ray_actor_options: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _belongs_together(self) -> Self:
+    def _settings_agree(self) -> Self:
         if self.key_env is not None and not self.on_disk:
             raise ValueError(f"key_env is {self.key_env!r}, but nothing is on disk: set on_disk to true, or remove it")
+        if self.num_workers > 1 and self.device is not None:
+            raise ValueError(
+                f"device is {self.device!r} of {self.num_workers} workers: remove it, as num_gpus of ray_actor_options gives "
+                "each its own"
+            )
         return self
 
     def versions(self, student: str) -> Versions:
-        """Weights that a student had since."""
+        """The weights that a student has learnt so far."""
         return Versions(Path(self.folder) / student)
 
     def reservoir(self) -> Reservoir:
         """Where answers are kept, with what lies on disk; raises `ConfigError` if that cannot be read."""
-        limits = Limits(self.rows, self.row_tokens, self.max_age_s)
-        if not self.on_disk:
-            return Reservoir(limits, Path(self.folder), kept=False)
-        if self.key_env is not None and not os.environ.get(self.key_env):
+        key = os.environ.get(self.key_env) if self.key_env is not None else None
+        if self.key_env is not None and not key:
             raise ConfigError(f"alignment.key_env is {self.key_env!r}, which is not set where the learner runs: set it there")
-        return Reservoir(limits, Path(self.folder), None if self.key_env is None else os.environ[self.key_env])
+        return Reservoir(Limits(self.rows, self.row_tokens, self.max_age_s), Path(self.folder), key, on_disk=self.on_disk)
 
 
 def students(engines: Mapping[str, EngineKwargs], chosen: tuple[str, ...]) -> tuple[str, ...]:
-    """Drafters that learn, of the tiers ``engines``, bottom to top."""
-    *lower, full = engines
-    head = [HEAD] if any(spec.kind == HEAD for spec in engines[full].drafters) else []
-    able = [name for name in lower if not _obstacle(engines[name])]
-    return chosen or (*able, *head)
+    """Drafters that learn: ``chosen``, or all that can of the tiers ``engines``, bottom to top."""
+    return chosen or tuple(name for name, reason in _obstacles(engines).items() if not reason)
 
 
 def alignment_problems(engines: Mapping[str, EngineKwargs], chosen: tuple[str, ...]) -> Iterator[str]:
     """A sentence for each reason why drafters cannot learn."""
-    *lower, full = engines
+    obstacles = _obstacles(engines)
     for name in chosen:
-        if name == full:
-            yield f"alignment.students names {name!r}, the full tier, whose text is the answer: remove it"
-        elif name == HEAD and not any(spec.kind == HEAD for spec in engines[full].drafters):
-            yield f"alignment.students names {HEAD!r}, and tier {full!r} has no such head: remove it, or give it the drafter"
-        elif name in lower and (why := _obstacle(engines[name])):
-            yield f"alignment.students names {name!r}, {why}"
-        elif name not in (*lower, HEAD):
-            yield f"alignment.students names {name!r}: it takes {', '.join((*lower, HEAD))}"
+        if name not in obstacles:
+            yield f"alignment.students names {name!r}: it takes {', '.join(obstacles)}"
+        elif obstacles[name]:
+            yield f"alignment.students names {name!r}, {obstacles[name]}"
     if not students(engines, chosen):
         yield "alignment has nobody to teach: give a lower tier that is not quantized, or the full tier an eagle3 head"
 
 
-def _obstacle(engine: EngineKwargs) -> str:
-    """Why a tier's model cannot get new weights while it runs; "" if it can."""
-    if engine.quantization is not None:
-        return f"whose quantization is {engine.quantization!r}, and learnt weights are not quantized: remove one of the two"
-    if any(spec.reads for spec in engine.drafters):
-        return "which a head reads that would not fit it any more: remove its drafter, or remove it"
-    return ""
+def _obstacles(engines: Mapping[str, EngineKwargs]) -> dict[str, str]:
+    """Why each lower tier, and the head of the full one, cannot get new weights while it runs; "" if it can."""
+    *lower, full = engines
+    found = {}
+    for name in lower:
+        engine, found[name] = engines[name], ""
+        if engine.quantization is not None:
+            method = engine.quantization
+            found[name] = f"whose quantization is {method!r}, and learnt weights are not quantized: remove one of the two"
+        elif engine.lora_modules:
+            found[name] = "whose adapters would not fit new weights: remove them or the name"
+        elif any(spec.reads for spec in engine.drafters):
+            found[name] = "whose head would not fit new weights: remove the head or the name"
+    has_head = any(spec.kind == EAGLE3 for spec in engines[full].drafters)
+    found[EAGLE3] = "" if has_head else f"and tier {full!r} has no such head: remove it, or give it the drafter"
+    return found

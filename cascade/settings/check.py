@@ -1,4 +1,4 @@
-"""Whether the tiers of a configuration belong together and fit on their devices, told before any weight is loaded."""
+"""Whether the tiers of a configuration belong together and fit on their devices. No weight is loaded."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from cascade.drafters import EXIT, head_of
+from cascade.drafters import head_of
 from cascade.engine.checkpoint import Anatomy, anatomy
 from cascade.engine.devices import ACCELERATORS, default_device, free_bytes
 from cascade.engine.heads.checkpoint import num_weights
-from cascade.engine.heads.mtp import check_mtp
 from cascade.engine.memory import GIB
 from cascade.engine.model_config import context_len, read_config
 from cascade.engine.tokenizer import Tokenizer
@@ -22,36 +21,35 @@ from cascade.engine.vllm import batch_invariant, installed
 from cascade.errors import ConfigError, ModelError
 from cascade.settings.config import CascadeConfig, TierConfig
 
-MIN_TOKENS = 4096  # of cache, or the model's context if that is shorter: below that a tier is of no use
+MIN_TOKENS = 4096  # of cache, or the model's context if that is shorter: with less a tier is of no use
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a tier's replica takes, and what its device has."""
+    """What a replica of a tier takes, and what its device has."""
 
     tier: str
-    model: str
     anatomy: Anatomy
     quantization: str | None
     ranks: int  # devices that share the weights and the cache
-    drafter_weights: int  # of its head, beside the model's
+    drafter_weights: int  # numbers of its head, beside the model's
     device: str  # such as cuda, cpu or H100
-    device_bytes: int  # of each rank, for weights and cache; free now on a device of this machine
-    engine: str = "cascade"  # that runs its passes
+    device_bytes: int  # of each rank, for weights and cache; on a device of this machine what is free now
+    engine: str
 
     @property
     def weight_bytes(self) -> int:
-        """Of each rank."""
+        """Of each rank, with the head."""
         return -(-self.anatomy.weight_bytes // self.ranks) + self.drafter_bytes
 
     @property
     def drafter_bytes(self) -> int:
-        """Of the weights of its head, as they will be held."""
-        return self.drafter_weights * self.anatomy.dtype.itemsize
+        """Of the weights of its head; beside models that our kernels run they are in float32, see `load_head`."""
+        return self.drafter_weights * (4 if self.device == "cpu" else self.anatomy.dtype.itemsize)
 
     @property
     def cache_tokens(self) -> int:
-        """Positions of keys and values that fit beside the weights; negative if these do not fit themselves."""
+        """Positions of keys and values that fit beside the weights; negative if the weights do not fit themselves."""
         return (self.device_bytes - self.weight_bytes) * self.ranks // self.anatomy.cache_bytes_per_token
 
     @property
@@ -67,78 +65,62 @@ class Need:
         )
 
 
-@contextlib.contextmanager
-def _named(what: str) -> Iterator[None]:
-    """Raise `ConfigError`, which begins with ``what``, for a `ModelError`."""
-    try:
-        yield
-    except ModelError as error:
-        raise ConfigError(f"{what} cannot be used: {error}") from None
-
-
-def _hub(tier: TierConfig) -> dict[str, Any]:
-    """How the files of its model are read, wherever they are."""
-    engine = tier.engine_kwargs
-    return {"revision": engine.revision, "trust_remote_code": engine.trust_remote_code}
-
-
 def needs(config: CascadeConfig) -> list[Need]:
     """What every tier will take, bottom to top; raises `ConfigError` if a model cannot be served at all."""
     return [_need(tier) for tier in config.tiers]
 
 
+def _need(tier: TierConfig) -> Need:
+    engine = tier.engine_kwargs
+    device, size = _device(tier)
+    runs_on = engine.runs_on(gpu=_has_gpu(tier) or default_device() == "cuda")
+    with _naming(f"The model of tier {tier.name}"):
+        found = anatomy(
+            tier.model_loading_config.source,
+            dtype=engine.dtype,
+            device=None if device in ACCELERATORS else torch.device(device),
+            quantization=engine.quantization,
+            sizes_only=runs_on != "cascade",
+            **_hub(tier),
+        )
+    ranks = engine.tensor_parallel_size
+    return Need(tier.name, found, engine.quantization, ranks, _drafter_weights(tier), device, size, runs_on)
+
+
 def remarks(found: Sequence[Need]) -> list[str]:
-    """What is worth knowing of tiers that fit: sentences."""
-    said = [
-        f"Tier {need.tier} was saved in {_name(need.anatomy.widened)}, which is slow on this processor: it will be held in "
-        f"{_name(need.anatomy.dtype)}, in twice the memory; set dtype to choose."
-        for need in found
-        if need.anatomy.widened is not None
-    ]
+    """Sentences worth knowing about tiers that fit."""
+    notes = []
     for below, above in pairwise(found):
         if below.anatomy.parameters >= above.anatomy.parameters:
-            said.append(f"Tier {below.tier} is not smaller than tier {above.tier}, which it drafts for: is the order right?")
+            notes.append(f"Tier {below.tier} is not smaller than tier {above.tier}, which it drafts for: is the order right?")
     full = found[-1]
     if not (batch_invariant() if full.engine == "vllm" else full.anatomy.same_bits):
-        said.append(
-            f"Logits of tier {full.tier} may differ in their last bits from pass to pass: where two tokens are as near as "
-            "that, texts may part (docs/explanation/shared-noise.md)."
+        notes.append(
+            f"Logits of tier {full.tier} may differ in their last bits from pass to pass: where two tokens are nearly as "
+            "likely, texts may differ (docs/explanation/shared-noise.md)."
         )
-    return said
+    return notes
 
 
 def unpinned(config: CascadeConfig) -> str | None:
-    """One sentence if a tier that takes any GPU may take the one that another tier names, which then waits for ever."""
+    """One sentence if a tier that takes any GPU may take the one that another tier needs, which then waits for ever."""
     named = next((tier for tier in config.tiers if _accelerator(tier)), None)
-    free = [tier.name for tier in config.tiers if _takes_any_gpu(tier)]
-    if named is None or not free:
-        return None
-    return (
-        f"Tier {free[0]} takes a GPU of any kind, also the {_accelerator(named)} that tier {named.name} waits for: "
-        "give it an accelerator_type, too"
-    )
-
-
-def _accelerator(tier: TierConfig) -> str | None:
-    return tier.accelerator_type or tier.deployment_config.ray_actor_options.get("accelerator_type")
-
-
-def _takes_any_gpu(tier: TierConfig) -> bool:
-    """Whether neither an accelerator nor a label or resource of their own says which node it needs."""
-    actor = tier.deployment_config.ray_actor_options
-    said = _accelerator(tier) or actor.get("resources") or actor.get("label_selector")
-    return bool(actor.get("num_gpus")) and not said
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    for tier in config.tiers:
+        actor = tier.deployment_config.ray_actor_options
+        pinned = _accelerator(tier) or actor.get("resources") or actor.get("label_selector")
+        if named is not None and _has_gpu(tier) and not pinned:
+            return (
+                f"Tier {tier.name} takes a GPU of any kind, also the {_accelerator(named)} that tier {named.name} waits for: "
+                "give it an accelerator_type, too"
+            )
+    return None
 
 
 def verify(config: CascadeConfig) -> None:
-    """Compare tokenizers, contexts and vocabularies of all tiers; raises `ConfigError`."""
+    """Compare tokenizers, contexts and vocabularies of all tiers, and look at their heads; raises `ConfigError`."""
     full = config.tiers[-1]
     tokenizers = {tier.name: _tokenizer(tier) for tier in config.tiers}
-    fingerprint = tokenizers[full.name].fingerprint
+    fingerprint, num_ids = tokenizers[full.name].fingerprint, tokenizers[full.name].num_ids
     for tier in config.tiers:
         if tokenizers[tier.name].fingerprint != fingerprint:
             raise ConfigError(
@@ -146,7 +128,7 @@ def verify(config: CascadeConfig) -> None:
                 f"({full.model_loading_config.source}) have different tokenizers: choose models of one family"
             )
         text = _config(tier).get_text_config()
-        _check_engine(tier)
+        _ask_vllm(tier)
         _drafter_weights(tier)
         context = getattr(text, "max_position_embeddings", None)
         if config.max_model_len is not None and context is not None and context < config.max_model_len:
@@ -154,7 +136,6 @@ def verify(config: CascadeConfig) -> None:
                 f"max_model_len is {config.max_model_len}, but tier {tier.name} takes {context} tokens: "
                 "lower it or choose another model"
             )
-        num_ids = tokenizers[full.name].num_ids
         if text.vocab_size < num_ids:
             raise ConfigError(
                 f"Tier {tier.name} has {text.vocab_size} token ids and the tokenizer {num_ids}: choose models of one family"
@@ -162,41 +143,22 @@ def verify(config: CascadeConfig) -> None:
 
 
 def limits(config: CascadeConfig) -> dict[str, dict[str, int]]:
-    """Positions and token ids that each tier takes, by its name; without those whose configuration is not to be had here.
+    """Positions and token ids that each tier takes, by its name; without those whose configuration cannot be read here.
 
     If nothing is to be verified, the hub is not asked.
     """
     found = {}
     for tier in config.tiers:
-        if not (config.verify or Path(tier.model_loading_config.source).exists()):
-            continue
-        with contextlib.suppress(ConfigError):
-            read = _config(tier)
-            found[tier.name] = {"context_len": context_len(read), "vocab_size": int(read.get_text_config().vocab_size)}
+        if config.verify or Path(tier.model_loading_config.source).exists():
+            with contextlib.suppress(ConfigError):
+                read = _config(tier)
+                found[tier.name] = {"context_len": context_len(read), "vocab_size": int(read.get_text_config().vocab_size)}
     return found
 
 
-def _need(tier: TierConfig) -> Need:
-    engine = tier.engine_kwargs
-    ranks = engine.tensor_parallel_size
-    device, size = _device(tier)
-    ours = _engine(tier) == "cascade"
-    with _named(f"The model of tier {tier.name}"):
-        found = anatomy(
-            tier.model_loading_config.source,
-            dtype=engine.dtype,
-            device=None if device in ACCELERATORS else torch.device(device),
-            quantization=engine.quantization,
-            sizes_only=not ours,
-            **_hub(tier),
-        )
-    model, weights = tier.model_loading_config.model_id, _drafter_weights(tier) or 0
-    return Need(tier.name, model, found, engine.quantization, ranks, weights, device, size, _engine(tier))
-
-
-def _check_engine(tier: TierConfig) -> None:
-    """Its arguments and architectures are vLLM's to know: it is asked where it is installed, else the replica finds out."""
-    if _engine(tier) != "vllm" or not installed():
+def _ask_vllm(tier: TierConfig) -> None:
+    """Ask vLLM whether it takes the tier's arguments and architecture, if it is installed here; else the replica finds out."""
+    if not installed() or tier.engine_kwargs.runs_on(gpu=_has_gpu(tier) or default_device() == "cuda") != "vllm":
         return
     from cascade.engine.vllm.model import check_architectures, check_options
 
@@ -209,19 +171,13 @@ def _check_engine(tier: TierConfig) -> None:
         raise ConfigError(f"Tier {tier.name}: {error}") from None
 
 
-def _drafter_weights(tier: TierConfig) -> int | None:
-    """Numbers that its head adds, None if that is not to be known; raises `ConfigError` if it has no files."""
+def _drafter_weights(tier: TierConfig) -> int:
+    """Numbers that its head adds, as far as that can be known; raises `ConfigError` if it has no files."""
     head = head_of(tier.engine_kwargs.drafters)
-    if head is None or head.kind == EXIT:
+    if head is None:
         return 0
-    with _named(f"The drafter of tier {tier.name}"):
-        return check_mtp(tier.model_loading_config.source, **_hub(tier)) if head.within else num_weights(head.source)
-
-
-def _engine(tier: TierConfig) -> str:
-    """What runs its passes, as far as this machine can tell."""
-    gpu = bool(_accelerator(tier) or tier.deployment_config.ray_actor_options.get("num_gpus")) or default_device() == "cuda"
-    return tier.engine_kwargs.runs_on(gpu=gpu)
+    with _naming(f"The drafter of tier {tier.name}"):
+        return num_weights(head.source) or 0
 
 
 def _device(tier: TierConfig) -> tuple[str, int]:
@@ -238,11 +194,34 @@ def _device(tier: TierConfig) -> tuple[str, int]:
         ) from None
 
 
+def _accelerator(tier: TierConfig) -> str | None:
+    return tier.accelerator_type or tier.deployment_config.ray_actor_options.get("accelerator_type")
+
+
+def _has_gpu(tier: TierConfig) -> bool:
+    return bool(_accelerator(tier) or tier.deployment_config.ray_actor_options.get("num_gpus"))
+
+
 def _tokenizer(tier: TierConfig) -> Tokenizer:
-    with _named(f"The model of tier {tier.name}"):
+    with _naming(f"The model of tier {tier.name}"):
         return Tokenizer.from_pretrained(tier.model_loading_config.source, **_hub(tier))
 
 
 def _config(tier: TierConfig) -> PreTrainedConfig:
-    with _named(f"The model of tier {tier.name}"):
+    with _naming(f"The model of tier {tier.name}"):
         return read_config(tier.model_loading_config.source, **_hub(tier))
+
+
+def _hub(tier: TierConfig) -> dict[str, Any]:
+    """How its files are read."""
+    engine = tier.engine_kwargs
+    return {"revision": engine.revision, "trust_remote_code": engine.trust_remote_code}
+
+
+@contextlib.contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Turn a `ModelError` into a `ConfigError` that begins with ``what``."""
+    try:
+        yield
+    except ModelError as error:
+        raise ConfigError(f"{what} cannot be used: {error}") from None

@@ -21,15 +21,14 @@ from cascade import family
 from cascade.errors import ConfigError
 from cascade.params import DEFAULT_WINDOW, MAX_WINDOW
 from cascade.settings.alignment import AlignmentConfig, alignment_problems, students
-from cascade.settings.deployment import AutoscalingConfig, DeploymentConfig, scaling_problems
-from cascade.settings.engine import EMBEDDED, EngineKwargs, ModelLoadingConfig
+from cascade.settings.deployment import DeploymentConfig
+from cascade.settings.engine import EMBEDDED, EngineKwargs, ModelLoadingConfig, pinned
 from cascade.settings.router import RouterConfig
-from cascade.settings.section import Section, sentence
+from cascade.settings.section import Live, Port, Section, Text, sentence
 
 MAX_TIERS = 5
-RESERVED = ("router", "learner")  # deployments that are no tiers
-Port = Annotated[int, Field(ge=1, le=65535)]
-GPU_MEMORY = 0.9  # that weights and caches take, the rest is for passes
+RESERVED = ("router", "learner")  # names of deployments that are no tiers
+GPU_MEMORY = 0.9  # share for weights and caches; the rest is for passes
 
 
 class TierConfig(Section):
@@ -45,7 +44,7 @@ class TierConfig(Section):
 
     @property
     def gpu_memory_utilization(self) -> float:
-        """What the replica may take of a GPU's memory, weights and cache together: by default 0.9 of what it has of the GPU."""
+        """Share of a GPU's memory for weights and cache; by default 0.9 of the replica's part of the GPU."""
         num_gpus = self.deployment_config.ray_actor_options.get("num_gpus") or 1
         return self.engine_kwargs.gpu_memory_utilization or GPU_MEMORY * min(num_gpus, 1)
 
@@ -53,12 +52,10 @@ class TierConfig(Section):
 class LinkTLS(Section):
     """Mutual TLS between the processes of the cascade. Paths of PEM files, the same wherever a tier or a router runs."""
 
-    # certificate and its chain, which each process shows as server and as client
-    certificate: Annotated[str, Field(min_length=1)]
-    key: Annotated[str, Field(min_length=1)]  # private key of the certificate
-    authority: Annotated[str, Field(min_length=1)]  # certificate authority; certificates of no other are trusted
-    # name that all certificates are issued for, since replicas have no host names
-    server_name: Annotated[str, Field(min_length=1)] = "cascade-link"
+    certificate: Text  # certificate and its chain, which each process shows as server and as client
+    key: Text  # private key of the certificate
+    authority: Text  # certificate authority; certificates of no other are trusted
+    server_name: Text = "cascade-link"  # name that all certificates are issued for, since replicas have no host names
 
 
 class CascadeConfig(Section):
@@ -67,9 +64,8 @@ class CascadeConfig(Section):
     # models bottom to top, the full one last
     tiers: Annotated[tuple[TierConfig, ...], Field(min_length=1, max_length=MAX_TIERS)]
     router: RouterConfig = RouterConfig()  # ingress that clients talk to
-    autoscaling: AutoscalingConfig | None = None  # scale all tiers together; without it each tier's deployment_config decides
     # tokens that a tier may run ahead of the one above, unless a request says otherwise
-    window: Annotated[int, Field(ge=1, le=MAX_WINDOW)] = DEFAULT_WINDOW
+    window: Annotated[int, Field(ge=1, le=MAX_WINDOW), Live] = DEFAULT_WINDOW
     # prompt and output together, tokens; without it the shortest context of the models
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     link_tls: LinkTLS | None = None  # encrypts links between tiers; a secret guards them either way
@@ -95,18 +91,16 @@ class CascadeConfig(Section):
             if name in RESERVED:
                 yield f"no tier can be named {name!r}, as another deployment is; give the tier another name"
         for tier in self.tiers[:-1]:
-            if field := tier.engine_kwargs.adapted:
-                yield f"{field} of tier {tier.name!r}: only the full tier, the last one, takes adapters; remove them"
+            if tier.engine_kwargs.lora_path:
+                yield f"lora_path of tier {tier.name!r}: only the full tier, the last one, takes a folder; give lora_modules"
         if self.link_ports is not None and self.link_ports[0] > self.link_ports[1]:
             yield f"link_ports are {list(self.link_ports)}: name the lower port first"
         if self.alignment is not None:
             yield from alignment_problems(self._engines, self.alignment.students)
-        if self.autoscaling is not None:
-            yield from scaling_problems({tier.name: tier.deployment_config for tier in self.tiers})
 
     @property
     def affine(self) -> bool:
-        """Whether requests that begin alike meet the same replica of the full tier, of several."""
+        """Whether requests that begin alike are sent to the same replica of the full tier, where it has several."""
         return self.router.prefix_affinity and self.tiers[-1].deployment_config.several
 
     @property
@@ -136,10 +130,13 @@ class CascadeConfig(Section):
         return str(teacher), str(learner)
 
     def beginning(self, student: str) -> str:
-        """Source of a tier's weights, or of those of the head of that kind, before it learnt anything; raises `ModelError`."""
+        """Source of a tier's weights, or of those of the head of that kind, before it learnt anything; raises `ModelError`.
+
+        A revision of the hub that is pinned is a folder in the hub's cache.
+        """
         tier = next((tier for tier in self.tiers if tier.name == student), None)
         if tier is not None:
-            return tier.model_loading_config.source
+            return pinned(tier.model_loading_config.source, tier.engine_kwargs.revision)
         return next(spec.source for spec in self.tiers[-1].engine_kwargs.drafters if spec.kind == student)
 
     @property
@@ -162,23 +159,21 @@ class CascadeConfig(Section):
             raise ConfigError(f"{origin}: {sentence(error)}") from None
 
     @classmethod
-    def load(cls, path: Path, *, deployed: bool = False) -> Self:
-        """Read a YAML file, or if ``deployed`` one for ``serve deploy`` that has one cascade; raises `ConfigError`."""
+    def load(cls, path: Path) -> Self:
+        """Read a YAML file, which may be one for ``serve deploy`` that has one cascade; raises `ConfigError`."""
         try:
             values = yaml.safe_load(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
         except (yaml.YAMLError, ValueError, RecursionError) as error:
-            raise ConfigError(f"{path} is not YAML: {_fault(error)}") from None
-        if not (isinstance(values, Mapping) and isinstance(values.get("applications"), list)):
-            return cls.parse(values, str(path))
-        if not deployed:
-            raise ConfigError(f"{path} is a file for `serve deploy`: give a file of what stands under its args, or deploy it")
-        arguments = [one.get("args") for one in values["applications"] if isinstance(one, Mapping)]
-        cascades = [one for one in arguments if isinstance(one, Mapping) and "tiers" in one]
-        if len(cascades) != 1:
-            raise ConfigError(f"{path} has {len(cascades)} applications with tiers: give a file with one")
-        return cls.parse(cascades[0], str(path))
+            raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+        if isinstance(values, Mapping) and isinstance(values.get("applications"), list):
+            arguments = [one.get("args") for one in values["applications"] if isinstance(one, Mapping)]
+            cascades = [one for one in arguments if isinstance(one, Mapping) and "tiers" in one]
+            if len(cascades) != 1:
+                raise ConfigError(f"{path} has {len(cascades)} applications with tiers: give a file with one")
+            values = cascades[0]
+        return cls.parse(values, str(path))
 
     @classmethod
     def demo(cls) -> Self:
@@ -193,10 +188,3 @@ class CascadeConfig(Section):
             for name, model_id in zip(family.NAMES, ("cascade-tiny", "cascade-medium", family.MODEL), strict=True)
         ]
         return cls.parse({"tiers": tiers})
-
-
-def _fault(error: Exception) -> str:
-    """What is wrong with a YAML file, and where."""
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return f"{error.problem}, line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
-    return " ".join(str(error).split())

@@ -1,6 +1,6 @@
-"""Where a tier's model comes from, what guesses inside it, and how a replica runs it."""
+"""Where a tier's model comes from, its drafters, and how a replica runs it."""
 
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
@@ -8,19 +8,18 @@ from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_
 from cascade import family
 from cascade.drafters import AUTO, DrafterSpec, head_of, specs
 from cascade.engine import vllm
-from cascade.params import MAX_WINDOW
-from cascade.planner.choice import Policy
-from cascade.settings.section import Section
+from cascade.errors import ModelError, reason
+from cascade.settings.section import Count, Section, Text
 
-EMBEDDED = "embedded:"  # begins sources of the demonstration family, such as embedded:tiny
+EMBEDDED = "embedded:"  # prefix of sources of the demonstration family, such as embedded:tiny
 
 
 class ModelLoadingConfig(Section):
     """Where a tier's model comes from."""
 
-    model_id: Annotated[str, Field(min_length=1)]  # name of the model, and its source unless `model_source` is given
+    model_id: Text  # name of the model, and its source unless `model_source` is given
     # path of a folder or a GGUF file, a hub id, or `embedded:tiny`, `embedded:medium`, `embedded:full`
-    model_source: Annotated[str, Field(min_length=1)] | None = None
+    model_source: Text | None = None
 
     @property
     def source(self) -> str:
@@ -40,26 +39,37 @@ def resolved(source: str) -> str:
     return family.path(source.removeprefix(EMBEDDED)) if source.startswith(EMBEDDED) else source
 
 
+def pinned(source: str, revision: str | None) -> str:
+    """``source``, or the folder in the hub's cache with that revision of it; raises `ModelError` if it cannot be had."""
+    if revision is None or Path(source).exists():
+        return source
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(source, revision=revision)
+    except Exception as error:  # of the network, of the hub, of the disk
+        raise ModelError(f"Revision {revision!r} of {source!r} cannot be had: {reason(error)}") from error
+
+
 class DrafterConfig(Section):
-    """What guesses inside a tier, see `cascade.drafters`."""
+    """A drafter inside a tier, see `cascade.drafters`."""
 
     kind: str = AUTO  # `auto`: drafters that read text; or one kind, or `head` to find out which head `source` is
-    # text file of a `corpus`; path or hub id of a head, or `embedded:eagle3`; for `mtp` the model's own checkpoint by default
-    source: Annotated[str, Field(min_length=1)] | None = None
-    layers: int | None = None  # for `exit`: draft with the first so many layers of the model
+    # text file of a `corpus`; path or hub id of a head, or `embedded:eagle3`
+    source: Text | None = None
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
         if self.kind != AUTO:
             self.spec  # noqa: B018  # finds out
-        elif self.source or self.layers is not None:
-            raise ValueError("source and layers need their kind beside them; 'head' finds out which head a source is")
+        elif self.source:
+            raise ValueError("source needs its kind beside it; 'head' finds out which head it is")
         return self
 
     @property
     def spec(self) -> DrafterSpec:
         """The drafter, if it is not "auto"; raises `ConfigError`."""
-        return DrafterSpec(self.kind, resolved(self.source or ""), self.layers)
+        return DrafterSpec(self.kind, resolved(self.source or ""))
 
 
 def _listed(chosen: Any) -> Any:
@@ -69,76 +79,65 @@ def _listed(chosen: Any) -> Any:
 
 
 class EngineKwargs(Section):
-    """How a replica runs its model. On vLLM it takes vLLM's engine arguments, too, by their own names."""
+    """How a replica runs its model. On vLLM it also takes vLLM's engine arguments, by their own names."""
 
     model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
 
     # `cascade`, `vllm`, or MODULE:FUNCTION; by default `vllm` if it is installed and the tier has a GPU
-    engine: str | None = None
-    # of weights; by default the checkpoint's, or float32 on processors that are slow with 16 bits
+    engine: Annotated[str, Field(pattern=r"^(cascade|vllm|[\w.]+:\w+)$")] | None = None
+    # of weights; by default the checkpoint's, or float32 for float16 on a CPU
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     device: str | None = None  # such as cuda:0 or cpu; by default the GPU if there is one
     revision: str | None = None  # branch, tag or commit of a model on the hub
     trust_remote_code: bool = False  # run code that comes with a model of the hub
-    quantization: str | None = None  # of weights, by a method of vLLM's; what a checkpoint is quantised by needs none
-    # LoRA adapters of the full tier by the name that requests use: paths or hub ids
-    lora_modules: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], Annotated[str, Field(min_length=1)]] = Field(
-        default_factory=dict
-    )
+    quantization: str | None = None  # of weights while they load, by a method of vLLM's; quantised checkpoints need none
+    # LoRA adapters by name: paths or hub ids. Requests name those of the full tier; a lower tier drafts with the one that has
+    # the name of the request's adapter, or of its key
+    lora_modules: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], Text] = Field(default_factory=dict)
     # in their place, a folder or bucket (s3://, gs://) of adapters, each of which is loaded when a request names it
-    lora_path: Annotated[str, Field(min_length=1)] | None = None
-    max_loras: Annotated[int, Field(ge=1)] = 16  # adapters of `lora_path` that a replica has loaded at a time
-    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1  # GPUs that share one replica's model; more than one needs vLLM
-    num_threads: Annotated[int, Field(ge=1)] | None = None  # CPU threads of a pass; timed at load by default
+    lora_path: Text | None = None
+    max_loras: Count = 16  # adapters of `lora_path` that a replica has loaded at a time
+    tensor_parallel_size: Count = 1  # GPUs that share one replica's model; more than one needs vLLM
+    num_threads: Count | None = None  # CPU threads of a pass; timed at load by default
     # cores that the replica is bound to
     cpu_affinity: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = None
-    max_pass_tokens: Annotated[int, Field(ge=1)] = 512  # tokens that one pass scores at most
+    max_pass_tokens: Count = 512  # tokens that one pass scores at most
     # positions of keys and values; by default what the device has room for
     cache_tokens: Annotated[int, Field(ge=16)] | None = None
     # share of a GPU for weights and cache; 0.9 of the replica's part by default
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
-    drafter: Annotated[tuple[DrafterConfig, ...], BeforeValidator(_listed)] = (DrafterConfig(),)  # what guesses inside the tier
-    patience: Annotated[float, Field(ge=0)] | None = None  # longest wait for guesses, as a share of one pass; 1 by default
-    # guesses of a session that one pass scores at most; 16 by default
-    max_guesses: Annotated[int, Field(ge=1, le=MAX_WINDOW)] | None = None
+    drafter: Annotated[tuple[DrafterConfig, ...], BeforeValidator(_listed)] = (DrafterConfig(),)  # drafters inside the tier
 
     @model_validator(mode="after")
     def _belongs_together(self) -> Self:
-        if problem := next(self._problems(), None):
-            raise ValueError(problem)
-        return self
-
-    def _problems(self) -> Iterator[str]:
-        """A sentence for each pair of options of which one excludes the other."""
-        head, extra, only_ours = head_of(self.drafters), sorted(self.model_extra or ()), self._only_ours()
-        if head and self.adapted:
-            yield f"drafter {head.kind!r} reads a model without adapters, and {self.adapted}: remove one of the two"
+        head, adapted = head_of(self.drafters), self.adapted
+        if head and adapted:
+            raise ValueError(f"drafter {head.kind!r} reads a model without adapters, and {adapted}: remove one of the two")
         if self.lora_modules and self.lora_path:
-            yield f"lora_modules are given and lora_path is {self.lora_path!r}: remove one of the two"
-        if not (self.plugin or self.engine in (None, "cascade", "vllm")):
-            yield f"engine is {self.engine!r}: it must be 'cascade', 'vllm' or MODULE:FUNCTION"
-        if self.engine == "vllm":
-            if only_ours:
-                yield f"{only_ours[0]} is for our own engine: remove it, or set engine to 'cascade'"
-            return
+            raise ValueError(f"lora_modules are given and lora_path is {self.lora_path!r}: remove one of the two")
         if self.plugin:  # which knows what it takes
-            return
-        if extra:
-            yield f"{extra[0]} is not a known key; remove it, mend its spelling, or set engine to 'vllm'"
-        if self._only_vllms and (self.engine is not None or self._prefers_ours()):
-            yield (
-                f"{self._only_vllms}, which only vLLM can do: set engine to 'vllm', and remove what only our own engine takes"
-            )
+            return self
+        if self.engine == "vllm":
+            if self._only_ours:
+                raise ValueError(f"{self._only_ours} is for our own engine: remove it, or set engine to 'cascade'")
+        elif self.model_extra:
+            name = min(self.model_extra)
+            raise ValueError(f"{name} is not a known key; remove it, mend its spelling, or set engine to 'vllm'")
+        elif self._only_vllms and (self.engine is not None or self._prefers_ours):
+            problem = f"{self._only_vllms}, which only vLLM can do"
+            raise ValueError(f"{problem}: set engine to 'vllm', and remove what only our own engine takes")
+        return self
 
     @property
     def adapted(self) -> str:
-        """The field that gives the model adapters, if one does."""
+        """The field that gives the model adapters; "" if none does."""
         return "lora_modules" if self.lora_modules else "lora_path" if self.lora_path else ""
 
-    def _only_ours(self) -> list[str]:
-        """What is given that vLLM cannot do."""
+    @property
+    def _only_ours(self) -> str:
+        """What is given that vLLM cannot do, in words; "" if nothing is."""
         head = head_of(self.drafters)
-        return ["device"] * bool(self.device) + ([f"drafter {head.kind!r}"] if head else [])
+        return "device" if self.device else f"drafter {head.kind!r}" if head else ""
 
     @property
     def _only_vllms(self) -> str:
@@ -147,9 +146,10 @@ class EngineKwargs(Section):
             return f"tensor_parallel_size is {self.tensor_parallel_size}"
         return f"quantization is {self.quantization!r}" if self.quantization else ""
 
+    @property
     def _prefers_ours(self) -> bool:
         """Whether anything is given that means our own engine where none is named."""
-        return any((self._only_ours(), self.adapted, self.num_threads))
+        return any((self._only_ours, self.adapted, self.num_threads))
 
     @property
     def plugin(self) -> bool:
@@ -157,15 +157,14 @@ class EngineKwargs(Section):
         return ":" in (self.engine or "")
 
     def runs_on(self, *, gpu: bool) -> str:
-        """The engine of a tier: what is named, else vLLM where it is installed and the tier has a ``gpu``, else our own.
+        """The engine of a tier: the one that is named, else the only one that can do what is given.
 
-        What only one of them takes decides before that.
+        Else vLLM, where it is installed and the tier has a ``gpu``.
         """
         if self.engine is not None:
             return self.engine
-        if self._only_vllms:
-            return "vllm"
-        return "vllm" if gpu and not self._prefers_ours() and vllm.installed() else "cascade"
+        prefers_vllm = gpu and not self._prefers_ours and vllm.installed()
+        return "vllm" if self._only_vllms or prefers_vllm else "cascade"
 
     @property
     def vllm_options(self) -> dict[str, Any]:
@@ -177,11 +176,5 @@ class EngineKwargs(Section):
 
     @property
     def drafters(self) -> tuple[DrafterSpec, ...]:
-        """What guesses inside the tier."""
+        """The drafters inside the tier."""
         return specs(AUTO if one.kind == AUTO else one.spec for one in self.drafter)
-
-    @property
-    def policy(self) -> Policy:
-        """When to start a pass."""
-        chosen = {"patience": self.patience, "max_guesses": self.max_guesses}
-        return Policy(**{name: value for name, value in chosen.items() if value is not None})  # type: ignore[arg-type]

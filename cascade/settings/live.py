@@ -1,116 +1,79 @@
-"""What changes while replicas run, and what a change replaces them for.
+"""What changes while replicas run, and what replaces them.
 
-A deployment's version is a digest of `fixed` parts: a replica is replaced when they change. What is left out of them either is
-told to running replicas, `live`, or is nothing that they read.
+Ray Serve replaces the replicas of a deployment when its version changes, which is a digest of what is *fixed* of its
+configuration. Running routers are told the fields marked `Live`. A tier's replicas are told nothing.
 """
 
 import copy
-import hashlib
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from functools import reduce
+from operator import getitem
 from typing import Any
-
-from pydantic import ValidationError
 
 from cascade.errors import ConfigError
 from cascade.settings.config import CascadeConfig, TierConfig
-from cascade.settings.section import Section, sentence
+from cascade.settings.section import Section
 
-OF_ROUTERS = (
-    "window",
-    "router.stall_timeout_s",
-    "router.max_running",
-    "router.max_waiting",
-    "router.held_lease_s",
-    "router.access.limits",
-    "router.access.default_limits",
-    "router.access.log",
-    "router.limits.max_prompt_chars",
-    "router.limits.max_prompts",
-    "router.limits.max_n",
-    "router.limits.max_tokens",
-)
-OF_TIERS = ("engine_kwargs.patience", "engine_kwargs.max_guesses")
-
-# which Ray Serve compares itself: it replaces replicas for those that need it, such as ray_actor_options, and for no others
-SERVES = ("deployment_config", "accelerator_type", "placement_group_config")
-# of a tier's engine_kwargs, and of its model, what routers read when they start; they must read nothing else of them later
-READ_OF_ENGINES = ("revision", "trust_remote_code", "lora_modules", "lora_path")
-READ_OF_MODELS = ("model_id", "model_source")
+# of a tier, what Ray Serve compares itself: it replaces replicas for ray_actor_options, for others it does not
+COMPARED_BY_SERVE = {"deployment_config", "accelerator_type", "placement_group_config"}
+# of the full tier's engine_kwargs, all that routers read
+READ_BY_ROUTERS = {"revision", "trust_remote_code", "lora_modules", "lora_path"}
 
 
-def live(section: Section, paths: Iterable[str]) -> dict[str, Any]:
-    """Of a configuration, what stands at the dotted ``paths``, as JSON values."""
-    return section.model_dump(mode="json", include=_tree(paths))
+def _live_paths(section: type[Section], prefix: str = "") -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        if isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("live"):
+            yield prefix + name
+        elif isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from _live_paths(field.annotation, f"{prefix}{name}.")
 
 
-def fixed_of_tier(tier: TierConfig) -> dict[str, Any]:
-    """What a replica of ``tier`` cannot change while it runs."""
-    return tier.model_dump(mode="json", exclude=_tree((*OF_TIERS, *SERVES)))
+LIVE = tuple(_live_paths(CascadeConfig))
+"""Dotted paths of all fields that are marked `Live`."""
 
 
-def fixed_of_router(config: CascadeConfig) -> dict[str, Any]:
-    """What a router cannot change while it runs: of tiers whose drafts it never sees, little more than their names."""
-    values = config.model_dump(mode="json", exclude=_tree((*OF_ROUTERS, "router.deployment_config", "verify", "tiers")))
-    full = config.tiers[-1]
-    # a lease is held ahead, and a tier that may sleep not looked at, by these
-    serves = {"max_ongoing_requests": full.deployment_config.max_ongoing_requests}
-    asleep = [tier.name for tier in config.tiers if (tier.deployment_config.autoscaling_config or {}).get("min_replicas") == 0]
-    tiers = [_seen_by_router(tier, is_full=tier is full) for tier in config.tiers]
-    return values | {"tiers": tiers, "drafters": config.drafters, "full": serves, "asleep": asleep}
+def live(config: CascadeConfig) -> dict[str, Any]:
+    """What stands at the paths of `LIVE`, as JSON values."""
+    values = config.model_dump(mode="json")
+    return {path: reduce(getitem, path.split("."), values) for path in LIVE}
 
 
-def tier_of(values: Mapping[str, Any]) -> TierConfig:
-    try:
-        return TierConfig.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(f"Tier {values['name']}: {sentence(error)}") from None
-
-
-def changed(values: Mapping[str, Any], changes: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
-    """``values`` with ``changes`` at some of ``paths``; raises `ConfigError` for others."""
+def changed(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration as JSON values, with ``changes`` as `live` gives them; raises `ConfigError` if others are among them."""
     result = copy.deepcopy(dict(values))
-    for path, value in _leaves(changes, paths):
-        if path not in paths:
-            raise ConfigError(f"user_config has {path!r}, which no running replica changes: it takes {', '.join(paths)}")
-        *sections, key = path.split(".")
-        part = result
-        for section in sections:
-            part = part.setdefault(section, {})
-        part[key] = value
+    for path, value in changes.items():
+        if path not in LIVE:
+            raise ConfigError(f"user_config has {path!r}, which no running router changes: it takes {', '.join(LIVE)}")
+        section, name = _parent(result, path)
+        section[name] = value
     return result
 
 
-def digest(parts: Mapping[str, Any]) -> str:
-    """A name for JSON values: the same for the same ones."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+def fixed_of_tier(tier: TierConfig) -> dict[str, Any]:
+    """What replaces the replicas of ``tier`` when it changes."""
+    return tier.model_dump(mode="json", exclude=COMPARED_BY_SERVE)
 
 
-def _seen_by_router(tier: TierConfig, *, is_full: bool) -> dict[str, Any]:
-    engines, models = (READ_OF_ENGINES, READ_OF_MODELS) if is_full else ((), READ_OF_MODELS[:1])
-    return tier.model_dump(mode="json", exclude={*SERVES, "engine_kwargs", "model_loading_config"}) | {
-        "engine_kwargs": tier.engine_kwargs.model_dump(mode="json", include={*engines}),
-        "model_loading_config": tier.model_loading_config.model_dump(mode="json", include={*models}),
+def fixed_of_router(config: CascadeConfig) -> dict[str, Any]:
+    """What replaces the routers when it changes; of tiers that is little more than their names."""
+    values = config.model_dump(mode="json", exclude={"tiers": True, "verify": True, "router": {"deployment_config"}})
+    for path in LIVE:
+        section, name = _parent(values, path)
+        del section[name]
+    full = config.tiers[-1]
+    values["tiers"] = [(tier.name, tier.model_loading_config.model_id) for tier in config.tiers]
+    values["full"] = {
+        **full.model_loading_config.model_dump(mode="json"),
+        **full.engine_kwargs.model_dump(mode="json", include=READ_BY_ROUTERS),
+        "max_ongoing_requests": full.deployment_config.max_ongoing_requests,  # whether leases are held ahead
     }
+    scaling = {tier.name: tier.deployment_config.autoscaling_config or {} for tier in config.tiers}
+    values["asleep"] = [name for name, bounds in scaling.items() if bounds.get("min_replicas") == 0]  # may have no replica
+    values["drafters"] = config.drafters
+    return values
 
 
-def _tree(paths: Iterable[str]) -> dict[str, Any]:
-    """Dotted paths as pydantic takes them."""
-    tree: dict[str, Any] = {}
-    for path in paths:
-        *sections, key = path.split(".")
-        part = tree
-        for section in sections:
-            part = part.setdefault(section, {})
-        part[key] = True
-    return tree
-
-
-def _leaves(changes: Any, paths: Sequence[str], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """Dotted places of what a mapping says, no deeper than ``paths`` go."""
-    for key, value in changes.items():
-        path = f"{prefix}{key}"
-        if isinstance(value, Mapping) and any(known.startswith(f"{path}.") for known in paths):
-            yield from _leaves(value, paths, f"{path}.")
-        else:
-            yield path, value
+def _parent(values: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:
+    """The mapping that holds the field at a dotted ``path``, and the name of the field."""
+    *sections, name = path.split(".")
+    return reduce(lambda section, part: section.setdefault(part, {}), sections, values), name

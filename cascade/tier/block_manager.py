@@ -1,9 +1,8 @@
 """Memory for keys and values, counted in blocks: who holds how much, what is kept for reuse, what must go. Pure.
 
-A session's positions are one *allocation*, in a store that is contiguous, so that attention needs no gathers, or has a table
-of blocks. What two sessions have in common is copied from store to store, bit by bit, or held by both; each allocation counts
-all of its blocks. Allocations whose session is over are kept until their memory is needed, the least recently used go first,
-and are found again by what their blocks say.
+A session's positions are one *allocation*, in a store that is contiguous or has a table of blocks. What two sessions have in
+common is copied from store to store, or held by both; each allocation counts all of its blocks. Allocations whose session is
+over are kept until their memory is needed, and are found again by the tokens of their blocks; the least recently used go first.
 """
 
 from collections import defaultdict
@@ -22,7 +21,7 @@ class Allocation:
     blocks: int
     in_use: bool = True  # by a session; False while it is kept for reuse
     salt: str = ""
-    tokens: tuple[int, ...] = ()  # whose keys and values it holds for good: what others may share
+    tokens: tuple[int, ...] = ()  # whose keys and values others may reuse: they are never rolled back
     keys: tuple[int, ...] = ()  # of the full blocks of tokens, see `block_keys`
 
     @property
@@ -31,7 +30,7 @@ class Allocation:
 
 
 def block_keys(tokens: Sequence[int], salt: str) -> Iterator[int]:
-    """A hash of each full block of ``tokens`` and of all before it. Equal texts under different salts share nothing."""
+    """A hash of each full block of ``tokens`` with all before it. Equal texts under different salts share nothing."""
     key = hash(salt)
     for begin in range(0, len(tokens) - BLOCK + 1, BLOCK):
         key = hash((key, *tokens[begin : begin + BLOCK]))
@@ -43,13 +42,13 @@ class BlockManager:
 
     def __init__(self, new_store: Callable[[], Store], num_tokens: int) -> None:
         first = new_store()
-        self._unit = first.block // BLOCK  # blocks that stores take at once
+        self._unit = first.block // BLOCK  # blocks that stores reserve at once
         first.free()
         self.total = num_tokens // first.block * self._unit  # blocks
         self.free = self.total
-        self.asked = 0  # positions of the texts that were opened
+        self.asked = 0  # positions of all texts that were opened
         self.reused = 0  # of these, positions that were not scored again
-        self.lent = 0  # blocks, beside those of allocations
+        self.lent = 0  # blocks of forks
         self._new_store = new_store
         self._allocations: set[Allocation] = set()
         self._kept: dict[Allocation, None] = {}  # the least recently used first
@@ -74,7 +73,7 @@ class BlockManager:
     def open(self, tokens: Sequence[int], salt: str, positions: int) -> tuple[Allocation, int] | None:
         """An allocation with room for ``positions``, and how many of ``tokens`` it holds already; None if memory is short.
 
-        The last token is never among them: somebody has to score it.
+        The last token is never among them, since it must be scored.
         """
         donor, known = self._find(tokens, salt)
         if donor is None:
@@ -101,7 +100,7 @@ class BlockManager:
         return True
 
     def lend(self, positions: int) -> int | None:
-        """Blocks for a fork of that many positions, the one that it shares in part included; None if memory is short."""
+        """Blocks for a fork of so many positions, and for the block in which it begins; None if memory is short."""
         blocks = self.blocks(positions) + self._unit
         if not self._make_room(blocks):
             return None
@@ -114,20 +113,20 @@ class BlockManager:
         self.lent -= blocks
 
     def share(self, allocation: Allocation, tokens: Sequence[int], salt: str) -> None:
-        """Let others reuse the beginning of an allocation: ``tokens``, which are scored and never rolled back."""
+        """Let others reuse the beginning of an allocation: ``tokens``, which are never rolled back."""
         self._forget(allocation)
         allocation.tokens, allocation.salt, allocation.keys = tuple(tokens), salt, tuple(block_keys(tokens, salt))
         for key in allocation.keys:
             self._index[key][allocation] = None
 
     def close(self, allocation: Allocation, tokens: Sequence[int], salt: str) -> None:
-        """A session is over: keep its allocation for those who need ``tokens`` again, unless another holds them as well."""
+        """A session is over: keep its allocation for others who need ``tokens``, unless another holds them too."""
         self.share(allocation, tokens, salt)
         self._prune(allocation)
         self._let_go(allocation)
 
     def drop(self, allocation: Allocation) -> None:
-        """A session gives its allocation back, and what it holds is of no use."""
+        """A session gives up its allocation, whose contents are of no use."""
         self._forget(allocation)
         self._let_go(allocation)
 
@@ -138,7 +137,7 @@ class BlockManager:
     # blocks
 
     def _find(self, tokens: Sequence[int], salt: str) -> tuple[Allocation | None, int]:
-        """The allocation that holds most of ``tokens``, and how many but the last."""
+        """The allocation that holds most of ``tokens`` but the last, and how many."""
         allocations: dict[Allocation, None] = {}
         for key in block_keys(tokens[:-1], salt):
             if key not in self._index:
@@ -147,7 +146,7 @@ class BlockManager:
         if not allocations:
             return None, 0
         allocation = next(reversed(allocations))
-        known = num_same(allocation.tokens, tokens[:-1]) if allocation.salt == salt else 0  # a hash proves nothing
+        known = num_same(allocation.tokens, tokens[:-1]) if allocation.salt == salt else 0  # equal hashes prove nothing
         return (allocation, known) if known else (None, 0)
 
     def _new(self, positions: int) -> Allocation | None:
@@ -161,10 +160,10 @@ class BlockManager:
         return allocation
 
     def _copied(self, donor: Allocation, positions: int, known: int) -> Allocation | None:
-        """What a donor holds, in an allocation of its own: for as long as others use the donor, or could."""
+        """A copy of what a donor holds; None if memory is short, or nobody else would need the donor itself."""
         if not donor.in_use and len(donor.tokens) - known < BLOCK:
             return None
-        self._kept.pop(donor, None)  # it must not be what has to go
+        self._kept.pop(donor, None)  # else it might be what makes room
         copy = self._new(positions)
         if copy is not None:
             copy.store.reuse(donor.store, known)
@@ -188,7 +187,7 @@ class BlockManager:
         return -(-blocks // self._unit) * self._unit
 
     def _make_room(self, blocks: int) -> bool:
-        """Have so many free blocks, at the cost of what is kept, if that is enough."""
+        """Free so many blocks at the cost of what is kept; False if that is not enough."""
         if self.free < blocks and self.free + sum(allocation.blocks for allocation in self._kept) < blocks:
             return False
         while self.free < blocks:
@@ -202,7 +201,7 @@ class BlockManager:
             self._remove(allocation)
 
     def _prune(self, allocation: Allocation) -> None:
-        """Keep nothing twice: neither this allocation, if another has all of it, nor others whose text it begins with."""
+        """Keep nothing twice: not this allocation, if another has all of it, nor others that are its beginning."""
         if allocation.keys and len(self._index[allocation.keys[-1]]) > 1:
             self._forget(allocation)
         for key in allocation.keys:
@@ -210,7 +209,7 @@ class BlockManager:
                 self._remove(other)
 
     def _forget(self, allocation: Allocation) -> None:
-        """Nobody finds it any more."""
+        """Let nobody find it any more."""
         for key in allocation.keys:
             allocations = self._index[key]
             del allocations[allocation]

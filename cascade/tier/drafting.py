@@ -1,4 +1,4 @@
-"""Whom the sessions of a tier draft with: as planned, and around tiers that failed until they are due again."""
+"""Which tiers below draft for the sessions of a tier: as planned, and around those that failed until they are due again."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Generic, NamedTuple
@@ -7,20 +7,20 @@ from cascade.messages import Commit, Failed, Message, Proposal
 from cascade.planner.acceptance import Calibrations
 from cascade.planner.chains import ALONE, Chain, Planner, Seen
 from cascade.planner.cost import CHUNK, Profile
-from cascade.session.work import Work
+from cascade.session.session import Work
 from cascade.tier.slot import Slot, U
 
-SCOUTS = 8  # of so many sessions one drafts with tiers on processors of their own while all others go alone
+SCOUTS = 8  # sessions, one of which drafts with tiers on processors of their own while all others go alone
 SETTLING = 8  # passes that a new drafter has for its first guesses before their absence counts against it
 
-MOST_READING = 0.75  # share of the time between two tokens that may be put down to reading, which is an estimate
+MOST_READING = 0.75  # share of the time between two tokens that may count as reading, which is an estimate
 
 FIRST_BACKOFF_S = 0.25  # before a tier that failed is tried again
 MAX_BACKOFF_S = 8.0
 
 
 class Progress(NamedTuple, Generic[U]):
-    """What a session had of a pass: ``num_new`` own tokens, ``seconds`` after its last ones."""
+    """A session got ``num_new`` own tokens from a pass, ``seconds`` after its last ones."""
 
     slot: Slot[U]
     work: Work
@@ -31,7 +31,7 @@ class Progress(NamedTuple, Generic[U]):
 class Failure(NamedTuple):
     """A tier below has failed, and is not asked before ``retry_at``, in seconds of the loop's clock."""
 
-    backoff_s: float  # waited after it: twice as long as after the one before
+    backoff_s: float  # twice as long as after the failure before
     retry_at: float
 
 
@@ -48,13 +48,12 @@ class Drafting(Generic[U]):
         self._slots: dict[str, Slot[U]] = {}  # by the name of their session below
 
     def slot(self, session: str) -> Slot[U] | None:
-        """Who drafts with the session of that name below."""
+        """Whose session below has that name."""
         return self._slots.get(session)
 
     def begin(self, slot: Slot[U], num_sessions: int, now: float) -> None:
-        """Find a drafter for a new session, one of so many. That its first guesses are late counts from the first pass on."""
-        opening = slot.session.opening
-        slot.allowed = opening.chain
+        """Find a drafter for a new session, one of so many. It has no `SETTLING`: that its first guesses are late counts."""
+        slot.allowed = slot.session.opening.chain
         self._num_begun += 1
         slot.scouts = self._num_begun % SCOUTS == 0
         self._plan((slot,), num_sessions)
@@ -62,7 +61,7 @@ class Drafting(Generic[U]):
         slot.settling = 0
 
     def draft(self, slot: Slot[U], now: float) -> float | None:
-        """Draft with the best usable tier of the session's chain; when to try a better one, None if there is none."""
+        """Draft with the first usable tier of the session's chain; when to try a better one, None if there is none."""
         chain, session = slot.chain, slot.session
         if session.done or slot.attached == chain:
             return None
@@ -80,7 +79,7 @@ class Drafting(Generic[U]):
         return min((at for at in again_at if at > now), default=None)
 
     def _usable(self, chain: Chain, now: float) -> Chain:
-        """From its first usable tier on; what is below that one is its own affair."""
+        """The chain from its first tier on that works; that one sees to those below it."""
         first = next((i for i, tier in enumerate(chain) if self._works(tier, now)), len(chain))
         return chain[first:]
 
@@ -147,7 +146,7 @@ class Drafting(Generic[U]):
             self.draft(slot, now)
 
     def _plan(self, slots: Collection[Slot[U]], num_sessions: int) -> None:
-        """What each shall use; those that may use the same and are sampled alike use the same."""
+        """Choose a chain for each session; those that may use the same tiers and are sampled alike get the same."""
         planned: dict[tuple[Chain, bool, bool], tuple[Chain, str]] = {}
         for slot in slots:
             if not slot.planned:

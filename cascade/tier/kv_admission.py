@@ -1,7 +1,7 @@
 """Which sessions of a tier have a place in memory. When it is short, some wait, or are preempted and scored again later.
 
-Sessions rank by when they were opened. Each may preempt those after it, and those that have been idle for a while: so the
-first one always gets on, and every one becomes the first some day.
+Sessions rank by when they were opened. Each may preempt those after it, and those that have been idle for a while. So the first
+one always gets on, and every session becomes the first in the end.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -25,7 +25,7 @@ class KVAdmission:
         self.preempted = 0  # times that a session lost its place
 
     def problem(self, positions: int) -> str | None:
-        """Why a session of this length can never be served, if so."""
+        """Why a session of this length can never be served; None if it can."""
         if self.block_manager.fits(positions):
             return None
         return (
@@ -34,7 +34,7 @@ class KVAdmission:
         )
 
     def admit(self, slots: Collection[Slot[U]], max_guesses: int, now: float) -> tuple[list[Slot[U]], float | None]:
-        """The sessions that can be scored, all with room for that; and when to look again if others wait for memory."""
+        """The sessions that have room for their next row; when to look again, if others wait for memory."""
         ranked: Sequence[Slot[U]] = sorted(slots, key=rank)
         able, waiting = [], False
         for slot in ranked:
@@ -51,7 +51,7 @@ class KVAdmission:
         return able, now + MEMORY_RETRY_S if waiting else None
 
     def scored(self, slot: Slot[Any]) -> None:
-        """Let others reuse the prompt once it is scored: nothing rolls it back."""
+        """Let others reuse the prompt once all of it is scored."""
         allocation, session = slot.allocation, slot.session
         prompt_len = session.opening.prompt_len
         if allocation is not None and not allocation.keys and BLOCK <= prompt_len <= session.kv_len:
@@ -65,10 +65,8 @@ class KVAdmission:
         return blocks is not None
 
     def settle(self, slot: Slot[Any]) -> None:
-        """Move the keys and values of the branch that is the text now into the session; free those of branches that are gone.
-
-        Where they have no room they are computed again.
-        """
+        """Move the keys and values of a branch that became the text into the session's store; free the forks of branches that
+        are gone. Without room for them they are computed again."""
         session, held = slot.session, slot.session.branches.held if slot.session.branches is not None else ()
         branch, session.accepted_branch = session.accepted_branch, None
         if branch is not None and (fork := slot.forks.pop(branch, None)) is not None:
@@ -93,16 +91,16 @@ class KVAdmission:
             slot.session.branches.held = []
 
     def leave(self, slot: Slot[Any], *, spoilt: bool = False) -> None:
-        """A session is over; what it leaves is kept for reuse unless it may be ``spoilt``."""
+        """A session is over; its keys and values are kept for reuse unless they may be ``spoilt``."""
         self._free_branches(slot)
         allocation, session, slot.allocation = slot.allocation, slot.session, None
-        if allocation is not None and (spoilt or session.opening.background):
+        if allocation is not None and spoilt:
             self.block_manager.drop(allocation)
         elif allocation is not None:
             self.block_manager.close(allocation, session.text[: session.kv_len], _salt(slot))
 
     def _place(self, slot: Slot[U], positions: int, ranked: Sequence[Slot[U]], now: float) -> bool:
-        """Make room for so many positions, at the cost of others if need be."""
+        """Make room for so many positions, if need be by preempting others."""
         while not self._reserve(slot, positions):
             victim = _victim(slot, ranked, now)
             if victim is None:
@@ -115,7 +113,7 @@ class KVAdmission:
         return True
 
     def _reserve(self, slot: Slot[Any], positions: int) -> bool:
-        """The same without others' memory."""
+        """The same without preempting others."""
         if slot.allocation is not None:
             return positions <= slot.allocation.capacity or self.block_manager.reserve(slot.allocation, positions)
         session = slot.session
@@ -123,21 +121,21 @@ class KVAdmission:
         if found is None:
             return False
         slot.allocation, session.kv_len = found
-        if len(session.text) == len(session.opening.tokens):  # else it may find what it has left itself
+        if len(session.text) == len(session.opening.tokens):  # else it may have found what it had left itself
             session.cached = min(session.kv_len, session.opening.prompt_len)
         return True
 
 
 def _salt(slot: Slot[Any]) -> str:
-    """Sessions with the same one may share what is held, which depends on the adapter, and on whether a drafter reads it."""
+    """Sessions with the same salt may share keys and values, which depend on the adapter and on drafters that read them."""
     opening = slot.session.opening
-    nobody_else = "" if opening.params.prompt_logprobs is None else opening.session  # what others left lacks logits
-    return f"{opening.params.adapter}\0{opening.cache_salt}\0{nobody_else}\0{slot.model_guesses != UNREAD}"
+    own = "" if opening.params.prompt_logprobs is None else opening.session  # log-probabilities need all positions scored
+    return f"{opening.params.adapter}\0{opening.cache_salt}\0{own}\0{slot.model_guesses != UNREAD}"
 
 
 def _victim(slot: Slot[U], ranked: Sequence[Slot[U]], now: float) -> Slot[U] | None:
-    """Who has to give its place to ``slot``: the last one after it, or else the last one that is idle."""
-    is_after = True  # by place, not by rank, which sessions that came together share
+    """Whom ``slot`` preempts: the last session after it, or else the last one that is idle."""
+    is_after = True  # by place in the list: sessions that came together have the same rank
     for other in reversed(ranked):
         if other is slot:
             is_after = False

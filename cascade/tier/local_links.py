@@ -15,17 +15,27 @@ def join(tiers: Sequence[Tier]) -> None:
     below: dict[str, Tier] = {}
     for tier in tiers:
         if below:
-            tier.below = LocalDownlink(tier, below)
+            tier.below = LocalDownlink(below, Deliver(tier.post))
         below = {**below, tier.name: tier}
 
 
-class LocalDownlink(Link):
-    """What the tier ``owner`` sends down: an Open goes to the tier it names, what follows goes where its Open went."""
+class Deliver(Link):
+    """Hands messages to a function."""
 
-    def __init__(self, owner: Tier, tiers: Mapping[str, Tier]) -> None:
+    def __init__(self, deliver: Callable[[Sequence[Message]], object]) -> None:
+        self._deliver = deliver
+
+    def send(self, messages: Sequence[Message]) -> None:
+        self._deliver(messages)
+
+
+class LocalDownlink(Link):
+    """To the tiers below one: an Open goes to the tier it names, what follows goes where its Open went."""
+
+    def __init__(self, tiers: Mapping[str, Tier], up: Link) -> None:
         self._tiers = tiers
-        self._routes: dict[str, Tier] = {}
-        self._up = LocalUplink(owner, self._routes)
+        self._up = up
+        self._routes: dict[str, Tier] = {}  # by session, until its Close
 
     def send(self, messages: Sequence[Message]) -> None:
         for message in messages:
@@ -36,20 +46,6 @@ class LocalDownlink(Link):
                 self._routes.pop(message.session, None)
             if route is not None:
                 route.post([message], self._up)
-
-
-class LocalUplink(Link):
-    """What comes back up to the tier ``owner``."""
-
-    def __init__(self, owner: Tier, routes: dict[str, Tier]) -> None:
-        self._owner = owner
-        self._routes = routes
-
-    def send(self, messages: Sequence[Message]) -> None:
-        for message in messages:
-            if isinstance(message, Failed):
-                self._routes.pop(message.session, None)
-        self._owner.post(messages)
 
 
 class Requests:
@@ -68,11 +64,13 @@ class Requests:
     def sessions(self) -> tuple[str, ...]:
         return tuple(self._answers)
 
-    def run(self, receive: Callable[[], Message]) -> Iterator[Chunk]:
+    def run(self, receive: Callable[[], Sequence[Message]]) -> Iterator[Chunk]:
+        """Open all, and answer what ``receive`` waits for until they are finished."""
         try:
             self.open()
             while not self.finished:
-                yield from self.receive(receive())
+                for message in receive():
+                    yield from self.receive(message)
         finally:
             self.close()
 
@@ -80,6 +78,7 @@ class Requests:
         self._full.post([answer.opening for answer in self._answers.values()], self._link)
 
     def receive(self, message: Message) -> list[Chunk]:
+        """The next piece of the text that a message of the full tier is for, if it brings one."""
         assert isinstance(message, Proposal | Failed)
         answer = self._answers.get(message.session)
         if answer is None:
@@ -100,21 +99,10 @@ class Requests:
             self._answers.clear()
 
 
-class Deliver(Link):
-    """The end of a link that hands each message to a function."""
-
-    def __init__(self, deliver: Callable[[Message], object]) -> None:
-        self._deliver = deliver
-
-    def send(self, messages: Sequence[Message]) -> None:
-        for message in messages:
-            self._deliver(message)
-
-
 class Mailbox(Link):
-    """Takes the messages for all requests of an event loop, those of a pass at once.
+    """Takes the messages of a pass for all requests of an event loop at once.
 
-    To wake a loop takes longer than all else that an answer asks of the tier's thread, for both want the interpreter then.
+    Waking the loop takes longer than all else that an answer asks of the tier's thread, since both want the interpreter then.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -142,6 +130,5 @@ class Mailbox(Link):
 
     def _sort(self, messages: Sequence[Message]) -> None:
         for message in messages:
-            assert isinstance(message, Proposal | Failed)
             if (inbox := self._inboxes.get(message.session)) is not None:
                 inbox.put_nowait(message)

@@ -1,27 +1,24 @@
-"""What a tier decides, between two passes: receives messages, schedules rows, lets sessions advance. No thread, clock or model.
+"""What a tier does between two passes: receive messages, schedule rows, let sessions advance. No thread, clock or model.
 
-The serving tier adds these, the simulator adds virtual time: what one session sends below and hears from there is the same in
-both. Times are those of one clock, in seconds.
+The serving tier adds these, the simulator adds virtual time. Times are those of one clock, in seconds.
 """
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Generic, TypeAlias
 
 from cascade.errors import InvalidRequest
-from cascade.messages import YIELDED, Close, Commit, Failed, Message, Open, Proposal
+from cascade.messages import Close, Commit, Failed, Message, Open, Proposal
 from cascade.planner.chains import Planner
 from cascade.planner.choice import Policy
 from cascade.planner.cost import Profile
 from cascade.scorer import Drafter, RowState, Scored
 from cascade.session.guesses import Hint
-from cascade.session.session import ProtocolError, Session
-from cascade.session.work import Work
+from cascade.session.session import ProtocolError, Session, Work
 from cascade.tier.drafting import Drafting, Progress
 from cascade.tier.kv_admission import KVAdmission
-from cascade.tier.scheduler import Batch, prefill_limit, schedule
+from cascade.tier.scheduler import Batch, schedule
 from cascade.tier.slot import InnerDrafter, Slot, U
 
 log = logging.getLogger(__name__)
@@ -47,8 +44,8 @@ class Limits:
 class Loop(Generic[U]):
     """Sessions of the tier ``name``, ``level`` tiers above the bottom one.
 
-    ``send_up`` takes what is meant for those who opened sessions, each named as in `receive`; ``send_down`` what is meant for a
-    tier below, by its name. ``drafters`` guess inside the tier, where a request allows it.
+    ``send_up`` takes messages for those who opened sessions, each named as in `receive`; ``send_down`` messages for a tier
+    below, by its name. ``drafters`` guess inside the tier, where a request allows it.
     """
 
     def __init__(
@@ -66,7 +63,6 @@ class Loop(Generic[U]):
         drafters: Sequence[Drafter] = (),
     ) -> None:
         self.slots: dict[str, Slot[U]] = {}  # by session
-        self.written = 0  # tokens of texts
         self.agreed = self.corrected = 0  # own tokens of sessions that are over, as the tier above has judged them
         self.kv_admission = kv_admission
         self._name = name
@@ -77,14 +73,10 @@ class Loop(Generic[U]):
         self._drafting: Drafting[U] = Drafting(send_down, mint, planner or Planner())
         self._drafters = drafters
 
-    def change(self, policy: Policy) -> None:
-        """Start passes by ``policy`` from now on; from any thread."""
-        self._limits = replace(self._limits, policy=policy)
-
     # receive
 
     def receive(self, message: Message, up: U | None, now: float) -> None:
-        """A message from above or below; an Open comes with the one who takes its session's proposals."""
+        """A message from above or below; with an Open comes ``up``, who takes its session's proposals."""
         if isinstance(message, Open):
             assert up is not None
             self._open(message, up, now)
@@ -102,7 +94,7 @@ class Loop(Generic[U]):
             self._commit(self.slots[message.session], message, now)
 
     def drop(self, up: U) -> None:
-        """Whoever opened sessions as ``up`` is gone: close them all."""
+        """The one who opened sessions as ``up`` is gone: close them all."""
         for slot in [slot for slot in self.slots.values() if slot.up is up]:
             self._leave(slot)
 
@@ -111,27 +103,22 @@ class Loop(Generic[U]):
             self._fail(slot, reason)
 
     def _open(self, opening: Open, up: U, now: float) -> None:
-        background = [slot for slot in self.slots.values() if slot.session.opening.background]
-        problem = YIELDED if opening.background and len(background) < len(self.slots) else self._problem(opening)
-        if problem:
+        if problem := self._problem(opening):
             self._send_up(up, Failed(opening.session, problem, self._name))
             return
-        # an audit agrees for hours, and what is learnt of that would have the next one offer no runner-up
-        learnt = None if opening.background else self._drafting.calibrations.of("", opening.params.temperature)
-        session = Session(opening, self._name, self._level, self._limits.vocab_size, learnt)
+        verdicts = self._drafting.calibrations.of("", opening.params.temperature)
+        session = Session(opening, self._name, self._level, self._limits.vocab_size, verdicts)
         try:
             state = self._new_state(opening, session.text)
         except InvalidRequest as error:
             self._send_up(up, Failed(opening.session, str(error), self._name, fault=True))
             return
-        for slot in () if opening.background else background:
-            self._fail(slot, YIELDED)
         slot = Slot(session, up, since=now, opened=now, state=state, drafters=self._inner_drafters(opening))
         self.slots[opening.session] = slot
         self._drafting.begin(slot, len(self.slots), now)
 
     def _inner_drafters(self, opening: Open) -> tuple[InnerDrafter, ...]:
-        """Drafters inside the tier that take part: those that the request allows. In rounds none: their drafts are windows."""
+        """Drafters inside the tier that the request allows; with tiers below in lockstep none."""
         if opening.lockstep and opening.chain:
             return ()
         learnt, temperature = self._drafting.calibrations, opening.params.temperature
@@ -151,7 +138,7 @@ class Loop(Generic[U]):
         return f"session {opening.session} is open already" if opening.session in self.slots else None
 
     def _new_state(self, opening: Open, text: Sequence[int]) -> RowState | None:
-        """What the sampling parameters need to know of a text; raises `InvalidRequest`."""
+        """What own tokens of a text depend on beside logits; raises `InvalidRequest`."""
         if not opening.params.shaped:
             return None
         if self._limits.new_state is None:
@@ -172,7 +159,7 @@ class Loop(Generic[U]):
             for drafter in slot.drafters:
                 drafter.guesser.cut()
             self._hint(slot)
-        if branched:  # the tier above may not know yet what was written there
+        if branched:  # the tier above may not know yet what was written after the correction
             self._propose(slot)
         if change is not None or stalled:
             slot.since = now
@@ -180,10 +167,8 @@ class Loop(Generic[U]):
     # schedule
 
     def schedule(self, max_tokens: int, now: float) -> tuple[Batch[U], float | None]:
-        """The rows of the next pass, which reads at most ``max_tokens``; or when to look again (None: when a message comes)."""
+        """The rows of the next pass, of at most ``max_tokens``; if none, when to look again (None: when a message comes)."""
         wake_at: float | None = None
-        if any(slot.session.opening.background for slot in islice(self.slots.values(), 1)):  # then all are
-            max_tokens = prefill_limit(self._profile, max_tokens)  # short passes: a request may come any time
         for slot in self.slots.values():
             if slot.attached != slot.chain:  # it drafts with others than it should, or with nobody
                 wake_at = earliest(wake_at, self._drafting.draft(slot, now))
@@ -199,7 +184,7 @@ class Loop(Generic[U]):
         return batch, earliest(wake_at, start_at, retry_at)
 
     def _fork(self, slot: Slot[U], work: Work) -> bool:
-        """See that a branch has a place in memory; without one it is not held, as one whose place another has taken."""
+        """Give a branch a place in memory, and hold it no longer if there is none; whether it has one."""
         session, branch = slot.session, work.branch
         assert branch is not None
         assert session.branches is not None
@@ -213,7 +198,7 @@ class Loop(Generic[U]):
     # advance
 
     def advance(self, batch: Batch[U], results: Sequence[Result], now: float) -> None:
-        """Sessions take what a pass said, which ends ``now``; proposals go up, commits down."""
+        """Sessions take what a pass said that ends ``now``; proposals go up, commits down."""
         rows: list[Progress[U]] = []
         for (slot, work), result in zip(batch, results, strict=True):
             if work.branch is not None:
@@ -230,7 +215,6 @@ class Loop(Generic[U]):
                 for drafter in slot.drafters:
                     drafter.guesser.observe(work.tokens[-1], work.draft, result)
                 self._hint(slot)
-                self.written += len(commit.tokens)
                 rows.append(Progress(slot, work, len(commit.tokens), seconds))
                 self._drafting.commit(slot, commit)
         for slot in {id(slot): slot for slot, _ in batch}.values():
@@ -239,14 +223,14 @@ class Loop(Generic[U]):
         self._drafting.passed(self.slots.values(), rows, self._profile, sum(work.num_read for _, work in batch), now)
 
     def _hint(self, slot: Slot[U]) -> None:
-        """Let drafters inside the tier guess after a text that is another one now."""
+        """Let drafters inside the tier guess after a text that has changed."""
         session = slot.session
         if slot.drafters and not session.stalled:
             text, since, most = session.text, session.changed_from, min(session.max_depth, self._limits.policy.max_guesses)
             session.hint([Hint(one.name, one.calibration, one.guesser.guess(text, since, most)) for one in slot.drafters])
 
     def _advance_branch(self, slot: Slot[U], work: Work, result: Result) -> None:
-        """A branch takes its own token; one that could not be scored is given up, and harms nobody."""
+        """A branch takes its own token; one that could not be scored is given up."""
         branch, branches = work.branch, slot.session.branches
         assert branch is not None
         assert branches is not None

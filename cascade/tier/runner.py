@@ -1,25 +1,31 @@
-"""Runs the passes of a tier: what they cost, and what is done when one fails."""
+"""Runs the passes of a tier: what they cost, at the start and as they run, and what is done when one fails."""
 
 import logging
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
 
 from cascade.errors import InvalidRequest
 from cascade.params import SamplingParams
-from cascade.planner.cost import FIRST_PASS_S, Profile
+from cascade.planner.cost import Profile
 from cascade.scorer import Row, Scored, Scorer
-from cascade.session.work import Work
+from cascade.session.session import Work
 from cascade.tier.loop import Result
 from cascade.tier.scheduler import Batch
 from cascade.tier.slot import Slot
-from cascade.tier.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
+GRACE_S = 20.0  # that every step of a loop has at least: machines pause
+FACTOR = 30.0  # times the predicted time, which a pass exceeds under load and at its first run
 SMALL_PASS = 4  # tokens below which a failed pass is not for want of memory
 MAX_PASS_FAILURES = 3  # times that the model may break one after another before the tier calls itself unhealthy
-CANARY = SamplingParams(temperature=0, seed=0)  # of the row that tells a broken model from a bad row
+GREEDY = SamplingParams(temperature=0, seed=0)  # of rows that nobody has asked for
+# tokens of timed passes; the first sizes tell most, for slow models get no further
+GRID = (1, 16, 4, 64, 8, 12, 2, 32, 24, 6, 3, 256, 128, 512)
+CONTEXT = 512  # positions before a pass that is timed a second time
+ROUNDS = 5
 
 
 @dataclass(slots=True)
@@ -30,24 +36,42 @@ class TierStats:
     tokens: int = 0  # positions scored
     own_tokens: int = 0
     busy_s: float = 0.0  # in passes
-    pass_s: float = FIRST_PASS_S  # recent mean cost of a decoding pass
     failures: int = 0  # passes that raised
-    asked: int = 0  # positions of the texts with which sessions came
-    reused: int = 0  # of these, positions whose keys and values another session had left
-    preempted: int = 0  # times that a session lost its place in memory
+
+
+class Watchdog:
+    """Whether a loop hangs: on a device that no longer answers a pass neither ends nor fails.
+
+    The loop's thread says when a step begins; any other thread may ask whether it takes too long.
+    """
+
+    def __init__(self) -> None:
+        self._deadline = float("inf")  # of `time.monotonic`
+
+    def begin(self, expected_s: float = 0.0) -> None:
+        """The next step is expected to take so long."""
+        self._deadline = time.monotonic() + max(GRACE_S, FACTOR * expected_s)
+
+    def rest(self) -> None:
+        self._deadline = float("inf")
+
+    @property
+    def hangs(self) -> bool:
+        """The step is long overdue. One that ends after all is forgiven."""
+        return time.monotonic() > self._deadline
 
 
 class Runner:
-    """Runs passes of ``model`` for the tier named ``tier``, of at most ``max_tokens`` tokens; keeps ``profile`` current."""
+    """Runs passes of ``model``, of at most ``max_tokens`` tokens, for the tier named ``tier``; keeps ``profile`` current."""
 
     def __init__(self, tier: str, model: Scorer, max_tokens: int, profile: Profile) -> None:
-        self.stats = TierStats(pass_s=profile.pass_s)
+        self.stats = TierStats()
         self.max_tokens = max_tokens  # fewer for a while after a pass that was too large for the memory
         self._tier = tier
         self._model = model
         self._max_tokens = max_tokens
         self._profile = profile
-        self._ended: float | None = None  # when the last pass did, while nobody has waited since
+        self._ended: float | None = None  # when the last pass did, if there was work ever since
         self.watchdog = Watchdog()
         self._broken = 0  # failures one after another
 
@@ -61,8 +85,7 @@ class Runner:
             self._profile.rested(time.monotonic() - self._ended)
         results = self._score(batch)
         if results is None:
-            # a row that breaks its pass must not harm the others; scoring a row twice gives the same
-            results = [self._rescue(*row) for row in batch]
+            results = [self._rescue(*row) for row in batch]  # to score a row twice gives the same
             self._broken = 0 if any(results) or self._scores_canary() else self._broken + 1
             if len(batch) > 1 and all(isinstance(one, Scored) for one in results):  # no row is bad: together they were too many
                 self._shrink(sum(len(work) for _, work in batch) // 2)
@@ -70,11 +93,11 @@ class Runner:
         return results
 
     def rest(self) -> None:
-        """There is nothing to run: what passes until the next pass is waited."""
+        """There is nothing to run: the time until the next pass is not this tier's."""
         self._ended = None
 
     def _rescue(self, slot: Slot[Any], work: Work) -> Result:
-        """Scores a row whose pass failed: by itself, then in smaller and smaller pieces, in case memory is short."""
+        """Score a row whose pass failed: by itself, then in smaller and smaller pieces, in case memory is short."""
         results = self._score([(slot, work)])
         size = len(work) // 2 if work.branch is None else 0
         while results is None and size >= SMALL_PASS and work.num_read:
@@ -88,12 +111,12 @@ class Runner:
         return None if results is None else results[0]
 
     def _shrink(self, num_tokens: int) -> None:
-        """Passes of more tokens failed: smaller ones for a while."""
+        """Run smaller passes for a while, since those of more tokens failed."""
         self.max_tokens = max(SMALL_PASS, min(self.max_tokens, num_tokens))
         log.warning("Passes of tier %s are too large for its memory: they take %d tokens now", self._tier, self.max_tokens)
 
     def _score(self, batch: Batch[Any]) -> list[Result] | None:
-        """One pass, None if it fails for another reason than the fault of its only row."""
+        """One pass; None if it failed, unless the request of its only row is to blame."""
         rows = [row_of(slot, work) for slot, work in batch]
         works = [work for _, work in batch]
         num_tokens, context = sum(map(len, works)), sum(work.start for work in works)
@@ -114,17 +137,16 @@ class Runner:
         stats.tokens += num_tokens
         stats.own_tokens += sum(work.num_scored for work in works)
         stats.busy_s += seconds
-        stats.pass_s = self._profile.pass_s
         if num_tokens >= self.max_tokens:
             self.max_tokens = min(self._max_tokens, self.max_tokens + 1)
         return list(scored)
 
     def _scores_canary(self) -> bool:
-        """Whether the model still scores a row that nothing can be wrong with."""
+        """Whether the model still scores a row that nothing is wrong with."""
         cache = self._model.new_cache()
         self.watchdog.begin(self._profile.predict(1))
         try:
-            self._model.run([Row(cache, 0, (0,), 1, CANARY)])
+            self._model.run([Row(cache, 0, (0,), 1, GREEDY)])
         except Exception:
             log.exception("The model of tier %s is broken", self._tier)
             return False
@@ -146,7 +168,38 @@ def row_of(slot: Slot[Any], work: Work) -> Row:
     if session.scoring_prompt:  # logits of all its positions: own tokens are not looked at, log-probabilities are
         params = SamplingParams(temperature=0, seed=0, adapter=params.adapter, logprobs=params.prompt_logprobs)
         return Row(slot.cache, work.start, work.tokens, len(work.tokens), params, slot.state, guesses=guesses)
-    draw = session.rounds.draw(work) if session.rounds is not None else None
-    return Row(
-        slot.cache, work.start, work.tokens, num_own, params, slot.state, work.draft, session.runner_ups, guesses, draw=draw
-    )
+    return Row(slot.cache, work.start, work.tokens, num_own, params, slot.state, work.draft, session.runner_ups, guesses)
+
+
+def measure(model: Scorer, *, max_tokens: int = GRID[-1], budget_s: float = 0.6) -> Profile:
+    """Time passes of ``model``: rounds over the grid until ``budget_s`` have passed; the best times count.
+
+    If the budget ends within the first round, fewer sizes are timed, at least two.
+    """
+    end = time.perf_counter() + budget_s
+    room = model.context_len - 1
+    context = max(1, min(CONTEXT, room // 2))
+    grid = [tokens for tokens in GRID if tokens <= min(max_tokens, room - context)] or [1]
+    best: dict[tuple[int, int], float] = {}  # by tokens and by positions before them
+    _time(model, grid[0], 1)  # the first pass of a process is slow
+    for shape in [*((tokens, 1) for tokens in grid), (1, context)] * ROUNDS:
+        if shape != (1, context) and len(best) > 1 and time.perf_counter() > end:
+            break
+        best[shape] = min(best.get(shape, math.inf), _time(model, *shape))
+    context_s = max(0.0, best[1, context] - best[1, 1]) / (context - 1) if (1, context) in best and context > 1 else 0.0
+    return Profile(sorted((tokens, seconds) for (tokens, held), seconds in best.items() if held == 1), context_s)
+
+
+def _time(model: Scorer, num_tokens: int, context: int) -> float:
+    """Seconds of a pass that scores ``num_tokens`` after ``context`` positions."""
+    tokens = [place % model.vocab_size for place in range(context + num_tokens)]
+    cache = model.new_cache()
+    try:
+        model.run([Row(cache, 0, tokens[:context], 0, GREEDY)])
+        row = Row(cache, context, tokens[context:], min(num_tokens, 16), GREEDY)  # as many guesses as a pass has
+        model.run([row])  # the first pass after a long one finds cold caches
+        begin = time.perf_counter()
+        model.run([row])
+        return time.perf_counter() - begin
+    finally:
+        cache.free()

@@ -1,4 +1,4 @@
-"""Which rows make up the next pass. Pure; the serving tier and the simulator follow the same rule.
+"""Which rows make up the next pass. Pure; the serving tier and the simulator follow the same rules.
 
 A pass has a budget of tokens. Sessions that decode come before those that prefill, each in its turn; a long text is read in
 chunks beside them, of a size that lengthens the pass only so far. How many guesses and branches are scored beside the texts,
@@ -13,33 +13,38 @@ from typing import Any, TypeAlias
 from cascade.planner.choice import Policy, affordable
 from cascade.planner.cost import CHUNK, Profile
 from cascade.session.branches import Branch
-from cascade.session.work import Work
+from cascade.session.session import Work
 from cascade.tier.slot import Slot, U
 
-PRIORITY_S = 10.0  # a session goes before others that came so much earlier, for each step of priority: so nobody starves
+PRIORITY_S = 10.0  # a step of priority is worth having come so much earlier: so nobody starves
 PREFILL_SHARE = 4  # prefills get at least this part of a pass, one over it
 MAX_STRETCH = 3.0  # a prefill beside sessions that decode may take so many times their pass
-CERTAIN = 1e6  # more than any chance: of what is scored whatever it costs
 LOCKSTEP_PATIENCE_S = 5.0  # a lockstep verifier goes on without a whole window after this time: nothing hangs
 MIN_BRANCH_CHANCE = 0.05  # to be of use, for which a pass may start that scores nothing but branches
 
-
 Batch: TypeAlias = list[tuple[Slot[U], Work]]
+# the chance to be of use, and a node of the session's draft or a branch
+Candidate: TypeAlias = tuple[float, Slot[U], int | Branch]
 BranchCandidates: TypeAlias = Mapping[int, Sequence[tuple[float, Branch]]]  # of sessions, by the identity of their slots
 
 
 def rank(slot: Slot[Any]) -> float:
-    """Lower ones have the older right: as if each had come earlier or later by its priority."""
+    """Sessions with a lower one have the older right to memory and to be read."""
     return slot.opened + PRIORITY_S * slot.session.opening.priority
+
+
+def _turn(slot: Slot[Any]) -> float:
+    """Sessions with a lower one have waited longer since their last pass."""
+    return slot.since + PRIORITY_S * slot.session.opening.priority
 
 
 def schedule(
     slots: Sequence[Slot[U]], policy: Policy, profile: Profile, max_tokens: int, now: float
 ) -> tuple[Batch[U], float | None]:
-    """The rows of the next pass, and when to look again if there are none; None: not before something happens.
+    """The rows of the next pass, of at most ``max_tokens``; without any, when to look again (None: when something happens).
 
     Those of ``slots`` that are stalled may have branches to write. A pass starts when one session wants it, and takes along
-    those that would still wait: it costs them less than the next. It scores at most ``max_tokens``.
+    those that still wait for guesses: it costs them less than the next.
     """
     branches = {id(slot): found for slot in slots if (found := slot.session.branch_candidates())}
     ready = [
@@ -57,7 +62,7 @@ def schedule(
     batch = _decode_rows(decodes, branches, max_tokens - reserved, policy.max_guesses, profile)
     left = max_tokens - sum(len(work) for _, work in batch)
     if batch:
-        left = min(left, prefill_limit(profile, max_tokens))
+        left = min(left, _prefill_limit(profile, max_tokens))
     return batch + _prefill_rows(prefills, left, policy.max_guesses), None
 
 
@@ -74,7 +79,7 @@ def _start_at(slot: Slot[Any], policy: Policy, profile: Profile) -> float:
     return since
 
 
-def prefill_limit(profile: Profile, max_tokens: int) -> int:
+def _prefill_limit(profile: Profile, max_tokens: int) -> int:
     """Tokens that may be read beside sessions that decode."""
     return max(CHUNK, min(max_tokens, int(MAX_STRETCH * profile.pass_s / profile.token_s))) if profile.token_s else max_tokens
 
@@ -85,7 +90,7 @@ def _prefill_budget(prefills: Sequence[Slot[U]], decodes: Sequence[Slot[U]], pro
         return max_tokens if prefills else 0
     their_turn = min(map(_turn, prefills)) < min(map(_turn, decodes))  # where a pass is too short to be shared
     share = max_tokens // PREFILL_SHARE or int(their_turn)
-    return min(share, prefill_limit(profile, max_tokens), sum(slot.session.num_pending for slot in prefills))
+    return min(share, _prefill_limit(profile, max_tokens), sum(slot.session.num_pending for slot in prefills))
 
 
 def _decode_rows(
@@ -93,20 +98,25 @@ def _decode_rows(
 ) -> Batch[U]:
     """Everyone's text before anyone's guesses and branches, and those first who wait longest."""
     texts: list[Slot[U]] = []
+    nodes: dict[int, list[int]] = {}  # of the draft of each text, by the identity of its slot
     own, left = 0.0, budget  # tokens that the texts are expected to gain, tokens of the pass
     for slot in sorted(slots, key=_turn):
         if not slot.session.stalled and left > 0:
             texts.append(slot)
+            nodes[id(slot)] = []
             own += slot.session.chance
             left -= slot.session.num_pending
+    for slot in texts:
+        if slot.session.opening.lockstep:  # its window is scored as a whole, whatever it costs
+            window = slot.session.candidates()[: max(0, min(max_guesses, left))]
+            nodes[id(slot)] = [node for _, node in window]
+            own += sum(chance for chance, _ in window)
+            left -= len(window)
     candidates = _candidates(texts, slots, branches, max_guesses) if left > 0 else []
     sizes = [(chance, len(one.pending) if isinstance(one, Branch) else 1) for chance, _, one in candidates]
-    num_certain = sum(chance >= CERTAIN for chance, _ in sizes)  # they come first, each of one token
     cost = partial(profile.turn, context=sum(slot.session.kv_len for slot in texts))
-    size = max(affordable(sizes, own, budget - left, budget, cost), min(num_certain, left))
-    nodes: dict[int, list[int]] = {id(slot): [] for slot in texts}
     branch_rows: Batch[U] = []
-    for _, slot, candidate in candidates[:size]:
+    for _, slot, candidate in candidates[: affordable(sizes, own, budget - left, budget, cost)]:
         if isinstance(candidate, Branch):
             branch_rows.append((slot, slot.session.branch_work(candidate)))
         else:
@@ -120,14 +130,13 @@ def _decode_rows(
 
 def _candidates(
     texts: Sequence[Slot[U]], slots: Sequence[Slot[U]], branches: BranchCandidates, max_guesses: int
-) -> list[tuple[float, Slot[U], int | Branch]]:
-    """Guesses after the texts and branches beside them, each with the chance to be of use: the likeliest first."""
-    found: list[tuple[float, Slot[U], int | Branch]] = []
+) -> list[Candidate[U]]:
+    """Guesses after the texts and branches beside them: the likeliest first."""
+    found: list[Candidate[U]] = []
     for slot in texts:
         session = slot.session
-        certain = session.opening.lockstep  # whose rounds are whole
-        guesses = session.candidates()[: max_guesses + (session.opening.draft_branches if certain else 0)]
-        found += [(CERTAIN if certain else session.chance * chance, slot, node) for chance, node in guesses]
+        if not session.opening.lockstep:
+            found += [(session.chance * chance, slot, node) for chance, node in session.candidates()[:max_guesses]]
     for slot in slots:
         found += [(chance, slot, branch) for chance, branch in branches.get(id(slot), ())]
     return sorted(found, key=itemgetter(0), reverse=True)
@@ -149,8 +158,3 @@ def _prefill_rows(slots: Sequence[Slot[U]], budget: int, max_guesses: int) -> Ba
         if budget <= 0:
             break
     return rows
-
-
-def _turn(slot: Slot[Any]) -> float:
-    """Lower ones have waited longer since their last pass; a step of priority is worth a while of waiting."""
-    return slot.since + PRIORITY_S * slot.session.opening.priority

@@ -42,14 +42,14 @@ class Slot(Generic[U]):
     allocation: Allocation | None = None  # its keys and values, if it has a place in memory
     state: RowState | None = None  # of its text, if sampling parameters ask for it
     allowed: Chain = ALONE  # all tiers below that its request allows; none once it was too much for them
-    chain: Chain = ALONE  # those that shall draft for it now
-    attached: Chain = ALONE  # those that do
-    scouts: bool = False  # it drafts where that costs nothing, whatever the others do
-    settling: int = 0  # passes to come that say nothing about them yet
+    chain: Chain = ALONE  # those that the planner has chosen
+    attached: Chain = ALONE  # those that draft for it
+    scouts: bool = False  # it drafts with tiers on processors of their own, whatever the others do
+    settling: int = 0  # passes to come that say nothing yet about a new drafter
     forks: dict[Branch, Fork] = field(default_factory=dict)
     drafters: tuple[InnerDrafter, ...] = ()
     unseen: bool = False  # a watched session has guesses that the tier above has not been sent
-    shown_at: float = 0.0  # when it last was
+    shown_at: float = 0.0  # when it was last sent some
 
     @property
     def cache(self) -> Store:
@@ -67,5 +67,5 @@ class Slot(Generic[U]):
 
     @property
     def model_guesses(self) -> int:
-        """Guesses that the next pass shall make, for drafters that read the model; `UNREAD` if none does."""
+        """Guesses that the next pass is to make for drafters that read the model; `UNREAD` if none does."""
         return min(self.session.max_depth, max((drafter.guesser.wants for drafter in self.drafters), default=UNREAD))

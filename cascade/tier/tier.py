@@ -1,7 +1,7 @@
 """A tier: one model, many sessions, one loop in a thread of its own with three verbs: schedule, run, advance.
 
 Prefill chunks, verification of guesses and plain decoding are the same thing here: "score these tokens from this position".
-The loop never waits for a link: messages come in through `Tier.post` and go out through `Link.send`, neither of which blocks.
+The loop never waits for a link: neither `Tier.post`, by which messages come, nor `Link.send` blocks.
 """
 
 import contextlib
@@ -10,42 +10,32 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from cascade.messages import Failed, Link, Message, Open, mint
-from cascade.planner.chains import Chain, Planner
+from cascade.planner.chains import Planner
 from cascade.planner.choice import Policy
 from cascade.planner.cost import Profile
 from cascade.scorer import Drafter, Scorer
 from cascade.tier.kv_admission import KVAdmission
 from cascade.tier.loop import Limits, Loop, NewState
-from cascade.tier.runner import Runner, TierStats
+from cascade.tier.runner import Runner
 
 log = logging.getLogger(__name__)
 
 JOIN_S = 0.5  # between two looks at a loop that is to end
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What a tier has to do, and what its planner has measured."""
-
-    sessions: int
-    waiting: int  # of them, without a place in memory
-    written: int  # tokens of texts since the tier started
-    kv_use: float  # share of the memory for keys and values that sessions hold
-    speeds: Mapping[Chain, float]  # own tokens of a session in a second with as many sessions as now, by who drafts
-
-
 class Tier:
-    """Serves sessions of the model ``model`` as the tier ``name``, ``level`` tiers above the bottom one.
+    """Serves sessions of ``model`` as the tier ``name``, ``level`` tiers above the bottom one.
 
-    ``below`` is the link to the tiers below: it gets Opens that name the tier they are for, and what follows of their
-    sessions. Their answers come back through `post`. Keys and values of at most ``cache_tokens`` positions are held, by
-    default as many as there is memory for. ``profile`` is what passes cost, kept current from then on. ``new_state`` makes
-    what sampling parameters need beside the logits of a pass; without it requests with such parameters fail. ``planner``
-    chooses the tiers below that draft. ``drafters`` guess here, beside the tiers below.
+    - ``below``: the link to the tiers below. Its Opens name the tier they are for; answers come back through `post`.
+    - ``cache_tokens``: positions of keys and values at most, by default as many as there is memory for.
+    - ``profile``: what passes cost; kept current.
+    - ``new_state``: makes what sampling parameters need beside logits; without it requests with such parameters fail.
+    - ``planner`` chooses the tiers below that draft; ``drafters`` guess inside this tier.
+    - ``adapters``: those that ``model`` has, on a tier that drafts: sessions that name another one use the model itself.
     """
 
     def __init__(
@@ -62,10 +52,12 @@ class Tier:
         profile: Profile | None = None,
         new_state: NewState | None = None,
         drafters: Sequence[Drafter] = (),
+        adapters: Collection[str] | None = None,
     ) -> None:
         self.name = name
         self.level = level
         self.below = below
+        self._adapters = adapters
         self.planner = planner or Planner()
         self.kv_admission = KVAdmission(model.new_cache, cache_tokens or model.cache_tokens)
         profile = profile or Profile()
@@ -94,24 +86,17 @@ class Tier:
         self._thread.start()
 
     def post(self, messages: Sequence[Message], up: Link | None = None) -> None:
-        """Hand over messages; Opens come with the link that takes their session's proposals."""
+        """Hand over messages; with Opens comes the link that takes their sessions' proposals."""
         self._inbox.put((messages, up))
         if self._stopped:
             self._refuse()
-
-    def change(self, policy: Policy) -> None:
-        """Start passes by ``policy`` from now on."""
-        self._loop.change(policy)
 
     def drop(self, up: Link) -> None:
         """The link ``up`` is broken: close all its sessions."""
         self._inbox.put(up)
 
     def close(self) -> None:
-        """Stop, close all sessions here and below, free everything. Sessions opened later fail at once.
-
-        A loop that hangs is left behind.
-        """
+        """Stop, close all sessions here and below, free everything. Sessions opened later fail. A loop that hangs is left."""
         self._inbox.put(None)
         if self._thread is threading.current_thread():
             return
@@ -124,7 +109,7 @@ class Tier:
 
     @property
     def hangs(self) -> bool:
-        """The loop has been in one step, such as a pass, for far longer than that takes."""
+        """The loop has been in one step, such as a pass, for far longer than that should take."""
         return self._runner.watchdog.hangs
 
     @property
@@ -135,17 +120,6 @@ class Tier:
     def verdicts(self) -> tuple[int, int]:
         """Own tokens of sessions that are over: how often the tier above said the same, and how often another."""
         return self._loop.agreed, self._loop.corrected
-
-    def snapshot(self) -> TierStats:
-        admission, blocks = self.kv_admission, self.kv_admission.block_manager
-        return replace(self.stats, asked=blocks.asked, reused=blocks.reused, preempted=admission.preempted)
-
-    def load(self) -> Load:
-        slots = list(self._loop.slots.values())
-        waiting = sum(slot.allocation is None and not slot.session.stalled for slot in slots)
-        return Load(
-            len(slots), waiting, self._loop.written, self.kv_admission.block_manager.usage, self.planner.rates(len(slots))
-        )
 
     # the loop
 
@@ -175,15 +149,15 @@ class Tier:
             self._refuse()
 
     def _receive(self, wake_at: float | None) -> bool:
-        """Take in all messages, waiting for one until ``wake_at`` (for ever if None); False when told to stop."""
+        """Take in all messages, after waiting for one until ``wake_at`` (for ever if None); False when told to stop."""
         try:
             item = self._inbox.get(timeout=None if wake_at is None else max(0.0, wake_at - time.monotonic()))
             while item is not None:
                 if isinstance(item, tuple):
                     messages, up = item
                     for message in messages:
-                        if isinstance(message, Open) and self.below is None:
-                            message = replace(message, chain=())
+                        if isinstance(message, Open):
+                            message = self._fitted(message)
                         self._loop.receive(message, up, time.monotonic())
                 else:
                     self._loop.drop(item)
@@ -191,6 +165,14 @@ class Tier:
         except queue.Empty:
             return True
         return False
+
+    def _fitted(self, opening: Open) -> Open:
+        """A request without what this tier has not: tiers below it, or that adapter."""
+        if self.below is None:
+            opening = replace(opening, chain=())
+        if self._adapters is not None and opening.params.adapter and opening.params.adapter not in self._adapters:
+            opening = replace(opening, params=replace(opening.params, adapter=""))
+        return opening
 
     def _refuse(self) -> None:
         with contextlib.suppress(queue.Empty):

@@ -1,10 +1,11 @@
-"""Trains a student on scored texts, for a given time; goes on where it was interrupted."""
+"""Trains a student on scored texts for a given time, and goes on where it was interrupted."""
 
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,13 +14,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from cascade.engine import draft_vocab
+from cascade.engine.devices import product_dtype
 from cascade.training.learning import Learner, Rates, mixed_precision
-from cascade.training.loss import top_cross_entropy
 from cascade.training.text import Shard, batches, held_out, padded
 
+POSITIONS = 512  # whose logits are in memory at a time
 NUMBERS = ("step", "tokens", "seconds", "loss")  # of a run, in its checkpoint
 
-# Rows are filled up after their ends only, so the kernel's own causal mode suffices: no mask is built.
+# Padding stands after the end of a row alone, so the kernel's own causal mode suffices: no mask is built.
 CAUSAL = "cascade_causal"
 AttentionInterface.register(CAUSAL, sdpa_attention_forward)
 AttentionMaskInterface.register(CAUSAL, lambda *args, **kwargs: None)
@@ -39,26 +41,26 @@ class Run:
     """A student in training: what a checkpoint holds."""
 
     student: PreTrainedModel
-    said: Tensor | None = None  # [n] int64, increasing: its draft vocabulary, if it has one
+    draft_ids: Tensor | None = None  # [n] int64, increasing: its draft vocabulary, if it has one
     schedule: Schedule = field(default_factory=Schedule)
     step: int = 0
-    tokens: int = 0  # learnt, padding excluded
+    tokens: int = 0  # learnt from, padding excluded
     seconds: float = 0.0  # spent
     loss: float = 0.0  # mean of late steps, nats a token
     learner: Learner = field(init=False)
-    known: Tensor = field(init=False)  # [n] int64: the tokens that it says
+    known: Tensor = field(init=False)  # [n] int64: the tokens that it may predict
     _places: Tensor = field(init=False)  # [vocab_size] int64: of tokens in `known`, -1 of others
 
     def __post_init__(self) -> None:
         self.student.set_attn_implementation(CAUSAL)
         vocab_size = self.student.config.vocab_size
-        self.known = (torch.arange(vocab_size) if self.said is None else self.said).to(self.student.device)
+        self.known = (torch.arange(vocab_size) if self.draft_ids is None else self.draft_ids).to(self.student.device)
         self._places = torch.full((vocab_size,), -1, device=self.known.device)
         self._places[self.known] = torch.arange(len(self.known), device=self.known.device)
         self.learner = Learner(self.student, self.schedule, [vocab_size])
 
     def learn(self, shard: Shard, texts: Sequence[int], opening: int, progress: float) -> float:
-        """One step; returns its loss in nats a token. The first ``opening`` tokens of each text are context only."""
+        """Take one step; returns its loss in nats a token. The first ``opening`` tokens of each text are context only."""
         states = self._states(padded(shard, texts).to(self.student.device))
         chosen, likeliest, wanted = (part.to(self.student.device) for part in _learnt(shard, texts, opening))
         places = self._places[likeliest]
@@ -72,28 +74,27 @@ class Run:
         return value
 
     @torch.no_grad()
-    def says(self, shard: Shard, texts: Sequence[int], opening: int) -> list[np.ndarray]:
-        """For each of some texts the answer's positions, and whether student and teacher say the same there."""
-        assert shard.ids is not None
-        said, found = self._states(padded(shard, texts).to(self.student.device)), list[np.ndarray]()
-        head = self.student.get_output_embeddings().weight[self.known]
+    def agrees(self, shard: Shard, texts: Sequence[int], opening: int) -> list[np.ndarray]:
+        """For each of some texts, whether student and teacher have the same likeliest token, by position of the answer."""
+        states, found = self._states(padded(shard, texts).to(self.student.device)), list[np.ndarray]()
+        head = self.student.get_output_embeddings().weight[self.known].float()
         for row, text in enumerate(texts):
             span, first = shard.span(text), max(int(shard.prompts[text]) - 1, opening - 1)
-            logits = said[row, first : span.stop - span.start - 1].float() @ head.T
+            logits = states[row, first : span.stop - span.start - 1].float() @ head.T
             found.append(self.known[logits.argmax(-1)].cpu().numpy() == shard.ids[span][first:-1, 0])
         return found
 
     def agreement(self, shards: Sequence[Shard], opening: int) -> dict[float, float]:
-        """By temperature of the text, the share of held-out answers' positions at which student and teacher say the same."""
+        """The share of positions of held-out answers at which student and teacher agree, by temperature of the text."""
         equal: dict[float, list[np.ndarray]] = {}
         for shard in shards:
             for rows in batches(shard, [t for t in range(shard.num_texts) if held_out(t)], self.schedule.tokens):
-                for text, found in zip(rows, self.says(shard, rows, opening), strict=True):
+                for text, found in zip(rows, self.agrees(shard, rows, opening), strict=True):
                     equal.setdefault(round(float(shard.temperatures[text]), 2), []).append(found)
         return {temperature: float(np.concatenate(found).mean()) for temperature, found in sorted(equal.items())}
 
     def save(self, path: Path) -> None:
-        """Everything that is needed to go on; a kill meanwhile leaves the checkpoint before."""
+        """Write a checkpoint to go on from; a kill meanwhile leaves the one before."""
         self.learner.save(path, {name: getattr(self, name) for name in NUMBERS})
 
     def resume(self, path: Path) -> None:
@@ -102,12 +103,12 @@ class Run:
             setattr(self, name, value)
 
     def write(self, folder: Path) -> None:
-        """The student in bfloat16, as Transformers reads it."""
+        """Write the student in bfloat16, as Transformers reads it."""
         shipped = copy.deepcopy(self.student).to(torch.bfloat16).eval()
         shipped.set_attn_implementation("sdpa")
         shipped.save_pretrained(folder)
-        if self.said is not None:
-            draft_vocab.write(self.said, folder)
+        if self.draft_ids is not None:
+            draft_vocab.write(self.draft_ids, folder)
 
     def _states(self, ids: Tensor) -> Tensor:
         """Last hidden states ``[rows, n, width]`` after ``ids`` ``[rows, n]``."""
@@ -117,10 +118,8 @@ class Run:
 
 
 def _learnt(shard: Shard, texts: Sequence[int], opening: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What is learnt of a batch: positions in the padded batch, flattened, the teacher's likeliest tokens after each, int64,
-    and how likely these are, float32 ``[positions, TOP]``."""
-    assert shard.ids is not None
-    assert shard.logprobs is not None
+    """The targets of a batch: positions in the padded batch, flattened, ``[positions]``; the teacher's likeliest tokens after
+    each, int64 ``[positions, TOP]``; and their probabilities, float32, which sum to 1."""
     spans = [shard.span(text) for text in texts]
     longest = max(span.stop - span.start for span in spans)
     inside = [np.arange(min(opening - 1, span.stop - span.start - 1), span.stop - span.start) for span in spans]
@@ -131,8 +130,48 @@ def _learnt(shard: Shard, texts: Sequence[int], opening: int) -> tuple[Tensor, T
     return torch.from_numpy(where), torch.from_numpy(shard.ids[rows].astype(np.int64)), torch.from_numpy(wanted)
 
 
+class _TopCrossEntropy(torch.autograd.Function):
+    """Computes the gradient with the loss, part by part, so that no logits are kept for the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, ids: Tensor, wanted: Tensor) -> Tensor:
+        dtype = product_dtype(weight.device)
+        matrix = weight.to(dtype)
+        count, total = len(states), states.new_zeros(())
+        grad_states, grad_weight = torch.empty_like(states), torch.zeros_like(weight, dtype=torch.float32)
+        for begin in range(0, count, POSITIONS):
+            part = slice(begin, begin + POSITIONS)
+            x = states[part].to(dtype)
+            logits = (x @ matrix.T).float()
+            norm = logits.logsumexp(-1, keepdim=True)
+            total = total - (wanted[part] * (logits.gather(1, ids[part]) - norm)).sum()
+            probabilities = logits.sub_(norm).exp_().mul_(wanted[part].sum(-1, keepdim=True))
+            slope = probabilities.scatter_add_(1, ids[part], -wanted[part]).to(dtype)
+            grad_states[part] = (slope @ matrix).to(states.dtype)
+            grad_weight += (slope.T @ x).float()
+        ctx.save_for_backward(grad_states / count, grad_weight / count)
+        return total / count
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        grad_states, grad_weight = ctx.saved_tensors
+        return grad_states * grads[0], grad_weight * grads[0], None, None
+
+
+def top_cross_entropy(states: Tensor, weight: Tensor, ids: Tensor, wanted: Tensor) -> Tensor:
+    """Mean over positions of ``-sum_k wanted_k log softmax(states @ weight.T)[ids_k]``, nats.
+
+    ``states`` ``[positions, width]``, ``weight`` ``[vocab, width]``, ``ids`` ``[positions, k]`` int64, ``wanted``
+    ``[positions, k]`` float32: the teacher's probabilities of these tokens. Products are in `product_dtype`, sums in float32.
+    This is the forward Kullback-Leibler divergence up to a constant (Hinton, Vinyals, Dean, arXiv 1503.02531), cut off at the
+    likeliest.
+    """
+    loss: Tensor = _TopCrossEntropy.apply(states, weight, ids, wanted)  # type: ignore[no-untyped-call]
+    return loss
+
+
 def epochs(shards: Sequence[Shard], tokens: int, seed: int) -> Iterator[tuple[Shard, list[int]]]:
-    """Batches without end: all texts that may be learnt from once an epoch, in random order."""
+    """Batches without end: every text that is not held out once an epoch, in random order."""
     rng = np.random.default_rng(seed)
     while True:
         found = [
@@ -155,9 +194,9 @@ def distil(
     tell: Callable[[Run], object] = lambda run: None,
     save_every_s: float = 120.0,
 ) -> None:
-    """Train until ``run.seconds`` reaches ``seconds``. The rates fall to 0 by ``whole`` seconds, or by the end.
+    """Train until ``run.seconds`` reaches ``seconds``; ``tell`` is called after every step.
 
-    ``tell`` hears of every step.
+    Learning rates fall to 0 by ``whole`` seconds, by default at the end.
     """
     saved = time.monotonic()
     for shard, texts in epochs(shards, run.schedule.tokens, run.step):

@@ -1,14 +1,15 @@
-"""From a model to a smaller one of the same tokens that drafts for it: text, student, training, export.
+"""Makes a draft model: a smaller model with the tokens of its teacher, trained to predict what the teacher says.
 
-A run has five phases, each with a share of the given hours: the teacher writes text and says what it thinks of it, the student
-is cut out of the teacher and learns, the student answers prompts itself and the teacher says what it thinks of that, the
-student learns from both, and the result is written. All of it lies in a work folder, so that a run goes on where it was
-interrupted, and several students of one teacher share its text.
+Each phase has a share of the given hours. The teacher writes text, and its distribution at each position is kept. The student
+is cut out of the teacher and learns these distributions. Then it answers prompts of the text itself, the teacher's
+distributions of these answers are kept, and it learns from both: so it meets its own mistakes. At last it is exported. Text and
+checkpoints lie in a work folder, so that a run goes on where it was interrupted, and several students of one teacher share its
+text.
 """
 
+import copy
 import itertools
 import json
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,21 +24,23 @@ from transformers import AutoConfig, GenerationConfig, LlamaForCausalLM, PreTrai
 from cascade.engine import draft_vocab
 from cascade.engine.devices import product_dtype
 from cascade.engine.loading import find_device, load
+from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ConfigError
-from cascade.training.distillation import CAUSAL, Run, distil
-from cascade.training.learning import mixed_precision
+from cascade.training.distillation import CAUSAL, Run, Schedule, distil
 from cascade.training.student import Shape, cost, cut
-from cascade.training.text import SHARD_TOKENS, Shard, batches, held_out, likelihood, padded, score
+from cascade.training.text import SHARD_TOKENS, Shard, batches, held_out, likelihood, padded, read, score
+from cascade.training.versions import replacing
 from cascade.training.writing import Turns, Written, end_tokens, given_prompts, own_prompts, write
-
-log = logging.getLogger(__name__)
 
 WRITING, LEARNING, ANSWERING = 0.35, 0.6, 0.05  # shares of the hours
 BEFORE_ANSWERS = 2 / 3  # of the learning
 MAX_SHARDS = 400  # 20 M tokens and 4 GB with what the teacher says of them
 JUDGED_SHARDS = 4  # whose held-out texts tell the agreement
 SHORTEST_ANSWER = 4  # tokens
+# of a student that has learnt before: larger steps, and Muon, made it worse at first (docs/log.md)
+TRAINED_ON = Schedule(adam_lr=1e-4, muon_lr=0.0, tokens=1024, warmup_steps=10, decay_share=0.6)
+SPENT = "spent.json"  # seconds of writing into each folder of the work folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +92,11 @@ class Distillation:
         dtype = str(product_dtype(find_device(source, device))).removeprefix("torch.")
         self.teacher = load(source, dtype=dtype, device=device).requires_grad_(False).eval()
         self.teacher.set_attn_implementation(CAUSAL)
-        self.plan, self._out, self._work, self._data, self._source = plan, out, work, data, source
-        self._start = start
+        self.plan, self._out, self._work, self._source = plan, out, work, source
+        self._data, self._start = data, start
         self.shape = Shape.costing(self.teacher.config, plan.cost) if start is None else self._shape_of(start)
-        self._texts, self._answers = work / "text", work / out.name
+        self._texts, self._answers = work / "text", work / f"{out.name}.answers"
+        self._checkpoint = work / f"{out.name}.pt"
         self._check_work()
         self.turns = Turns.of(self.tokenizer, end_tokens(self.teacher, self.tokenizer))
         self.agreement: dict[float, float] = {}  # by temperature of the text
@@ -101,9 +105,9 @@ class Distillation:
         """Do what is left of it; returns the agreement on held-out answers by temperature of the text."""
         self._write(tell)
         run = self._begin()
-        self._learn(run, self._shards(self._texts), BEFORE_ANSWERS, tell)
+        self._learn(run, BEFORE_ANSWERS, tell)
         self._answer(run, tell)
-        self._learn(run, [*self._shards(self._answers), *self._shards(self._texts)], 1.0, tell)
+        self._learn(run, 1.0, tell)
         self.agreement = run.agreement(self._judged(), len(self.turns.opening))
         self._export(run)
         return self.agreement
@@ -111,98 +115,96 @@ class Distillation:
     # text
 
     def _write(self, tell: Tell) -> None:
-        """Write and score text of the teacher, or score the given one."""
-        limit = self.plan.hours * 3600 * WRITING
-        shards = len(self._shard_files(self._texts))
-        if self._data and not shards:
-            texts: Iterator[Written] = self._given()
-        elif self._data:
-            return
-        else:
-            texts = self._written(self.teacher, own_prompts(self.turns, skip=shards * 1009), seed=shards)
-        self._store(self._texts, texts, "writing", limit, tell)
+        """Let the teacher write text, or take that of files, and score it."""
+        number = len(self._files(self._texts))
+        first = number * 1009  # far behind those of an earlier run
+        if not self._data:
+            texts = self._written(self.teacher, own_prompts(self.turns, skip=first), seed=first)
+            self._store(self._texts, texts, "writing", WRITING, 0.0, tell)
+        elif not number:
+            self._store(self._texts, self._given(), "reading", WRITING, 0.0, tell)
+
+    def _given(self) -> Iterator[Written]:
+        """The text of files, cut into pieces. Raises `ConfigError` if there is not enough to judge and to learn."""
+        most, pieces = self.plan.max_len, list[Written]()
+        for tokens in read(self.tokenizer, self._data):
+            pieces += [Written(tokens[begin : begin + most], 1, 0.0) for begin in range(0, len(tokens) - SHORTEST_ANSWER, most)]
+        if len(pieces) < 2:
+            raise ConfigError(f"data has too little text: give more than {most} tokens")
+        yield from pieces
 
     def _answer(self, run: Run, tell: Tell) -> None:
-        """Let the student answer prompts of the text, and score what it says: there it meets its own mistakes."""
+        """Let the student answer prompts of the text, and score its answers. Files have no prompts."""
         if not self.turns.answering or self._data:
             return
+        network = copy.deepcopy(run.student).to(self.teacher.dtype).requires_grad_(False)
+        if run.draft_ids is not None:
+            network.set_output_embeddings(draft_vocab.DraftHead(network.get_output_embeddings().weight, run.known))
         prompts = (
             shard.tokens[shard.span(text)][: int(shard.prompts[text])].tolist()
             for shard in itertools.cycle(self._shards(self._texts))
             for text in range(shard.num_texts)
             if not held_out(text)
         )
-        limit = self.plan.hours * 3600 * ANSWERING
-        whole = run.student.lm_head
-        run.student.lm_head = draft_vocab.DraftHead(whole.weight, run.known)
-        texts = self._written(run.student.eval(), given_prompts(prompts), seed=run.step)
-        self._store(self._answers, texts, "answering", limit, tell)
-        run.student.lm_head = whole
-        run.student.train().set_attn_implementation(CAUSAL)
+        texts = self._written(network, given_prompts(prompts), seed=run.step)
+        self._store(self._answers, texts, "answering", ANSWERING, WRITING + LEARNING * BEFORE_ANSWERS, tell)
 
     def _written(self, network: PreTrainedModel, beginnings: Iterator[Written], seed: int) -> Iterator[Written]:
         plan = self.plan
-        with mixed_precision(network.device):
-            yield from write(network, self.turns, beginnings, rows=plan.rows, max_len=plan.max_len, seed=seed)
+        yield from write(Model(network), self.turns, beginnings, rows=plan.rows, max_len=plan.max_len, seed=seed)
 
-    def _given(self) -> Iterator[Written]:
-        """The texts of files, cut into pieces."""
-        for path in self._data:
-            try:
-                tokens = self.tokenizer.encode(path.read_text(encoding="utf-8"), add_special_tokens=False)
-            except (OSError, UnicodeError) as error:
-                raise ConfigError(f"{path} cannot be read: {error}") from None
-            for begin in range(0, len(tokens), self.plan.max_len):
-                yield Written(tokens[begin : begin + self.plan.max_len], 1, 0.0)
+    def _store(self, folder: Path, texts: Iterator[Written], phase: str, share: float, before: float, tell: Tell) -> None:
+        """Score ``texts`` and keep them in ``folder``, a file for every `SHARD_TOKENS`.
 
-    def _store(self, folder: Path, texts: Iterator[Written], phase: str, limit: float, tell: Tell) -> None:
-        """Score texts and keep them, a file for every some tokens, until time or disk is used up."""
+        Ends with the texts, when the disk is full, or after ``share`` of the hours; ``before`` is the share of earlier phases.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        kept, number, total = list[Written](), len(self._shard_files(folder)), 0
-        key = phase if folder == self._texts else f"{phase} {self._out.name}"
-        begin = time.monotonic() - self._spent().get(key, 0.0)
+        number, kept, total = len(self._files(folder)), list[Written](), 0
+        whole, spent = self.plan.hours * 3600, self._spent().get(folder.name, 0.0)
+        if spent >= whole * share and number:
+            return
+        begin = time.monotonic() - spent
         for text in texts:
             if len(text.tokens) - text.prompt_len >= SHORTEST_ANSWER:
                 kept.append(text)
                 total += len(text.tokens)
             seconds = time.monotonic() - begin
-            over = seconds >= limit or number >= MAX_SHARDS
-            if sum(len(one.tokens) for one in kept) >= SHARD_TOKENS or (over and number == 0 and kept):
+            enough = number > 0 or len(kept) > 1  # one judges, one is learnt
+            over = number >= MAX_SHARDS or (seconds >= whole * share and enough)
+            if sum(len(one.tokens) for one in kept) >= SHARD_TOKENS or (over and number == 0):
                 self._keep(folder / f"{number:05d}.npz", kept)
                 number, kept = number + 1, []
-                self._spend(key, time.monotonic() - begin)
-            before = 0.0 if phase == "writing" else WRITING + LEARNING * BEFORE_ANSWERS
-            tell(Progress(phase, min(1.0, before + seconds / (self.plan.hours * 3600)), total))
+                self._spend(folder, time.monotonic() - begin)
+            tell(Progress(phase, min(1.0, before + seconds / whole), total))
             if over:
                 break
         else:
             if kept:
                 self._keep(folder / f"{number:05d}.npz", kept)
-        self._spend(key, time.monotonic() - begin)
+        self._spend(folder, time.monotonic() - begin)
 
     def _keep(self, path: Path, texts: Sequence[Written]) -> None:
-        shard = Shard.of([t.tokens for t in texts], [t.prompt_len for t in texts], [t.temperature for t in texts])
-        implementation = self.teacher.config._attn_implementation
+        """Write texts to a file, with what the teacher says of them."""
+        shard = Shard.of(texts)
+        implementation = self.teacher.config._attn_implementation  # that of writing, which goes on
         self.teacher.set_attn_implementation(CAUSAL)
         score(self.teacher, shard).save(path)
         self.teacher.set_attn_implementation(implementation)
 
+    def _shards(self, folder: Path) -> list[Shard]:
+        return [Shard.load(path) for path in self._files(folder)]
+
     @staticmethod
-    def _shard_files(folder: Path) -> list[Path]:
+    def _files(folder: Path) -> list[Path]:
         return sorted(folder.glob("*.npz"))
 
-    def _shards(self, folder: Path) -> list[Shard]:
-        return [Shard.load(path) for path in self._shard_files(folder)]
-
     def _judged(self) -> list[Shard]:
-        return [Shard.load(path) for path in self._shard_files(self._texts)[:JUDGED_SHARDS]]
+        return [Shard.load(path) for path in self._files(self._texts)[:JUDGED_SHARDS]]
 
     # student
 
     def _begin(self) -> Run:
         shards = self._judged()
-        if not shards or not any(not held_out(text) for text in range(shards[0].num_texts)):
-            raise ConfigError(f"hours is {self.plan.hours:g}: no text was written in the time, give more")
         if self._start is not None:
             student = LlamaForCausalLM.from_pretrained(self._start, dtype=torch.float32).to(self.teacher.device)
         else:
@@ -212,7 +214,7 @@ class Distillation:
         said = self._said() if self.shape.vocab_size < student.config.vocab_size else None
         if said is not None:
             student.config.draft_vocab_size = len(said)
-        run = Run(student.train(), said)
+        run = Run(student.train(), said, Schedule() if self._start is None else TRAINED_ON)
         if self._checkpoint.exists():
             run.resume(self._checkpoint)
         return run
@@ -240,23 +242,20 @@ class Distillation:
             path.write_text(json.dumps(chosen.tolist()), encoding="utf-8")
         return torch.tensor(json.loads(path.read_text(encoding="utf-8")))
 
-    def _learn(self, run: Run, shards: Sequence[Shard], share: float, tell: Tell) -> None:
-        """Learn until that share of the time for it has passed."""
-        whole = self.plan.hours * 3600 * LEARNING
+    def _learn(self, run: Run, share: float, tell: Tell) -> None:
+        """Learn from all text until that share of the time for it has passed."""
+        seconds = self.plan.hours * 3600 * LEARNING
         judged, opening, last = self._judged(), len(self.turns.opening), run.seconds
 
         def heard(now: Run) -> None:
             nonlocal last
-            if now.seconds - last > max(60.0, whole / 20):  # judging takes seconds
+            if now.seconds - last > max(60.0, seconds / 20):  # judging takes seconds
                 self.agreement, last = now.agreement(judged, opening), now.seconds
-            passed = WRITING + LEARNING * now.seconds / whole + (ANSWERING if share == 1.0 else 0.0)
+            passed = WRITING + LEARNING * now.seconds / seconds + (ANSWERING if share == 1.0 else 0.0)
             tell(Progress("learning", min(1.0, passed), now.tokens, self.agreement.get(0.0)))
 
-        distil(run, shards, opening, whole * share, self._checkpoint, whole=whole, tell=heard)
-
-    @property
-    def _checkpoint(self) -> Path:
-        return self._work / f"{self._out.name}.pt"
+        shards = [*self._shards(self._answers), *self._shards(self._texts)]
+        distil(run, shards, opening, seconds * share, self._checkpoint, whole=seconds, tell=heard)
 
     def _export(self, run: Run) -> None:
         """An ordinary folder of Transformers, in bfloat16, with a model card."""
@@ -310,12 +309,12 @@ Share of positions of held-out answers at which both say the same, by the temper
         path.write_text(json.dumps(about), encoding="utf-8")
 
     def _spent(self) -> dict[str, float]:
-        """Seconds by phase, and by student where it is a phase of one."""
-        path = self._work / "spent.json"
+        """Seconds that were spent on writing, by folder."""
+        path = self._work / SPENT
         found: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         return found
 
-    def _spend(self, key: str, seconds: float) -> None:
-        partial = self._work / "spent.partial"
-        partial.write_text(json.dumps({**self._spent(), key: seconds}), encoding="utf-8")
-        os.replace(partial, self._work / "spent.json")
+    def _spend(self, folder: Path, seconds: float) -> None:
+        spent = {**self._spent(), folder.name: seconds}
+        with replacing(self._work / SPENT) as file:
+            file.write(json.dumps(spent).encode())

@@ -1,8 +1,8 @@
-"""Answers that drafters learn from: so many, not too old, by who asked. On disk only where that is told.
+"""The answers that drafters learn from, bounded in number and age, each with the tenant who asked; on disk only if configured.
 
-Only texts are kept, no log-probabilities: the learner scores them with its own copy of the verifier, so that no pass does more
-than it would without. Half of the rows are the newest answers, the other half a sample of those before, in which an answer
-counts by how often its drafts were corrected (weighted reservoir sampling, Efraimidis and Spirakis 2006).
+Only texts are kept, no log-probabilities: the learner scores them with its own copy of the verifier, so passes do no extra
+work. Half of the rows are the newest answers. The other half is a sample of earlier ones, weighted by how often their drafts
+were corrected (weighted reservoir sampling, Efraimidis and Spirakis 2006).
 """
 
 import gzip
@@ -13,17 +13,17 @@ import random
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cascade.errors import ConfigError
+from cascade.errors import ConfigError, reason
 
 ROWS = "rows.jsonl.gz"
 SEALED = "rows.sealed"  # the same, encrypted
 FORGOTTEN = "forgotten.jsonl"
-HELD_OUT = 8  # one answer of so many is never learnt from, by its own tokens: the same one in every round
+HELD_OUT = 8  # one answer in so many is never learnt from; which one follows from its tokens, so it is the same in every round
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,25 +58,26 @@ class Limits:
 
 
 class Reservoir:
-    """Bounded, for one thread. Those who asked in ``folder`` to be forgotten are.
+    """A bounded set of answers, for one thread. Answers of tenants who asked in ``folder`` to be forgotten are dropped.
 
-    If rows are ``kept``, those that were saved in the folder are here again, else they are removed. ``key`` is one of Fernet,
-    by which the file is encrypted. Raises `ConfigError` if the file cannot be read with it.
+    With ``on_disk`` it begins with what an earlier one saved in the folder; else that is removed. ``key`` is one of Fernet,
+    which encrypts the file. Raises `ConfigError` if the file cannot be read, or not with this key.
     """
 
-    def __init__(self, limits: Limits, folder: Path, key: str | None = None, *, kept: bool = True) -> None:
-        self._limits, self._folder, self._seal = limits, folder, None if key is None else _fernet(key)
-        self._kept = kept
+    def __init__(self, limits: Limits, folder: Path, key: str | None = None, *, on_disk: bool = True) -> None:
+        self._limits, self._folder, self._on_disk = limits, folder, on_disk
+        self._seal = None if key is None else _fernet(key)
         self._newest: deque[Sample] = deque()
         self._older: list[tuple[float, int, Sample]] = []  # a heap: of equal weights the one that came first goes first
         self._num_added = 0
-        self._chance = random.Random(0)
-        if not kept:
-            for name in (ROWS, SEALED):
-                (folder / name).unlink(missing_ok=True)
-        elif read := self._read(folder):
-            self.add(read)
-            self.save()  # without those that are forgotten by now
+        self._rng = random.Random(0)
+        left = [path for path in (folder / SEALED, folder / ROWS) if path.exists()]
+        if left and on_disk:
+            self.add(self._read(left[0]))
+            self.save()  # without tenants that have asked to be forgotten meanwhile
+        elif not on_disk:
+            for path in left:
+                path.unlink()
 
     def __len__(self) -> int:
         return len(self._newest) + len(self._older)
@@ -97,8 +98,8 @@ class Reservoir:
         return [sample for _, _, sample in self._older]
 
     def add(self, samples: Iterable[Sample]) -> None:
-        """Take answers; what there is no room for goes, the newest ones never before others."""
-        forgotten = _marks(self._folder)
+        """Take answers. Those without room are dropped, older ones before the newest."""
+        forgotten = _forgotten(self._folder)
         for sample in samples:
             if sample.time <= forgotten.get(sample.tenant, 0.0):
                 continue
@@ -106,80 +107,74 @@ class Reservoir:
             self._newest.append(sample.tail(self._limits.row_tokens))
             if len(self._newest) > -(-self._limits.rows // 2):
                 old = self._newest.popleft()
-                weight = self._chance.random() ** (1 / (1 + old.corrected))
+                weight = self._rng.random() ** (1 / (1 + old.corrected))
                 heapq.heappush(self._older, (weight, self._num_added, old))
             if len(self._older) > self._limits.rows // 2:
                 heapq.heappop(self._older)
         self._expire()
 
     def forget(self) -> bool:
-        """Drop the rows of those who asked for it, see `forget`, here and on disk; whether there were any."""
-        marks, before = _marks(self._folder), len(self)
-        self._keep(lambda sample: sample.time > marks.get(sample.tenant, 0.0))
+        """Drop what tenants have asked to be forgotten, see `forget`, here and on disk; returns whether there was any."""
+        forgotten, before = _forgotten(self._folder), len(self)
+        self._keep(lambda sample: sample.time > forgotten.get(sample.tenant, 0.0))
         if changed := len(self) < before:
             self.save()
         return changed
 
     def save(self) -> None:
-        """Write all rows to the folder, whole or not at all, if they are to be kept there."""
-        if not self._kept:
+        """Write all answers to the folder, whole or not at all; does nothing unless they are kept on disk."""
+        if not self._on_disk:
             return
-        self._expire()
         rows = [*self.older, *self._newest]
-        content = gzip.compress("".join(json.dumps(asdict(row)) + "\n" for row in rows).encode())
         self._folder.mkdir(parents=True, exist_ok=True)
-        name, other = (ROWS, SEALED) if self._seal is None else (SEALED, ROWS)
+        content = gzip.compress("".join(json.dumps(asdict(row)) + "\n" for row in rows).encode())
+        name = ROWS if self._seal is None else SEALED
         partial = self._folder / f"{name}.partial"
         with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(content if self._seal is None else self._seal.encrypt(content))
         os.replace(partial, self._folder / name)
-        (self._folder / other).unlink(missing_ok=True)
+        if self._seal is not None:
+            (self._folder / ROWS).unlink(missing_ok=True)
 
-    def _read(self, folder: Path) -> list[Sample]:
-        path = next((folder / name for name in (SEALED, ROWS) if (folder / name).exists()), None)
-        if path is None:
-            return []
-        if path.name == SEALED and self._seal is None:
-            raise ConfigError(f"{path} is encrypted: give its key")
+    def _read(self, path: Path) -> list[Sample]:
+        sealed = path.name == SEALED
+        if sealed and self._seal is None:
+            raise ConfigError(f"{path} is encrypted: give its key, or remove it")
         try:
             content = path.read_bytes()
-            plain = gzip.decompress(self._seal.decrypt(content) if path.name == SEALED and self._seal is not None else content)
-            return [_sample(json.loads(line)) for line in plain.decode().splitlines()]
-        except Exception as error:  # of the disk, of what lies there, or another key
-            reason = str(error) or type(error).__name__
-            raise ConfigError(f"{path} cannot be read ({reason}): give the key it was written with, or remove it") from None
+            content = self._seal.decrypt(content) if sealed and self._seal is not None else content
+            rows = [json.loads(line) for line in gzip.decompress(content).decode().splitlines()]
+            return [Sample(**row | {"tokens": tuple(row["tokens"])}) for row in rows]
+        except Exception as error:  # of the disk, of what lies there, or of another key
+            remedy = "give the key it was written with, or remove it" if sealed else "remove it"
+            raise ConfigError(f"{path} cannot be read ({reason(error)}): {remedy}") from None
 
     def _expire(self) -> None:
         oldest = time.time() - self._limits.max_age_s
-        if any(sample.time < oldest for sample in (*self._newest, *(one[2] for one in self._older))):
+        if any(sample.time < oldest for sample in (*self._newest, *(entry[2] for entry in self._older))):
             self._keep(lambda sample: sample.time >= oldest)
 
-    def _keep(self, wanted: Any) -> None:
+    def _keep(self, wanted: Callable[[Sample], bool]) -> None:
         self._newest = deque(sample for sample in self._newest if wanted(sample))
-        self._older = [one for one in self._older if wanted(one[2])]
+        self._older = [entry for entry in self._older if wanted(entry[2])]
         heapq.heapify(self._older)
 
 
 def forget(folder: Path, tenant: str) -> None:
-    """Ask that whatever ``tenant`` has said up to now is forgotten; a learner that runs on ``folder`` does so in seconds."""
+    """Ask that all answers of ``tenant`` up to now are forgotten; a learner that runs on ``folder`` does so in seconds."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / FORGOTTEN).open("a", encoding="utf-8") as file:
         file.write(json.dumps({"tenant": tenant, "time": time.time()}) + "\n")
 
 
-def _marks(folder: Path) -> dict[str, float]:
-    """Who is to be forgotten, up to when."""
+def _forgotten(folder: Path) -> dict[str, float]:
+    """By tenant, the time up to which answers are to be forgotten."""
     path = folder / FORGOTTEN
-    lines: Sequence[str] = path.read_text(encoding="utf-8").splitlines() if path.exists() else ()
-    marks: dict[str, float] = {}
-    for line in lines:
-        said = json.loads(line)
-        marks[said["tenant"]] = max(marks.get(said["tenant"], 0.0), float(said["time"]))
-    return marks
-
-
-def _sample(said: dict[str, Any]) -> Sample:
-    return Sample(**said | {"tokens": tuple(said["tokens"])})
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    times: dict[str, float] = {}
+    for request in map(json.loads, lines):
+        times[request["tenant"]] = max(times.get(request["tenant"], 0.0), float(request["time"]))
+    return times
 
 
 def _fernet(key: str) -> Any:

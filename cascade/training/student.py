@@ -1,10 +1,9 @@
-"""A student cut out of its teacher: fewer layers, a narrower residual stream, fewer neurons, fewer tokens to say.
+"""A student cut out of its teacher: fewer layers, a narrower residual stream, fewer neurons, fewer tokens to predict.
 
-What a model of the Llama architecture computes does not change if its residual stream is rotated, once the weights of its norms
-are folded into the projections after them (SliceGPT, Ashkboos et al., arXiv 2401.15024). So the stream is rotated to the
-principal components of what flows through it, and the weak ones are cut off. Of each layer the neurons that say most are kept.
-A student that begins so keeps what is hardest to learn anew, such as heads that copy from far back (Minitron, Muralidharan et
-al., arXiv 2407.14679).
+A model of the Llama architecture computes the same if its residual stream is rotated, once the weights of its norms are folded
+into the projections after them (SliceGPT, Ashkboos et al., arXiv 2401.15024). So the stream is rotated to its principal
+components, and the weak ones are cut off. Of each layer the neurons that contribute most are kept. Such a student keeps what is
+hardest to learn anew, such as heads that copy from far back (Minitron, Muralidharan et al., arXiv 2407.14679).
 """
 
 import math
@@ -21,9 +20,9 @@ from cascade.errors import ConfigError
 ALIGNED = 8  # widths are multiples of it
 STEP = 64  # numbers of neurons are multiples of it: whole tiles of the processors' matrix units
 LEAST_LAYERS = 2
-SAID = 4  # one token of so many
-OWN = ("architectures", "model_type", "_name_or_path", "sliding_window")  # of a teacher's configuration
-WIDER = 1.5  # than the square root of the share: few wide layers take less time than many narrow ones
+VOCAB_SHARE = 4  # it predicts one token in so many
+OWN = ("architectures", "model_type", "_name_or_path", "sliding_window")  # keys of a teacher that students do not inherit
+WIDER = 1.5  # times the square root of the share: few wide layers take less time than many narrow ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,26 +32,26 @@ class Shape:
     hidden_size: int
     intermediate_size: int
     layers: tuple[int, ...]  # of the teacher, increasing
-    vocab_size: int  # tokens that it says
+    vocab_size: int  # tokens that it predicts
 
     @classmethod
     def costing(cls, teacher: PreTrainedConfig, cost: float) -> "Shape":
         """The shape whose pass costs at most the share ``cost`` of the teacher's: as many weights are read for a token.
 
-        It says a quarter of the tokens, as published EAGLE-3 heads do: the output embedding is most of a small model's pass.
+        It predicts a quarter of the tokens, as EAGLE-3 heads do: the output embedding is most of a small model's pass.
         Width and neurons shrink with about the square root of the share, and layers fill up what is left. Raises `ConfigError`
         if no shape costs so little.
         """
         total = _weights_read(teacher, _whole(teacher))
-        said = -(-teacher.vocab_size // SAID)
+        predicted = -(-teacher.vocab_size // VOCAB_SHARE)
         unit = math.lcm(teacher.num_attention_heads, ALIGNED)  # Transformers wants widths that heads divide
         wanted, neurons = WIDER * teacher.hidden_size * cost**0.5, teacher.intermediate_size * cost**0.5
         neurons = min(teacher.intermediate_size, max(1, round(neurons / STEP)) * STEP)
         for width in sorted(range(unit, teacher.hidden_size + 1, unit), key=lambda width: abs(width - wanted)):
-            none, one = (_weights_read(teacher, Shape(width, neurons, layers, said)) for layers in ((), (0,)))
+            none, one = (_weights_read(teacher, Shape(width, neurons, layers, predicted)) for layers in ((), (0,)))
             layers = int((cost * total - none) / (one - none))
             if layers >= LEAST_LAYERS:
-                return cls(width, neurons, spread(teacher.num_hidden_layers, min(layers, teacher.num_hidden_layers)), said)
+                return cls(width, neurons, spread(teacher.num_hidden_layers, min(layers, teacher.num_hidden_layers)), predicted)
         raise ConfigError(f"cost is {cost:g}: no student of this model costs so little, its output embedding alone is dearer")
 
 
@@ -97,9 +96,9 @@ def cut(teacher: PreTrainedModel, shape: Shape, ids: Tensor) -> LlamaForCausalLM
 
 @torch.inference_mode()
 def _observe(teacher: PreTrainedModel, shape: Shape, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The strongest principal components of what flows through the teacher, orthonormal columns ``[hidden_size, width]``.
+    """The strongest principal components of the teacher's residual stream, orthonormal columns ``[hidden_size, width]``.
 
-    And what the neurons of each kept layer add to the stream, ``[intermediate_size]``.
+    And for each kept layer how much its neurons add to the stream, ``[intermediate_size]``.
     """
     strength = [torch.zeros(teacher.config.intermediate_size) for _ in shape.layers]
     hooks = []
@@ -114,7 +113,7 @@ def _observe(teacher: PreTrainedModel, shape: Shape, ids: Tensor) -> tuple[Tenso
     try:
         for part in ids.split(4):
             states = teacher(part, use_cache=False, output_hidden_states=True).hidden_states
-            # the last state is after the final norm, and counts most: the student is to say what it says
+            # the last state, after the final norm, counts most: the student predicts from it
             for state, weight in ((states[0], 2.0), *((s, 1.0) for s in states[1:-1]), (states[-1], len(states))):
                 x = state.flatten(0, 1).float()
                 x = x / x.norm(dim=-1, keepdim=True).clamp_min(1e-6)
@@ -127,7 +126,7 @@ def _observe(teacher: PreTrainedModel, shape: Shape, ids: Tensor) -> tuple[Tenso
 
 
 def _build(teacher: PreTrainedModel, shape: Shape, q: Tensor, strength: Sequence[Tensor]) -> LlamaForCausalLM:
-    """``q`` and ``strength`` are what `_observe` found."""
+    """The student, with ``q`` and ``strength`` as `_observe` found them."""
     old = teacher.config
     same = {name: value for name, value in old.to_dict().items() if name not in OWN}
     changed = {

@@ -108,22 +108,18 @@ class Choice(_message.Message):
     def __init__(self, texts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Speculation(_message.Message):
-    __slots__ = ("mode", "tiers", "window", "schedule", "branches", "rule", "draft_top_k")
+    __slots__ = ("mode", "tiers", "window", "schedule", "branches")
     MODE_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     SCHEDULE_FIELD_NUMBER: _ClassVar[int]
     BRANCHES_FIELD_NUMBER: _ClassVar[int]
-    RULE_FIELD_NUMBER: _ClassVar[int]
-    DRAFT_TOP_K_FIELD_NUMBER: _ClassVar[int]
     mode: str
     tiers: _containers.RepeatedScalarFieldContainer[str]
     window: int
     schedule: str
     branches: int
-    rule: str
-    draft_top_k: int
-    def __init__(self, mode: _Optional[str] = ..., tiers: _Optional[_Iterable[str]] = ..., window: _Optional[int] = ..., schedule: _Optional[str] = ..., branches: _Optional[int] = ..., rule: _Optional[str] = ..., draft_top_k: _Optional[int] = ...) -> None: ...
+    def __init__(self, mode: _Optional[str] = ..., tiers: _Optional[_Iterable[str]] = ..., window: _Optional[int] = ..., schedule: _Optional[str] = ..., branches: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("text", "tokens", "finish", "prompt", "lanes", "seed")
@@ -188,7 +184,7 @@ class TopToken(_message.Message):
     def __init__(self, id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class Finish(_message.Message):
-    __slots__ = ("reason", "seed", "prompt_tokens", "completion_tokens", "edges", "first_token_s", "undrafted", "reasoning_tokens", "rule", "cached_tokens", "stop_string")
+    __slots__ = ("reason", "seed", "prompt_tokens", "completion_tokens", "edges", "first_token_s", "undrafted", "reasoning_tokens", "cached_tokens", "stop_string")
     REASON_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -197,7 +193,6 @@ class Finish(_message.Message):
     FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     UNDRAFTED_FIELD_NUMBER: _ClassVar[int]
     REASONING_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    RULE_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STOP_STRING_FIELD_NUMBER: _ClassVar[int]
     reason: str
@@ -208,10 +203,9 @@ class Finish(_message.Message):
     first_token_s: float
     undrafted: str
     reasoning_tokens: int
-    rule: str
     cached_tokens: int
     stop_string: str
-    def __init__(self, reason: _Optional[str] = ..., seed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., edges: _Optional[_Iterable[_Union[Edge, _Mapping]]] = ..., first_token_s: _Optional[float] = ..., undrafted: _Optional[str] = ..., reasoning_tokens: _Optional[int] = ..., rule: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., stop_string: _Optional[str] = ...) -> None: ...
+    def __init__(self, reason: _Optional[str] = ..., seed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., edges: _Optional[_Iterable[_Union[Edge, _Mapping]]] = ..., first_token_s: _Optional[float] = ..., undrafted: _Optional[str] = ..., reasoning_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., stop_string: _Optional[str] = ...) -> None: ...
 
 class Edge(_message.Message):
     __slots__ = ("drafter", "verifier", "passes", "proposed", "accepted", "emitted", "mean_accepted_len", "waited_s", "accepted_by_position", "proposed_by_position", "accepted_by_rank", "proposed_by_rank", "corrected", "prefetched", "prefetched_tokens", "undrafted_passes", "agreed")

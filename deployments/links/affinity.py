@@ -1,10 +1,10 @@
-"""Which replica of the full tier: one that knows how the text begins, or has had the client's session."""
+"""Chooses a replica of the full tier: one that knows how the text begins, or has had the client's session."""
 
 import hashlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from ray.serve.request_router import LocalityMixin, MultiplexMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
@@ -18,21 +18,16 @@ LEAST_SHARE = 0.25  # of a text that a replica has to know, to be preferred for 
 SLACK = 4  # leases that a preferred replica may have more than another
 RATIO = 1.5  # or so many times as many
 
-# where a session went: to a replica that knows its prefix, elsewhere although some do, or none is known to know it
-Outcome: TypeAlias = Literal["known", "elsewhere", "new"]
-
 
 class Prefixes:
     """Remembers which replicas have scored which prefixes, by blocks, as far as sessions were sent there from here.
 
     A replica that has keys and values of a prefix does not score it again. The least recently used are forgotten first.
-    Of one ``affinity``, a client's session, the replica that had it last counts alone. ``routed`` is told of each session
-    whether it met such a replica.
+    Of one ``affinity``, a client's session, the replica that had it last counts alone.
     """
 
-    def __init__(self, most_keys: int = MOST_KEYS, routed: Callable[[Outcome], object] = lambda outcome: None) -> None:
+    def __init__(self, most_keys: int = MOST_KEYS) -> None:
         self._most_keys = most_keys
-        self._routed = routed
         self._replicas: dict[int, dict[str, None]] = {}  # addresses by block key, the least recently used key first
         self._last: tuple[str, tuple[int, ...], tuple[int, ...]] = ("", (), ())  # salt, tokens, keys
 
@@ -47,9 +42,8 @@ class Prefixes:
         known = list(takewhile(self._replicas.__contains__, keys))
         return tuple(reversed(self._replicas[known[-1]])) if known and len(known) >= LEAST_SHARE * len(keys) else ()
 
-    def sent(self, opening: Open, address: str) -> Outcome:
-        """A session was sent to the replica at ``address``, which knows its text from now on."""
-        known = self.find(opening)
+    def sent(self, opening: Open, address: str) -> None:
+        """Note that a session was sent to the replica at ``address``, which knows its text from now on."""
         for key in reversed(self._keys(opening)):  # ends are forgotten before beginnings
             replicas = self._replicas.pop(key, {})
             replicas.pop(address, None)
@@ -59,9 +53,6 @@ class Prefixes:
             self._replicas[home] = {address: None}
         while len(self._replicas) > self._most_keys:
             del self._replicas[next(iter(self._replicas))]
-        outcome: Outcome = "new" if not known else "known" if address in known else "elsewhere"
-        self._routed(outcome)
-        return outcome
 
     def forget(self, address: str) -> None:
         """The replica is gone."""
@@ -71,7 +62,7 @@ class Prefixes:
                 del self._replicas[key]
 
     def _keys(self, opening: Open) -> Sequence[int]:
-        """Of the text's blocks. Texts under different salts, or of different adapters, have none in common."""
+        """Keys of the text's blocks. Texts under different salts, or of different adapters, have none in common."""
         params = opening.params
         if params.prompt_logprobs is not None:  # such a session scores all of its text
             return ()
@@ -82,7 +73,7 @@ class Prefixes:
 
 
 def _home(opening: Open) -> int:
-    """The key of a client's session, which none of another salt shares."""
+    """The key of a client's session; other salts have other keys."""
     return hash((opening.affinity, opening.cache_salt))
 
 
@@ -118,7 +109,7 @@ class PreferringRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: i
 
 
 def weight(affinity: str, address: str) -> bytes:
-    """By which the replicas compete for a session: of highest random weight, so that nobody has to remember."""
+    """The replica of the highest weight has the session: rendezvous hashing, for which nobody has to remember anything."""
     return hashlib.blake2b(f"{affinity}\0{address}".encode(errors="replace"), digest_size=8).digest()
 
 

@@ -1,16 +1,15 @@
 """Messages of a link to and from the wire."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 
 from cascade.client import wire
-from cascade.draft import Dist, Draft
-from cascade.messages import COUPLED, Close, Commit, Failed, Logprobs, Message, Open, Proposal, Rules
-from cascade.params import RULES
+from cascade.draft import Draft
+from cascade.messages import Close, Commit, Failed, Logprobs, Message, Open, Proposal
 from cascade.v1 import link_pb2 as pb
 
 # fields of `Open` that the wire has under the same name: a new one needs nothing here, unless it is a message of its own
-OF_OPEN = tuple(one.name for one in fields(Open) if one.name in pb.Open.DESCRIPTOR.fields_by_name and one.name != "rules")
+OF_OPEN = tuple(one.name for one in fields(Open) if one.name in pb.Open.DESCRIPTOR.fields_by_name)
 LISTS_OF_OPEN = tuple(name for name in OF_OPEN if pb.Open.DESCRIPTOR.fields_by_name[name].is_repeated)
 
 
@@ -42,7 +41,6 @@ def _encode(message: Message) -> pb.Message:
 def _encode_open(opening: Open) -> pb.Open:
     return pb.Open(
         sampling=wire.encode_sampling(replace(opening.params, stop=())),
-        rules=None if opening.rules == COUPLED else pb.Rules(**asdict(opening.rules)),
         **{name: getattr(opening, name) for name in OF_OPEN},
     )
 
@@ -60,7 +58,6 @@ def _encode_proposal(proposal: Proposal) -> pb.Proposal:
         prompt_logprobs=map(_encode_logprobs, proposal.prompt_logprobs),
         skip_reason=proposal.skip_reason,
         lanes=map(wire.encode_lane, proposal.lanes),
-        dists=(pb.Dist(ids=ids, probs=probs) for ids, probs in (dist.listed for dist in draft.dists)),
         cached=proposal.cached,
     )
 
@@ -95,15 +92,8 @@ def _decode_open(session: str, opening: pb.Open) -> Open:
     return Open(
         session=session,
         params=wire.decode_sampling(opening.sampling),
-        rules=_decode_rules(opening.rules) if opening.HasField("rules") else COUPLED,
         **plain | {"ends": frozenset(opening.ends)},
     )
-
-
-def _decode_rules(said: pb.Rules) -> Rules:
-    if unknown := {said.rule, said.above} - {*RULES}:
-        raise ValueError(f"there is no rule {unknown.pop()!r}")
-    return Rules(said.rule, said.above, said.hop, said.draft_top_k)  # type: ignore[arg-type]
 
 
 def _decode_proposal(session: str, said: pb.Proposal) -> Proposal:
@@ -122,12 +112,7 @@ def _decode_draft(said: pb.Proposal) -> Draft:
         raise ValueError("a proposal has one origin a token")
     if len(said.confidences) not in (0, size):
         raise ValueError("a proposal has one confidence a token, or none at all")
-    if any(len(one.ids) != len(one.probs) for one in said.dists):
-        raise ValueError("a distribution has one probability a token id")
-    if said.dists and (said.parents or len(said.dists) != size):
-        raise ValueError("a proposal has one distribution for each token of a line, or none at all")
-    dists = tuple(Dist(tuple(one.ids), tuple(one.probs)) for one in said.dists)
-    return Draft(tuple(said.tokens), said.origins, said.confidences, wire.decode_parents(said.parents, size), dists)
+    return Draft(tuple(said.tokens), said.origins, said.confidences, wire.decode_parents(said.parents, size))
 
 
 def _decode_logprobs(one: pb.LinkLogprobs) -> Logprobs:

@@ -4,8 +4,7 @@ import asyncio
 import contextlib
 import contextvars
 import logging
-from collections import defaultdict
-from collections.abc import AsyncIterable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,14 +23,7 @@ from deployments.ops.tracing import UNTRACED, SessionSpans, Tracing
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(slots=True)
-class Counts:
-    """Totals of the sessions opened at one tier."""
-
-    leases: int = 0  # that sessions got, reused ones included
-    wait_s: float = 0.0  # for leases
-    failed: int = 0  # sessions that were lost
+TOTALS = ("leases_taken", "lease_wait_seconds", "failovers")  # of the sessions opened at each tier
 
 
 @dataclass(slots=True)
@@ -39,29 +31,18 @@ class Route:
     """Where the messages of one session go."""
 
     tier: str
-    waiting: list[Message]  # until there is a stream
-    stream: "Stream | None" = None
-    opening: "asyncio.Task[None] | None" = None
+    waiting: list[Message] = field(default_factory=list)  # until there is a lease
+    opening: "asyncio.Task[None] | None" = None  # takes the lease
     lease: HeldLease | None = None
+    mailbox: Mailbox | None = None  # of the link to the leased replica
     answered: bool = False
 
 
-@dataclass(slots=True)
-class Stream:
-    """The one stream to a replica, for all sessions that go there."""
-
-    address: str
-    secret: str
-    mailbox: Mailbox
-    sessions: set[str] = field(default_factory=set)
-    task: "asyncio.Task[None] | None" = None
-
-
 class Downlink(Link):
-    """Joins this process to replicas of the tiers below, which ``leases`` are of. ``deliver`` gets what they say, in the loop's
-    thread.
+    """Joins this process to replicas of the tiers below, one stream to each, for all sessions that go there.
 
-    Made in a running event loop; `send` may be called from any thread.
+    Leases come from ``leases``; ``deliver`` gets what replicas say, in the event loop's thread. Made in a running event loop;
+    `send` may be called from any thread.
     """
 
     def __init__(
@@ -77,9 +58,10 @@ class Downlink(Link):
         self._deliver = deliver
         self._tls = tls
         self._loop = asyncio.get_running_loop()
-        self._counts: dict[str, Counts] = defaultdict(Counts, {tier: Counts() for tier in leases.lessors})
+        self._totals = {(name, tier): 0.0 for name in TOTALS for tier in leases.lessors}
         self._routes: dict[str, Route] = {}
-        self._streams: dict[str, Stream] = {}
+        self._mailboxes: dict[str, Mailbox] = {}  # of streams, by address
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def num_sessions(self) -> int:
@@ -88,10 +70,8 @@ class Downlink(Link):
     def readings(self) -> Iterator[Reading]:
         """What became of its sessions so far, and how many there are."""
         yield Reading("sessions_below", (), self.num_sessions)
-        for tier, counts in self._counts.items():
-            yield Reading("leases_taken", (tier,), counts.leases)
-            yield Reading("lease_wait_seconds", (tier,), counts.wait_s)
-            yield Reading("failovers", (tier,), counts.failed)
+        for (name, tier), total in self._totals.items():
+            yield Reading(name, (tier,), total)
 
     def send(self, messages: Sequence[Message]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
@@ -101,119 +81,109 @@ class Downlink(Link):
         """`send` from the loop's own thread."""
         for message in messages:
             if isinstance(message, Open):
-                self._open(self._spans.asked(message))
+                opened = self._routes[message.session] = Route(message.tier)
+                opened.opening = self._start(self._open(self._spans.asked(message), opened))
             elif (route := self._routes.get(message.session)) is None:
                 continue
             elif isinstance(message, Close):
                 self._close(route, message)
-            elif route.stream is None:
+            elif route.mailbox is None:
                 route.waiting.append(message)
             else:
-                route.stream.mailbox.put([message])
+                route.mailbox.put([message])
 
     async def close(self) -> None:
-        await self.leases.close()
-        tasks = [route.opening for route in self._routes.values() if route.opening is not None]
+        self.leases.close()
         for session in list(self._routes):
             self._leave(session)
-        tasks += [stream.task for stream in self._streams.values() if stream.task is not None]
+        tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # sessions
 
-    def _open(self, opening: Open) -> None:
-        route = self._routes[opening.session] = Route(opening.tier, [opening])
-        lease = self.leases.reuse(opening)
-        if lease is not None:
-            self._join(opening, route, lease)
-        else:  # an empty context: see `LeasePool`
-            route.opening = self._loop.create_task(self._take_lease(opening, route), context=contextvars.Context())
-
     def _close(self, route: Route, message: Close) -> None:
         """End a session, and keep its lease for the next one if it has been of use."""
         kept = route.answered and route.lease is not None and self.leases.keep(route.lease)
-        if route.stream is not None:
-            route.stream.mailbox.put([replace(message, keep=kept)])
+        if route.mailbox is not None:
+            route.mailbox.put([replace(message, keep=kept)])
         self._leave(message.session, keep=kept)
 
-    async def _take_lease(self, opening: Open, route: Route) -> None:
-        """Join the session to a replica; cancelled when the session is closed before."""
+    async def _open(self, opening: Open, route: Route) -> None:
+        """Join a session to a replica; cancelled when the session is closed before."""
         since = self._loop.time()
         try:
             lease = await self.leases.take(opening)
         except Exception as error:  # whatever Ray raises: the tier cannot be had
             reason = f"no replica of {opening.tier} could be leased ({type(error).__name__})"
             log.info("Session %s: %s: %s", opening.session, reason, error)
+            route.opening = None
             self._fail(opening.session, reason)
             return
         route.opening = None
-        self._counts[route.tier].wait_s += self._loop.time() - since
-        self._join(opening, route, lease)
-
-    def _join(self, opening: Open, route: Route, lease: HeldLease) -> None:
-        """Send what waits for a leased replica, and what follows."""
-        session, route.lease = opening.session, lease
-        self._counts[route.tier].leases += 1
+        self._totals["lease_wait_seconds", route.tier] += self._loop.time() - since
+        route.lease = lease
+        self._totals["leases_taken", route.tier] += 1
         if self.leases.prefixes is not None:
             self.leases.prefixes.sent(opening, lease.address)
-        route.stream = self._stream(lease.ticket)
-        self._spans.event(session, "leased", server_address=route.stream.address)
-        route.stream.sessions.add(session)
-        route.waiting[0] = replace(opening, lease=lease.name)  # the opening's own is that of the session above
-        route.stream.mailbox.put(route.waiting)
-        route.waiting = []
+        self._spans.event(opening.session, "leased", server_address=lease.address)
+        route.mailbox = self._stream(lease.ticket)
+        # the opening's own lease is that of the session above
+        route.mailbox.put([replace(opening, lease=lease.name), *route.waiting])
 
-    def _leave(self, session: str, *, keep: bool = False) -> None:
-        """Forget a session and release its lease, unless that is kept."""
-        self._spans.end(session)
+    def _leave(self, session: str, reason: str = "", *, lost: bool = False, keep: bool = False) -> None:
+        """Forget a session, for a ``reason`` if before its time, and release its lease unless that is kept."""
         route = self._routes.pop(session, None)
         if route is None:
             return
+        self._spans.end(session, reason)
+        if lost:
+            self._totals["failovers", route.tier] = self._totals.get(("failovers", route.tier), 0.0) + 1
         if route.opening is not None:
             route.opening.cancel()
-        if route.stream is not None:
-            route.stream.sessions.discard(session)
         if route.lease is not None and not keep:
             route.lease.release()
 
     def _fail(self, session: str, reason: str) -> None:
-        route = self._routes.get(session)
-        if route is not None:
-            route.opening = None
-            self._spans.end(session, reason)
-            self._leave(session)
-            self._counts[route.tier].failed += 1
+        if (route := self._routes.get(session)) is not None:
+            self._leave(session, reason, lost=True)
             self._deliver([Failed(session, reason, route.tier)])
 
     # streams
 
-    def _stream(self, ticket: str) -> Stream:
+    def _stream(self, ticket: str) -> Mailbox:
+        """What takes messages to a replica."""
         address, _, secret = ticket.partition(" ")
-        if address not in self._streams:
-            stream = self._streams[address] = Stream(address, secret, Mailbox(self._loop))
-            stream.task = self._loop.create_task(self._run(stream))
-        return self._streams[address]
+        if address not in self._mailboxes:
+            mailbox = self._mailboxes[address] = Mailbox(self._loop)
+            self._start(self._run(address, secret, mailbox))
+        return self._mailboxes[address]
 
-    async def _run(self, stream: Stream) -> None:
+    def _start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = self._loop.create_task(work, context=contextvars.Context())  # an empty one: see `LeasePool`
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _run(self, address: str, secret: str, mailbox: Mailbox) -> None:
         """Carry messages both ways until the link breaks; then its sessions have failed."""
         reason = "the replica closed it"
         joined: grpc.aio.Channel | None = None
         try:
-            joined = channel(stream.address, CHANNEL_OPTIONS, self._tls)
-            call = link_pb2_grpc.LinkStub(joined).Connect(metadata=(("authorization", authorization(stream.secret)),))
-            await race(self._read(call), _write(call, stream.mailbox))
+            joined = channel(address, CHANNEL_OPTIONS, self._tls)
+            call = link_pb2_grpc.LinkStub(joined).Connect(metadata=(("authorization", authorization(secret)),))
+            await race(self._read(call), _write(call, mailbox))
         except grpc.aio.AioRpcError as error:
             reason = error.details() or str(error.code())
         except Exception as error:  # of any kind: the sessions must go on without this replica
-            log.exception("The link to %s broke", stream.address)
+            log.exception("The link to %s broke", address)
             reason = f"{type(error).__name__}: {error}"
         finally:
-            self._streams.pop(stream.address, None)
-            self.leases.forget(stream.address)
-            for session in list(stream.sessions):
-                self._fail(session, f"the link to {stream.address} broke ({reason})")
+            del self._mailboxes[address]
+            self.leases.forget(address)
+            for session in [session for session, route in self._routes.items() if route.mailbox is mailbox]:
+                self._fail(session, f"the link to {address} broke ({reason})")
             if joined is not None:
                 await joined.close(None)
 
@@ -225,10 +195,7 @@ class Downlink(Link):
         known = [message for message in messages if message.session in self._routes]
         for message in known:
             if isinstance(message, Failed):
-                self._spans.end(message.session, message.reason)
-                if (route := self._routes.get(message.session)) is not None and not message.fault:
-                    self._counts[route.tier].failed += 1
-                self._leave(message.session)
+                self._leave(message.session, message.reason, lost=not message.fault)
             elif (route := self._routes.get(message.session)) is not None and not route.answered:
                 route.answered = True
                 self._spans.event(message.session, "answered")

@@ -1,6 +1,7 @@
-"""The other replicas of a deployment: clients of one port reach any of several routers, and some questions are for all."""
+"""Questions to all replicas of a deployment, such as the other routers behind the ports of this one."""
 
 import asyncio
+import contextlib
 import logging
 from typing import Any
 
@@ -13,11 +14,34 @@ from deployments.replica import context, replica_name
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 2.0
-AGAIN_S = 0.05  # between two tries while Serve has not told yet which routers there are
+AGAIN_S = 0.05  # between two tries while Serve has not told yet which replicas there are
+
+
+async def ask_all(handle: DeploymentHandle, method: str, *args: Any, timeout_s: float) -> list[Any]:
+    """What ``method`` returns at each replica that Serve routes to; those that fail are left out, all if time runs out."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            answers = await _answers(handle, method, args)
+    except Exception as error:  # whatever Ray raises, or the time is over
+        log.info("Replicas do not %s: %s", method, error or type(error).__name__)
+        return []
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            log.warning("A replica does not %s: %s", method, " ".join(str(answer).split())[-300:])
+    return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+
+async def _answers(handle: DeploymentHandle, method: str, args: tuple[Any, ...]) -> list[Any]:
+    while True:
+        try:
+            answers: list[Any] = await handle.broadcast(method, *args).results_async(return_exceptions=True)
+            return answers
+        except RayServeException:  # none is known yet
+            await asyncio.sleep(AGAIN_S)
 
 
 class Siblings:
-    """Asks all replicas of this one's deployment that Serve routes to; outside of Ray Serve there are none."""
+    """Asks all replicas of this one's deployment; outside of Ray Serve there are none."""
 
     def __init__(self) -> None:
         self._handle: DeploymentHandle | None = None
@@ -26,22 +50,12 @@ class Siblings:
         self._deployment = None if here is None else (here.deployment, here.app_name)
 
     async def ask(self, method: str, *args: Any) -> list[Any]:
-        """What ``method`` of each replica returns, which is told first who asks; ``None`` and those without answer left out."""
-        if self._deployment is None:
-            return []
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                if self._handle is None:  # Serve's controller is asked, which may take a while
+        """What ``method`` of each replica returns, which is told first who asks; without ``None``."""
+        if self._handle is None and self._deployment is not None:
+            with contextlib.suppress(Exception):  # whatever Ray raises: Serve's controller, which is asked, is away
+                async with asyncio.timeout(TIMEOUT_S):
                     self._handle = await asyncio.to_thread(serve.get_deployment_handle, *self._deployment)
-                answers = await self._answers(self._handle, method, args)
-        except Exception as error:  # whatever Ray raises, or the time is over
-            log.warning("The other replicas cannot be asked: %s", error or type(error).__name__)
+        if self._handle is None:
             return []
-        return [answer for answer in answers if answer is not None and not isinstance(answer, BaseException)]
-
-    async def _answers(self, handle: DeploymentHandle, method: str, args: tuple[Any, ...]) -> list[Any]:
-        while True:
-            try:
-                return await handle.broadcast(method, self.name, *args).results_async(return_exceptions=True)
-            except RayServeException:  # none is known yet
-                await asyncio.sleep(AGAIN_S)
+        answers = await ask_all(self._handle, method, self.name, *args, timeout_s=TIMEOUT_S)
+        return [answer for answer in answers if answer is not None]

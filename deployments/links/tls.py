@@ -12,19 +12,14 @@ from cascade.settings.config import LinkTLS
 from cascade.settings.router import DoorTLS
 
 
-def check(tls: LinkTLS) -> None:
-    """Shake hands with ourselves; raises `ConfigError` for whatever would keep this process and its peers apart."""
-    _read(tls, "authority")
-    client, server = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+def check(tls: LinkTLS | DoorTLS) -> None:
+    """Raise `ConfigError` if the files cannot be used. Those of links shake hands with themselves, as peers will."""
+    server = _context(tls, ssl.PROTOCOL_TLS_SERVER)
+    if isinstance(tls, DoorTLS):
+        return
     server.verify_mode = ssl.CERT_REQUIRED
-    for context in (client, server):
-        _load(context, tls)
-        try:
-            context.load_verify_locations(tls.authority)
-        except ssl.SSLError as error:
-            raise ConfigError(f"link_tls.authority is {tls.authority!r}, which has no certificates in PEM: {error}") from None
     try:
-        _shake(client, server, tls.server_name)
+        _shake(_context(tls, ssl.PROTOCOL_TLS_CLIENT), server, tls.server_name)
     except ssl.SSLError as error:
         why = getattr(error, "verify_message", "") or error.reason or str(error)
         raise ConfigError(
@@ -33,13 +28,8 @@ def check(tls: LinkTLS) -> None:
         ) from None
 
 
-def check_door(tls: DoorTLS) -> None:
-    """Raise `ConfigError` if the files cannot be used."""
-    _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), tls)
-
-
 def server_credentials(tls: LinkTLS | DoorTLS) -> grpc.ServerCredentials:
-    """Of a link, let in who has a certificate of the authority; of a door, everybody.
+    """Credentials of a server: of a link, for callers with a certificate of the authority; of a door, for everybody.
 
     Files that change are read again for later connections.
     """
@@ -59,7 +49,7 @@ def server_credentials(tls: LinkTLS | DoorTLS) -> grpc.ServerCredentials:
 
 
 def channel(address: str, options: Sequence[tuple[str, object]], tls: LinkTLS | None) -> grpc.aio.Channel:
-    """To a replica, which shows a certificate for ``tls.server_name`` whatever its address is; raises `ConfigError`."""
+    """A channel to a replica, whose certificate is for ``tls.server_name`` whatever its address is; raises `ConfigError`."""
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
     credentials = grpc.ssl_channel_credentials(_read(tls, "authority"), _read(tls, "key"), _read(tls, "certificate"))
@@ -67,16 +57,24 @@ def channel(address: str, options: Sequence[tuple[str, object]], tls: LinkTLS | 
     return grpc.aio.secure_channel(address, credentials, options=named)
 
 
-def _load(context: ssl.SSLContext, tls: LinkTLS | DoorTLS) -> None:
-    """Give ``context`` its certificate and key."""
+def _context(tls: LinkTLS | DoorTLS, protocol: ssl._SSLMethod) -> ssl.SSLContext:
+    """One end of a connection; raises `ConfigError`."""
+    context, section = ssl.SSLContext(protocol), _section(tls)
     for field in ("certificate", "key"):
         _read(tls, field)
     try:
         context.load_cert_chain(tls.certificate, tls.key)
     except ssl.SSLError as error:
         raise ConfigError(
-            f"{_section(tls)}.certificate {tls.certificate!r} and {_section(tls)}.key {tls.key!r} are no pair in PEM: {error}"
+            f"{section}.certificate {tls.certificate!r} and {section}.key {tls.key!r} are no pair in PEM: {error}"
         ) from None
+    if isinstance(tls, LinkTLS):
+        _read(tls, "authority")
+        try:
+            context.load_verify_locations(tls.authority)
+        except ssl.SSLError as error:
+            raise ConfigError(f"link_tls.authority is {tls.authority!r}, which has no certificates in PEM: {error}") from None
+    return context
 
 
 def _read(tls: LinkTLS | DoorTLS, field: str) -> bytes:

@@ -1,4 +1,4 @@
-"""The lower end of links: a replica's gRPC server for the tiers above, and the leases by which their sessions hold it."""
+"""The lower end of links: a replica's gRPC server for the tiers above, whose sessions hold it by leases."""
 
 import asyncio
 import contextlib
@@ -6,9 +6,7 @@ import hmac
 import logging
 import random
 import secrets
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 import grpc
@@ -26,10 +24,8 @@ from deployments.ops.tracing import UNTRACED, SessionSpans, Tracing
 
 log = logging.getLogger(__name__)
 
-FETCH_S = 60.0  # that an adapter has to come from its bucket
-WATCH_S = 0.5  # between two looks whether the tier hangs
-CHECKS_MISSED = 2.0  # periods without a health check, after which a replica asks whether Serve stops it
-CONFIRMATIONS = 2  # answers in a row that say so
+FETCH_S = 60.0  # for an adapter to come from its bucket
+WATCH_S = 0.5  # between two checks whether the tier hangs
 REFUSAL_S = 1.0  # before a hanging tier refuses a lease: Serve prefers replicas with little to do, and it has nothing
 MAX_MESSAGE_BYTES = 64 * 2**20
 CHANNEL_OPTIONS = [
@@ -48,7 +44,7 @@ CHANNEL_OPTIONS = [
 
 
 class Mailbox(Link):
-    """Messages on their way out: any thread sends, one coroutine takes all that are there and writes them as one batch."""
+    """Outgoing messages: any thread sends, one coroutine takes all that are there and writes them as one batch."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -65,7 +61,7 @@ class Mailbox(Link):
         self._filled.set()
 
     async def take(self) -> list[Message]:
-        """Everything that was sent since the last call, at least one message."""
+        """Wait for messages; all that were sent since the last call."""
         await self._filled.wait()
         self._filled.clear()
         messages, self._messages = self._messages, []
@@ -73,7 +69,7 @@ class Mailbox(Link):
 
 
 class LinkServer(link_pb2_grpc.LinkServicer):
-    """Takes links from the tiers above and hands their messages to ``tier``; takes TLS alone if ``tls`` is given."""
+    """Accepts links from the tiers above, with mutual TLS if ``tls`` is given, and hands their messages to ``tier``."""
 
     def __init__(
         self,
@@ -83,60 +79,40 @@ class LinkServer(link_pb2_grpc.LinkServicer):
         ports: tuple[int, int] | None = None,
         fetch: Callable[[str], object] | None = None,
     ) -> None:
-        """``fetch``, called in a thread, brings an adapter to this machine before the first session that names it."""
+        """``fetch``, called in a thread, loads an adapter onto this machine before a session uses it."""
         self._tier = tier
         self._fetch = fetch
         self._spans = SessionSpans(tracing)
         self._tls = tls
         self._ports = ports
         self._server: grpc.aio.Server | None = None
-        self._links: dict[Mailbox, set[str]] = {}  # their sessions
-        self._leaving = False
         self.leases = GivenLeases()
         self.address = ""
-        self.secret = secrets.token_urlsafe(32)  # told with a lease, which only members of the Ray cluster can take
+        self.secret = secrets.token_urlsafe(32)  # comes with a lease, which only members of the Ray cluster can take
 
     async def start(self, host: str) -> None:
-        """Listen on a free port of ``host``, the address under which other nodes reach this one; one of ``ports`` if given.
+        """Listen on a free port of ``host``, the address by which other nodes reach this one; one of ``ports`` if given.
 
         Raises `ConfigError` if none of these is free.
         """
         # without it two replicas of a machine would listen at one port, and each get links of the other
-        self._server = grpc.aio.server(options=[*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)])
-        link_pb2_grpc.add_LinkServicer_to_server(self, self._server)
+        self._server = server = grpc.aio.server(options=[*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)])
+        link_pb2_grpc.add_LinkServicer_to_server(self, server)
         host = f"[{host}]" if ":" in host else host
-        port = next(filter(None, map(partial(self._listen, host), self._candidates())), None)
-        if port is None:
-            raise ConfigError(f"link_ports are {self._ports}, and none of them is free at {host}: name more, or others")
-        await self._server.start()
-        self.address = f"{host}:{port}"
-
-    def _candidates(self) -> Iterable[int]:
-        """Ports to try; 0 is any free one. At random, so that replicas that start together seldom try the same."""
-        if self._ports is None:
-            return (0,)
-        first, last = self._ports
-        return random.sample(range(first, last + 1), last + 1 - first)
-
-    def _listen(self, host: str, port: int) -> int | None:
-        """The port at which it listens; ``None`` if it is taken."""
-        assert self._server is not None
-        address = f"{host}:{port}"
-        try:
-            if self._tls is None:
-                return self._server.add_insecure_port(address)
-            return self._server.add_secure_port(address, server_credentials(self._tls))
-        except RuntimeError:
-            if port:
-                return None
-            raise
-
-    def leave(self) -> None:
-        """Hand over all sessions: they fail here, so that their callers go on at other replicas. Give no lease any more."""
-        self._leaving = True
-        for mailbox, sessions in self._links.items():
-            mailbox.put([Failed(session, "the replica is being replaced", self._tier.name) for session in sessions])
-        self.leases.end_unopened()
+        first, last = self._ports or (0, 0)  # 0 is any free port
+        # at random, so that replicas that start together seldom try the same
+        for port in random.sample(range(first, last + 1), last + 1 - first):
+            try:
+                if self._tls is None:
+                    bound = server.add_insecure_port(f"{host}:{port}")
+                else:
+                    bound = server.add_secure_port(f"{host}:{port}", server_credentials(self._tls))
+            except RuntimeError:  # it is taken
+                continue
+            await server.start()
+            self.address = f"{host}:{bound}"
+            return
+        raise ConfigError(f"link_ports are {self._ports}, and none of them is free at {host}: name more, or others")
 
     async def stop(self, grace_s: float = 0.0) -> None:
         if self._server is not None:
@@ -145,11 +121,11 @@ class LinkServer(link_pb2_grpc.LinkServicer):
     async def lease(self, name: str) -> AsyncIterator[str]:
         """Yield ``address secret`` for the link, then stay until the lease of that name is over.
 
-        A caller that cancels the lease closes its session. Raises `Unavailable` if the replica hangs or leaves.
+        A caller that cancels the lease closes its session. Raises `Unavailable` if the replica hangs.
         """
-        if self._tier.hangs or self._leaving:
+        if self._tier.hangs:
             await asyncio.sleep(REFUSAL_S)
-            raise Unavailable(f"This replica of {self._tier.name} {'hangs' if self._tier.hangs else 'leaves'}")
+            raise Unavailable(f"This replica of {self._tier.name} hangs")
         lease = self.leases.add(name)
         try:
             yield f"{self.address} {self.secret}"
@@ -162,19 +138,18 @@ class LinkServer(link_pb2_grpc.LinkServicer):
         self, request_iterator: AsyncIterator[pb.Batch], context: grpc.aio.ServicerContext[pb.Batch, pb.Batch]
     ) -> None:
         """Carry messages both ways on one stream. Callers that do not know the secret are refused."""
-        said = dict(context.invocation_metadata() or ()).get("authorization", "")
-        if not (isinstance(said, str) and hmac.compare_digest(said.encode(), authorization(self.secret).encode())):
+        given = dict(context.invocation_metadata() or ()).get("authorization", "")
+        if not (isinstance(given, str) and hmac.compare_digest(given.encode(), authorization(self.secret).encode())):
             log.warning("%s was refused: it does not know the secret of this replica", context.peer())
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the link's secret is missing or wrong: take a lease")
         mailbox = Mailbox(asyncio.get_running_loop())
-        sessions = self._links[mailbox] = set[str]()
+        sessions = set[str]()  # opened over this link
         try:
             ends = self._read(request_iterator, mailbox, sessions), self._write(context, mailbox, sessions), self._hang()
             await race(*ends)
         except ValueError as error:
             log.warning("A link was broken off: %s", error)
         finally:
-            del self._links[mailbox]
             self._tier.drop(mailbox)
             for session in list(sessions):
                 self._end(session, sessions, "the link broke")
@@ -184,7 +159,7 @@ class LinkServer(link_pb2_grpc.LinkServicer):
             known = [message for message in decode(batch) if self._admit(message, mailbox, sessions)]
             if self._fetch is not None:
                 for adapter in {one.params.adapter for one in known if isinstance(one, Open)} - {""}:
-                    with contextlib.suppress(Exception):  # of any library: the pass tells that it is not there
+                    with contextlib.suppress(Exception):  # of any library: the pass fails then
                         await asyncio.wait_for(asyncio.to_thread(self._fetch, adapter), FETCH_S)
             if known:
                 self._tier.post([self._spans.served(one) if isinstance(one, Open) else one for one in known], mailbox)
@@ -192,14 +167,13 @@ class LinkServer(link_pb2_grpc.LinkServicer):
     async def _write(self, context: grpc.aio.ServicerContext[pb.Batch, pb.Batch], mailbox: Mailbox, sessions: set[str]) -> None:
         while True:
             messages = await mailbox.take()
-            self._spans.proposed(messages)
             for message in messages:
                 if isinstance(message, Failed):
                     self._end(message.session, sessions, message.reason)
             await context.write(encode(messages))
 
     async def _hang(self) -> None:
-        """Return when the tier hangs: whoever is above does better with another replica."""
+        """Wait until the tier hangs: sessions do better at another replica then."""
         while not self._tier.hangs:
             await asyncio.sleep(WATCH_S)
         log.error("A pass of tier %s does not end: its sessions go on elsewhere", self._tier.name)
@@ -222,45 +196,11 @@ class LinkServer(link_pb2_grpc.LinkServicer):
         if session in sessions:  # else it is a session of another link
             self._spans.end(session, reason)
             sessions.remove(session)
-            self.leases.end(session, keep=keep and not self._leaving)
-
-
-class Handover:
-    """Calls ``leave`` once Serve routes to others of the ``running`` replicas, and no longer to ``me``.
-
-    Serve (2.60) does not tell a replica that it stops it: it waits until its requests, which are leases here, have ended, and
-    kills it after ``graceful_shutdown_timeout_s``. But its health is checked no more, every ``period_s`` before: that is when
-    the others are asked for. While there are none, sessions have nowhere to go, and stay.
-    """
-
-    def __init__(
-        self, me: str, running: Callable[[], Awaitable[list[str]]], leave: Callable[[], object], period_s: float
-    ) -> None:
-        self._me = me
-        self._running = running
-        self._leave = leave
-        self._gap_s = period_s  # the longest lately
-        self._checked = time.monotonic()
-
-    def check(self) -> None:
-        """Serve checks this replica's health."""
-        now = time.monotonic()
-        self._gap_s, self._checked = max(now - self._checked, 0.9 * self._gap_s), now
-
-    async def watch(self) -> None:
-        """Return when the sessions have been handed over."""
-        found = 0
-        while found < CONFIRMATIONS:
-            await asyncio.sleep(self._gap_s / 4)
-            missed = time.monotonic() - self._checked > CHECKS_MISSED * self._gap_s
-            running = await self._running() if missed else []
-            found = found + 1 if running and self._me not in running else 0
-        log.info("This replica is being stopped: its sessions go on at others")
-        self._leave()
+            self.leases.end(session, keep=keep)
 
 
 def authorization(secret: str) -> str:
-    """The metadata by which the upper end of a link is let in."""
+    """The value of the header `authorization` that lets a caller in."""
     return f"Bearer {secret}"
 
 

@@ -1,1 +1,1 @@
-"""What operators see and start: metrics, traces, scaling, the audit, the launch of a server."""
+"""What operators see and start: metrics, traces, scaling, the launch of a server."""

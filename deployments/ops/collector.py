@@ -1,20 +1,21 @@
-"""Answers of one router on their way to the learner, of those who let drafters learn from them."""
+"""Sends one router's answers to the learner, where their clients allow it, and names drafters that agree less than before."""
 
 import asyncio
 import logging
 import random
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from ray.serve.handle import DeploymentHandle
 
 from cascade.answer import Completion
-from cascade.messages import Open
+from cascade.messages import Edge, Open
 from cascade.settings.alignment import AlignmentConfig
 from cascade.training.reservoir import Sample
 from deployments.gateway.admission.access import Account
 from deployments.gateway.admission.metrics import RouterMetrics
+from deployments.ops.drift import Drift
 from deployments.replica import replica_name
 
 log = logging.getLogger(__name__)
@@ -31,17 +32,26 @@ class Collector:
         self._share, self._learner, self._metrics = config.share, learner, metrics
         self._router = replica_name()
         self._held: deque[Sample] = deque(maxlen=MOST_HELD)
-        self._drifting: list[str] = []
+        self._drifts: dict[tuple[str, str, bool], Drift] = defaultdict(Drift)  # by drafter, verifier, and whether it is greedy
         self._task = asyncio.create_task(self._send())
 
     def offer(self, opening: Open, tokens: Sequence[int], completion: Completion, account: Account) -> None:
-        """An answer is complete, whose tokens were sent after those of its opening: keep it, if everybody lets us."""
+        """Keep a complete answer, of the ``tokens`` after its opening, if request and key allow it."""
+        for edge in completion.stats.edges:
+            if edge.drafter:
+                self._watch(edge, greedy=not opening.params.temperature)
         allowed = opening.train and account.limits.train and not opening.cache_salt and not opening.params.adapter
         if not allowed or (self._share < 1 and random.random() >= self._share):
             return
         corrected = sum(edge.corrected for edge in completion.stats.edges)
         text, temperature = (*opening.tokens, *tokens), opening.params.temperature
         self._held.append(Sample(text, opening.prompt_len, temperature, account.name, corrected, time.time()))
+
+    def _watch(self, edge: Edge, *, greedy: bool) -> None:
+        drift = self._drifts[edge.drafter, edge.verifier, greedy]
+        if drift.observe(*judged(edge), time.monotonic()):
+            said = (edge.drafter, edge.verifier, drift.recent, drift.level, "has fallen" if drift.alarm else "is back")
+            log.warning("%s agrees with %s on %.2f of its tokens, on %.2f in the long run: its acceptance %s", *said)
 
     async def close(self) -> None:
         """Send nothing more."""
@@ -51,7 +61,8 @@ class Collector:
     async def _send(self) -> None:
         while True:
             await asyncio.sleep(SEND_S)
-            drifting, sent = sorted(self._metrics.drifting), list(self._held)
+            drifting = sorted({drafter for (drafter, *_), drift in self._drifts.items() if drift.alarm})
+            sent = list(self._held)
             self._held.clear()
             try:
                 async with asyncio.timeout(TIMEOUT_S):
@@ -60,3 +71,14 @@ class Collector:
             except Exception as error:  # whatever Ray raises: the learner is gone, and comes back
                 log.info("The learner does not answer: %s", error or type(error).__name__)
                 self._held.extendleft(reversed(sent[len(self._held) :]))  # the oldest go first
+
+
+def judged(edge: Edge) -> tuple[int, int]:
+    """How many tokens of a drafter were right and wrong, however many of them were scored.
+
+    Of drafters inside tiers, whose other tokens nobody counts, the first ones after a text.
+    """
+    if edge.agreed or edge.corrected:
+        return edge.agreed, edge.corrected
+    proposed, right = (sum(counts[:1]) for counts in (edge.proposed_by_position, edge.accepted_by_position))
+    return right, proposed - right

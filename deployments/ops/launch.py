@@ -1,4 +1,4 @@
-"""A server on this machine, or on the cluster it belongs to: the comfortable front door of `cascade serve`."""
+"""Starts a server on this machine, or on the Ray cluster in ``RAY_ADDRESS``, for `cascade serve`."""
 
 import contextlib
 import logging
@@ -10,7 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 import ray
@@ -28,7 +28,7 @@ from cascade.settings.router import ListenConfig
 from cascade.settings.section import sentence
 from deployments.app import bind, build, parse, shortage
 from deployments.gateway.admission.access import Access
-from deployments.links.tls import check, check_door
+from deployments.links.tls import check
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +41,7 @@ LOGICAL_CPUS = 16  # of a Ray started here: tiers share the cores of one machine
 
 
 class Server:
-    """A running cascade: ``address`` is for gRPC clients, ``url`` for HTTP, ``tiers`` are the names bottom to top,
-    ``names`` those of drafters inside them, too."""
+    """A running cascade. ``address`` is for gRPC clients, ``url`` for HTTP; ``tiers`` are the names bottom to top."""
 
     def __init__(self, config: CascadeConfig, listen: ListenConfig, owns_ray: bool, name: str = APPLICATION) -> None:
         self.config = config
@@ -50,7 +49,6 @@ class Server:
         self.address = f"{SECURE if listen.tls else ''}{host}:{listen.grpc_port}"
         self.url = f"{'https' if listen.tls else 'http'}://{host}:{listen.http_port}"
         self.tiers = config.names
-        self.names = config.chain_names
         self.model = config.model_names[0]
         self._listen = listen
         self._owns_ray = owns_ray
@@ -73,8 +71,8 @@ class Server:
 
         ``port`` is for HTTP; if it is 0, ``grpc_port`` is too unless given. Listens on this machine's loopback, or where
         ``host`` or the configuration's ``router.listen`` say. Joins the Ray cluster that ``RAY_ADDRESS`` names, else starts
-        Ray on this machine, with ``num_gpus`` or all there are. ``name`` is the application's, which nothing on the
-        cluster may have. ``tell`` hears what is done.
+        Ray on this machine, with ``num_gpus`` or all there are. ``name`` is the application's, unique on the cluster.
+        ``tell`` hears of each step.
 
         Raises `ConfigError`, or `ModelError` if a tier does not come up.
         """
@@ -100,7 +98,7 @@ class Server:
         _check_files(config)
         if not ray.is_initialized():
             tell("Starting Ray")
-            _start_ray(num_gpus)
+            _start_ray(num_gpus, dashboard=config.alignment is not None and config.alignment.num_workers > 1)
         if not self._owns_ray:  # a cluster of several machines: clients are told this one's address
             from cascade.settings.check import limits  # with PyTorch
 
@@ -137,13 +135,9 @@ class Server:
             log.warning("%s. Waiting for it", problem)
 
     def wait(self) -> None:
-        """Until Ctrl-C or a request to terminate."""
+        """Return at SIGINT or SIGTERM."""
         stopped = threading.Event()
-
-        def stop(number: int, frame: FrameType | None) -> None:
-            stopped.set()
-
-        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, lambda *of: stopped.set()) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             stopped.wait()
         finally:
@@ -151,7 +145,7 @@ class Server:
                 signal.signal(number, handler)
 
     def stop(self) -> None:
-        """Stop the tiers, and Ray if it was started here; whatever else runs on a cluster that was joined goes on."""
+        """Stop the application, and Ray if it was started here."""
         if not ray.is_initialized():
             return
         try:
@@ -170,7 +164,7 @@ class Server:
 
 
 def listening(given: ListenConfig, host: str | None, port: int | None, grpc_port: int | None) -> ListenConfig:
-    """Where to listen: ``given``, but for what is not ``None``; raises `ConfigError` if somebody else listens there."""
+    """``given`` with host and ports that are not ``None``; raises `ConfigError` if a port is taken."""
     if host == "":
         raise ConfigError("host is '': give an address to listen at, such as 127.0.0.1, or leave it out")
     ports = {"http_port": port, "grpc_port": 0 if grpc_port is None and port == 0 else grpc_port}
@@ -194,7 +188,7 @@ def listening(given: ListenConfig, host: str | None, port: int | None, grpc_port
 
 
 def at_door(config: CascadeConfig, listen: ListenConfig, node: str | None = None) -> CascadeConfig:
-    """``config`` with a router that listens at ``listen``, and stays on ``node`` of a cluster."""
+    """``config`` with a router that listens at ``listen``, on this ``node`` of a cluster."""
     router = config.router.model_copy(update={"listen": listen})
     if node is not None:
         deployment = router.deployment_config
@@ -207,15 +201,15 @@ def at_door(config: CascadeConfig, listen: ListenConfig, node: str | None = None
 
 def _check_files(config: CascadeConfig) -> None:
     """Raise `ConfigError` if keys or certificates cannot be used."""
-    Access.load(config.router.access)
-    if config.link_tls is not None:
-        check(config.link_tls)
-    if config.router.listen is not None and config.router.listen.tls is not None:
-        check_door(config.router.listen.tls)
+    Access(config.router.access)
+    listen = config.router.listen
+    for tls in (config.link_tls, None if listen is None else listen.tls):
+        if tls is not None:
+            check(tls)
 
 
 def _cause(error: Exception, application: str) -> str:
-    """What Serve says of the first deployment that failed: the last line of its traceback, without the name of the error."""
+    """Why the first deployment failed: the last line of its traceback, without the name of the error."""
     text = str(error)
     with contextlib.suppress(Exception):  # whatever Serve raises that did not start itself
         states = serve.status().applications[application].deployments.items()
@@ -230,7 +224,7 @@ def _line(error: Exception) -> str:
 
 
 def free_port() -> int:
-    """A port that nobody listens on; below those that the system gives to connections, for it is used many seconds later."""
+    """A free port; below those that the system gives to connections, which might take it until it is used."""
     while True:
         port = random.choice(PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -266,8 +260,11 @@ def _keep_token() -> None:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
-def _start_ray(num_gpus: int | None) -> None:
-    """Join a cluster, or start one on this machine and tell it of ``num_gpus``, or of those that there are."""
+def _start_ray(num_gpus: int | None, *, dashboard: bool = False) -> None:
+    """Join a cluster, or start Ray on this machine, with ``num_gpus`` or those that there are.
+
+    Without its ``dashboard`` Ray Train does not take back what the workers of a learner that was killed had.
+    """
     address = _cluster()
     os.environ.setdefault("RAY_worker_niceness", "0")  # else everything else on the machine goes before the models
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # workers that nobody would use
@@ -283,7 +280,7 @@ def _start_ray(num_gpus: int | None) -> None:
             ) from None
         return
     _keep_token()
-    options |= {"address": "local", "num_cpus": max(LOGICAL_CPUS, os.cpu_count() or 1), "include_dashboard": False}
+    options |= {"address": "local", "num_cpus": max(LOGICAL_CPUS, os.cpu_count() or 1), "include_dashboard": dashboard}
     options |= {"num_gpus": num_gpus} if num_gpus else {}
     try:
         ray.init(**options)

@@ -1,7 +1,7 @@
-"""The deployment in which drafters learn: it keeps answers, trains on them, and brings new weights to the replicas.
+"""The deployment in which drafters learn: it keeps answers, trains on them, and gives new weights to the replicas.
 
-What serves is what the file `cascade.training.versions.CURRENT` of a drafter names. The learner writes it, and whoever rolls
-back; replicas are brought to it one by one, whatever they run and however often one of them, or the learner, has died.
+The file `cascade.training.versions.CURRENT` of a drafter names the weights that serve. The learner writes it, and
+`cascade rollback`. Replicas get these weights one by one, whatever they run, and however often one of them or the learner dies.
 """
 
 import asyncio
@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
-from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from cascade.drafters import EAGLE3
 from cascade.engine.threads import apart
 from cascade.errors import CascadeError
 from cascade.settings.config import CascadeConfig
 from cascade.training.reservoir import Sample
+from deployments.links.siblings import ask_all
 from deployments.replica import join_serves
 
 T = TypeVar("T")
@@ -100,7 +101,7 @@ class Rollout:
         """Do what is to be done next: nothing, mostly."""
         assert self.config.alignment is not None
         alignment = self.config.alignment
-        states = await ask(self.tier, "weights")
+        states = await ask_all(self.tier, "weights", timeout_s=ASK_TIMEOUT_S)
         current = alignment.versions(self.student).current
         wanted = "" if current is None else current.name
         if self.canary is not None and self.canary.version != wanted:  # rolled back, or a newer one has come
@@ -123,25 +124,11 @@ class Rollout:
         if wanted and wanted != self.good and not any(state.version == wanted for state in states):
             self.canary = Canary(wanted, behind.replica, time.monotonic(), {state.replica: state for state in states})
         source = self.config.beginning(self.student) if current is None else str(current)
-        if any(await ask(self.tier, "renew", behind.replica, wanted, source, timeout_s=RENEW_TIMEOUT_S)):
+        if any(await ask_all(self.tier, "renew", behind.replica, wanted, source, timeout_s=RENEW_TIMEOUT_S)):
             self.swaps += 1
             log.info("%s: %s goes on with weights %s", self.student, behind.replica, wanted or "that it began with")
         else:
             self.canary = None
-
-
-async def ask(tier: DeploymentHandle, method: str, *args: Any, timeout_s: float = ASK_TIMEOUT_S) -> list[Any]:
-    """What each replica that answers says."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            answers = await tier.broadcast(method, *args).results_async(return_exceptions=True)
-    except (RayServeException, TimeoutError) as error:  # there is no replica
-        log.info("A tier does not answer: %s", error or type(error).__name__)
-        return []
-    for answer in answers:
-        if isinstance(answer, BaseException):
-            log.warning("A replica does not %s: %s", method, " ".join(str(answer).split())[-300:])
-    return [answer for answer in answers if not isinstance(answer, BaseException)]
 
 
 @dataclass(slots=True)
@@ -219,7 +206,7 @@ class Learner:
             await asyncio.sleep(POLL_S)
 
     async def _learn(self) -> None:
-        """Forget whom is to be forgotten, and hold a round if one is due; meanwhile go on with the first."""
+        """Drop answers that shall be forgotten, and train a round if one is due."""
         self._tidy()
         now, new = time.monotonic(), self._answers.num_added - self._learnt_rows
         if new < self._alignment.min_rows or not (self._urgent or now >= self._learnt_at + self._alignment.every_s):
@@ -239,7 +226,7 @@ class Learner:
             self._saved_at = time.monotonic()
 
     async def _round(self, student: str) -> bool:
-        """A round in a thread of its own; whether nobody had to be forgotten meanwhile."""
+        """Train a round in a thread of its own; whether no answer had to be forgotten meanwhile."""
         self._forgotten.clear()
         train = partial(self._train, student, self._answers.newest, self._answers.older)
         training = asyncio.create_task(_lowly(train))
@@ -253,32 +240,44 @@ class Learner:
         """Train, judge, and publish what is no worse."""
         from cascade.training import alignment
 
-        rounds = self._rounds[student]
+        settings, rounds = self._alignment, self._rounds[student]
 
-        def heard(progress: alignment.Progress) -> None:
+        def tell(progress: alignment.Progress) -> None:
             rounds.share = progress.share
             if self._forgotten.is_set() or self._closed.is_set():
                 raise alignment.Stopped
 
         try:
-            learner = alignment.student_of(student, *self._config.lesson(student), device=self._alignment.device)
-            outcome = alignment.align(student, learner, newest, older, self._alignment.round_s, tell=heard)
+            lesson = alignment.Lesson(
+                student,
+                *self._config.lesson(student),
+                newest=newest,
+                older=older,
+                seconds=settings.round_s,
+                lora_rank=None if student == EAGLE3 else settings.lora_rank,
+                folder=settings.versions(student).folder,
+            )
+            if settings.num_workers == 1:
+                outcome = lesson.run(settings.device, tell)
+            else:
+                from deployments.ops.workers import train
+
+                outcome = train(lesson, settings.num_workers, settings.ray_actor_options, tell)
         except alignment.Stopped:
             return
         except CascadeError as error:
             log.warning("%s learns nothing: %s", student, error)
             return
-        rounds.before, rounds.after, rounds.share = outcome.before, outcome.after, 0.0
+        finally:
+            rounds.share = 0.0
+        rounds.before, rounds.after = outcome.before, outcome.after
         rounds.kept += not outcome.problem
         rounds.dropped += bool(outcome.problem)
         log.log(logging.WARNING if outcome.problem else logging.INFO, "%s", outcome)
-        if not outcome.problem:
-            versions = self._alignment.versions(student)
-            versions.choose(versions.add(alignment.record(learner, outcome)))
 
 
 async def _lowly(work: Callable[[], T]) -> T:
-    """What ``work`` does, in a thread to which everything else on the machine goes first."""
+    """Run ``work`` in a thread of the lowest priority."""
 
     def run() -> T:
         with contextlib.suppress(OSError, AttributeError):  # not everywhere

@@ -1,24 +1,27 @@
 """Traces: one request is one trace over all processes, see docs/howto/observe.md. Off unless the environment asks for it.
 
-Spans go where OpenTelemetry's environment variables say, or Ray Serve's tracing. They belong where W3C Trace Context says, in
-`traceparent` and `tracestate`. They begin and end with requests, answers and sessions; passes have none.
+Spans are exported as OpenTelemetry's environment variables say, or by Ray Serve's tracing. Their parents travel in W3C's
+`traceparent` and `tracestate`. There are spans of requests, answers and sessions, none of passes.
 """
 
 import functools
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points, version
 
 from opentelemetry import trace
 from opentelemetry.context import Context
+from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import Attributes
 
 from cascade.errors import ConfigError
-from cascade.messages import Edge, Message, Open, Proposal
+from cascade.messages import Open
 from deployments.replica import replica_name
 
 PARENT, STATE = "traceparent", "tracestate"
@@ -28,12 +31,10 @@ PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"
 OTLP = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}  # names of exporters as packages announce them
 FINE = {"stop", "length", "left"}  # outcomes of answers that are no errors
 
-# where spans go
-
 
 @dataclass(frozen=True, slots=True)
 class Tracing:
-    """How a process makes spans; ``replica`` is its name in them, ``model`` what it serves. Without a tracer it makes none."""
+    """Makes spans; ``replica`` is this process's name in them, ``model`` what it serves. Without a tracer it makes none."""
 
     tracer: Tracer | None = None
     replica: str = ""
@@ -48,7 +49,7 @@ class Tracing:
         *,
         since_ns: int | None = None,
     ) -> Span:
-        """A span that begins now, or has begun at ``since_ns``; with no parent, below whatever this task is in."""
+        """Start a span, now or at ``since_ns``; without a parent, below the current span of this task."""
         if self.tracer is None:
             return INVALID_SPAN
         context = set_span_in_context(parent) if isinstance(parent, Span) else parent
@@ -59,14 +60,13 @@ UNTRACED = Tracing()
 
 
 def tracing(component: str, model: str = "") -> Tracing:
-    """How the process of ``component``, a router or a tier's replica, makes spans: not at all if nobody asks for them.
+    """The tracing of this process, a router or a replica of the tier ``component``; `UNTRACED` if nobody asks for it.
 
     Raises `ConfigError` if the environment names an exporter that is not there.
     """
-    names = exporters()
-    if names:
+    if names := exporters():
         _provide(component, names)
-    elif not _provided():
+    elif not isinstance(trace.get_tracer_provider(), TracerProvider):  # nor has Ray Serve, or who started us, set one up
         return UNTRACED
     return Tracing(trace.get_tracer("cascade", version("cascade-serve")), replica_name() or str(os.getpid()), model)
 
@@ -76,32 +76,15 @@ def exporters() -> tuple[str, ...]:
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return ()
     default = "otlp" if any(os.environ.get(name) for name in ENDPOINTS) else "none"
-    names = (name.strip() for name in (os.environ.get("OTEL_TRACES_EXPORTER") or default).split(","))
-    return tuple(_full_name(name) for name in names if name and name != "none")
-
-
-def _full_name(name: str) -> str:
-    if name != "otlp":
-        return name
+    names = [name.strip() for name in (os.environ.get("OTEL_TRACES_EXPORTER") or default).split(",")]
     protocol = next((value for variable in PROTOCOLS if (value := os.environ.get(variable))), "http/protobuf")
-    if protocol not in OTLP:
+    if "otlp" in names and protocol not in OTLP:
         raise ConfigError(f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}: it must be one of {', '.join(OTLP)}")
-    return OTLP[protocol]
-
-
-def _provided() -> bool:
-    """Ray Serve, or whoever started this process, has set up tracing."""
-    from opentelemetry.sdk.trace import TracerProvider
-
-    return isinstance(trace.get_tracer_provider(), TracerProvider)
+    return tuple(OTLP[protocol] if name == "otlp" else name for name in names if name and name != "none")
 
 
 @functools.cache  # a process has one provider, whatever runs in it
 def _provide(component: str, names: tuple[str, ...]) -> None:
-    from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
     known = {entry.name: entry for entry in entry_points(group="opentelemetry_traces_exporter")}
     if unknown := next((name for name in names if name not in known), None):
         raise ConfigError(
@@ -116,29 +99,25 @@ def _provide(component: str, names: tuple[str, ...]) -> None:
 
 
 def flush() -> None:
-    """Send what waits to be sent, within a few seconds: this process ends."""
-    end = getattr(trace.get_tracer_provider(), "force_flush", None)
-    if end is not None:
-        end(2000)
-
-
-# where they belong
+    """Export the spans that are left, within a few seconds: this process ends."""
+    if isinstance(provider := trace.get_tracer_provider(), TracerProvider):
+        provider.force_flush(2000)
 
 
 def parent_of_headers(headers: Iterable[tuple[str, object]]) -> Context:
-    """Where HTTP headers or gRPC metadata say that a request belongs; empty if they do not, or not as W3C has it.
+    """The parent that HTTP headers or gRPC metadata name; empty if there is none, or not as W3C has it.
 
     Several `traceparent` are none, several `tracestate` are one list.
     """
-    parents, states = list[str](), list[str]()
+    named: dict[str, list[str]] = {PARENT: [], STATE: []}
     for name, value in headers:
-        if isinstance(value, str) and (kept := {PARENT: parents, STATE: states}.get(name.lower())) is not None:
-            kept.append(value)
-    return PROPAGATOR.extract({PARENT: parents, STATE: states}) if len(parents) == 1 else Context()
+        if isinstance(value, str) and name.lower() in named:
+            named[name.lower()].append(value)
+    return PROPAGATOR.extract(named) if len(named[PARENT]) == 1 else Context()
 
 
 def parent_of(opening: Open) -> Context:
-    """Where the side that opened a session says that it belongs."""
+    """The parent that whoever opened a session names."""
     return PROPAGATOR.extract({PARENT: opening.traceparent, STATE: opening.tracestate})
 
 
@@ -164,12 +143,11 @@ class RequestTrace:
         """Of a request that came at ``since``, of `time.monotonic`, and is admitted now; ``headers`` say where it belongs."""
         if tracing.tracer is None:
             return cls()
-        now = time.time_ns()
-        came = now - int((time.monotonic() - since) * 1e9)
+        came = time.time_ns() - int((time.monotonic() - since) * 1e9)
         attributes = {"cascade.replica": tracing.replica}
         # without a word of the client's, it belongs where Ray Serve's own tracing has put this task
         span = tracing.span("cascade.request", parent_of_headers(headers) or None, SpanKind.SERVER, attributes, since_ns=came)
-        tracing.span("cascade.admission", span, since_ns=came).end(now)
+        span.add_event("admitted")
         return cls(tracing, span)
 
     def end(self, summary: Mapping[str, object]) -> None:
@@ -180,11 +158,10 @@ class RequestTrace:
 
 
 class AnswerTrace:
-    """The span of an answer, and below it those of its two waits: for its turn, then for its first piece."""
+    """The span of an answer."""
 
     def __init__(self, request: RequestTrace, opening: Open, index: int) -> None:
-        self._tracing = tracing = request.tracing
-        params = opening.params
+        tracing, params = request.tracing, opening.params
         said: dict[str, str | int | float] = {
             "cascade.index": index,
             "cascade.prompt_tokens": opening.prompt_len,
@@ -198,15 +175,14 @@ class AnswerTrace:
             "gen_ai.usage.input_tokens": opening.prompt_len,
         }
         self._span = tracing.span("cascade.answer", request.span, attributes=said)
-        self._wait = tracing.span("cascade.queue", self._span)
         self.opening = opening if tracing.tracer is None else within(opening, self._span)  # what to ask the full tier
 
     def turn(self) -> None:
-        self._wait.end()
-        self._wait = self._tracing.span("cascade.first_token", self._span)
+        """It has waited for its turn, and is being written."""
+        self._span.add_event("turn")
 
     def first_piece(self) -> None:
-        self._wait.end()
+        self._span.add_event("first_token")
 
     def end(self, outcome: str, output_tokens: int) -> None:
         """The answer is over, with so many tokens."""
@@ -220,8 +196,6 @@ class AnswerTrace:
         )
         if outcome not in FINE:
             self._span.set_status(Status(StatusCode.ERROR, outcome))
-        if self._wait.is_recording():  # it ended before it had a first piece
-            self._wait.end()
         self._span.end()
 
 
@@ -233,8 +207,7 @@ class SessionSpans:
 
     def __init__(self, tracing: Tracing) -> None:
         self._tracing = tracing
-        self._spans: dict[str, tuple[Span, str]] = {}  # and the session's tier
-        self._edges: dict[str, Sequence[Edge]] = {}  # totals that the newest proposal tells
+        self._spans: dict[str, Span] = {}
 
     def asked(self, opening: Open) -> Open:
         """A session is to be opened below; the message to send, as part of its span."""
@@ -254,39 +227,17 @@ class SessionSpans:
             return opening
         attributes = {"cascade.tier": opening.tier, "cascade.session": opening.session, **said}
         span = self._tracing.span(f"cascade.{verb} {opening.tier}", parent_of(opening), kind, attributes)
-        self._spans[opening.session] = span, opening.tier
+        self._spans[opening.session] = span
         return within(opening, span)
 
     def event(self, session: str, name: str, **attributes: str) -> None:
         """Something happens to it."""
         if session in self._spans:
-            self._spans[session][0].add_event(name, {key.replace("_", "."): value for key, value in attributes.items()})
-
-    def proposed(self, messages: Iterable[Message]) -> None:
-        """The tier says this to the one above."""
-        for message in messages if self._spans else ():
-            if isinstance(message, Proposal) and message.session in self._spans:
-                self._edges[message.session] = message.edges
+            self._spans[session].add_event(name, {key.replace("_", "."): value for key, value in attributes.items()})
 
     def end(self, session: str, reason: str = "") -> None:
-        """It is over, with a reason if before its time."""
-        if session not in self._spans:
-            return
-        span, tier = self._spans.pop(session)
-        if (edges := self._edges.pop(session, None)) is not None:
-            span.set_attributes(_totals(edges, tier))
-        if reason:
-            span.set_status(Status(StatusCode.ERROR, reason))
-        span.end()
-
-
-def _totals(edges: Sequence[Edge], tier: str) -> dict[str, int | float | list[str]]:
-    own = [edge for edge in edges if edge.verifier == tier]
-    return {
-        "cascade.drafters": [edge.drafter for edge in own if edge.drafter],
-        "cascade.tokens": sum(edge.emitted for edge in own),
-        "cascade.passes": sum(edge.passes for edge in own),
-        "cascade.proposed": sum(edge.proposed for edge in own),
-        "cascade.accepted": sum(edge.accepted for edge in own),
-        "cascade.waited_s": sum(edge.waited_s for edge in own),
-    }
+        """It is over, for a ``reason`` if before its time."""
+        if (span := self._spans.pop(session, None)) is not None:
+            if reason:
+                span.set_status(Status(StatusCode.ERROR, reason))
+            span.end()

@@ -54,7 +54,7 @@ def test_inactive_speculation_is_said_once(caplog: pytest.LogCaptureFixture) -> 
 
     def answered(why: Undrafted | None) -> None:
         answer = Completion("", (), "stop", 1, Stats(1, 1, (Edge("", "full", 1),), undrafted=why))
-        metrics.completed(answer, 1.0, sampled=True)
+        metrics.completed(answer, 1.0)
 
     with caplog.at_level(logging.INFO, "deployments.gateway.admission.metrics"):
         for why in (None, "no_replica", "disabled", "short", "late", "no_replica", None, None):
@@ -62,20 +62,6 @@ def test_inactive_speculation_is_said_once(caplog: pytest.LogCaptureFixture) -> 
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     answered("no_replica")
     assert "cascade_speculation_active 0.0" in metrics.text().decode()
-
-
-def test_speculation_counts_before_the_first_answer(caplog: pytest.LogCaptureFixture) -> None:
-    """Guards the metric against 0 from the start while drafts are at hand, and against silence while none are."""
-    metrics = RouterMetrics(Places(4, 4), ("tiny", "full"))
-    with caplog.at_level(logging.INFO, "deployments.gateway.admission.metrics"):
-        metrics.started(1)
-        assert "cascade_speculation_active 1.0" in metrics.text().decode()
-        assert caplog.records == []
-        metrics.started(0)
-    assert "cascade_speculation_active 0.0" in metrics.text().decode()
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    with house() as built:
-        assert b"cascade_speculation_active 1.0" in ask(built, "/metrics")[2]
 
 
 def test_branches_are_reported() -> None:
@@ -93,22 +79,10 @@ def test_branches_are_reported() -> None:
     assert top.prefetched <= top.corrected  # how many depends on the machine; tests/simulation has what depends on nothing
     assert top.proposed_by_position[0] >= top.accepted_by_position[0]
     assert all(edge.runner_ups == (0, 0) for edge in lines.edges)
-    for name in ("corrections", "prefetched_corrections", "prefetched_tokens"):
-        assert f'cascade_{name}_total{{drafter="medium",verifier="full"}}' in text
-    for name in ("proposed", "accepted"):
-        assert f'cascade_{name}_by_rank_total{{drafter="medium",rank="0",verifier="full"}}' in text
+    assert 'cascade_corrections_total{drafter="medium",verifier="full"}' in text
     edge = next(edge for edge in said if edge["drafter"] == "medium")
     assert sum(edge["proposed_by_rank"]) == edge["proposed"] > 0
     assert edge["prefetched"] <= edge["corrected"]
-
-
-def test_costs_of_passes_are_metrics(served: House) -> None:
-    """Guards what a planner reads: replicas and the cost of a pass, of every tier, as its replicas say."""
-    text = ask(served, "/metrics")[2].decode()
-    for tier in ("tiny", "medium", "full"):
-        assert f'cascade_replicas{{tier="{tier}"}} 1.0' in text
-        assert f'cascade_pass_seconds{{tier="{tier}",tokens="8"}} 0.5' in text
-        assert f'cascade_context_seconds{{tier="{tier}"}} 0.125' in text
 
 
 def test_time_to_the_first_token_begins_with_the_request(served: House, monkeypatch: pytest.MonkeyPatch) -> None:

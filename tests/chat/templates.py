@@ -48,10 +48,6 @@ MISTRAL = (  # functions as they came, ids of calls, only known roles
     "{{ message.content }}{% elif message.role == 'tool' %}[RESULT]{{ message.tool_call_id }}: {{ message.content }}"
     "{% else %}{{ raise_exception('Only user, system, assistant and tool roles are supported!') }}{% endif %}"
 )
-PHI = (  # roles that it knows, contents that must be texts
-    "{% if message.role in ('user', 'system', 'assistant') %}"
-    "{{ '<' + message.role + '>' + message.content + '<end>' }}{% endif %}"
-)
 GEMMA = (  # no system role, turns that alternate, contents as text or parts
     "{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
@@ -72,10 +68,6 @@ HERMES = (  # wants the names of functions with results
     + TURN
     + "{% endif %}"
 )
-KIMI = (  # names in place of roles; of calls ids and arguments alone
-    "<{{ message.name or message.role }}>{{ message.content }}{% for call in message.tool_calls %}"
-    "<call>{{ call.id }}<args>{{ call.function.arguments | tojson }}{% endfor %}<end>"
-)
 GPT_OSS = (  # the first call alone, and a system turn at the begin alone
     "{% if message.role in ('system', 'developer') %}{% if loop.first %}" + TURN + "{% endif %}{% elif message.tool_calls %}"
     "{% set call = message.tool_calls[0] %}<assistant>{{ message.thinking }}" + JSON_CALL + "{% else %}" + TURN + "{% endif %}"
@@ -83,10 +75,6 @@ GPT_OSS = (  # the first call alone, and a system turn at the begin alone
 VISION = (  # contents as parts alone: letters of a text are no parts
     "<{{ message.role }}>{% for part in message.content %}"
     "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}<end>"
-)
-FIRST_PART = (  # as newer Mistral templates: the first part of what the system says
-    "<{{ message.role }}>{% if message.content is string %}{{ message.content }}{% elif message.role == 'system' %}"
-    "{{ message.content[0].text }}{% else %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}<end>"
 )
 
 
@@ -96,8 +84,7 @@ class Family:
 
     template: Any  # text, or texts by name
     objects: bool = True  # arguments of calls are objects, not JSON in a text
-    parts: frozenset[str] = frozenset()  # roles whose contents may be lists
-    texts: bool = True  # contents may be texts
+    parts: bool = False  # contents are lists of parts
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -123,26 +110,25 @@ class Family:
     def _plain(self, message: dict[str, Any]) -> dict[str, Any]:
         for call in (message.get("tool_calls") or ()) if self.objects else ():
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-        if isinstance(message.get("content"), list) and message["role"] not in self.parts:
-            message["content"] = "".join(part["text"] for part in message["content"])
+        content = message.get("content")
+        if isinstance(content, list) and not self.parts:
+            message["content"] = "".join(part["text"] for part in content)
+        elif content and isinstance(content, str) and self.parts:
+            message["content"] = [{"type": "text", "text": content}]
         return message
 
 
-ALL = frozenset({"system", "developer", "user", "assistant", "tool"})
 FAMILIES = {
     "plain": Family((small.PACKED / "tokenizer" / "chat_template.jinja").read_text()),
     "chatml": Family(loop(TURN, before="")),
     "qwen": Family(loop(QWEN)),
     "llama": Family(loop(LLAMA)),
     "mistral": Family(loop(MISTRAL)),
-    "phi": Family(loop(PHI, before="")),
-    "gemma": Family(loop(GEMMA, before=""), parts=frozenset({"user", "assistant"})),
+    "gemma": Family(loop(GEMMA, before="")),
     "deepseek": Family(loop(DEEPSEEK, before=""), objects=False),
     "hermes": Family(loop(HERMES)),
-    "kimi": Family(loop(KIMI)),
     "gpt_oss": Family(loop(GPT_OSS)),
-    "vision": Family(loop(VISION, before=""), parts=ALL, texts=False),
-    "first part": Family(loop(FIRST_PART), parts=ALL),
+    "vision": Family(loop(VISION, before=""), parts=True),
     "two by name": Family({"default": loop(TURN, before=""), "tool_use": loop(QWEN)}),
     "broken": Family("{{ tools | length }}" + loop(TURN)),
     **{f"talker {name}": Family(template(name)) for name in CALLS},

@@ -10,88 +10,40 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cascade.answer import Chunk, Completion, Stats
-from deployments.gateway.chat.calls import CallParser
-from deployments.gateway.chat.formats import FORMATS
+from deployments.gateway.chat.calls import FORMATS, CallParser
 from deployments.gateway.chat.reader import TurnReader
 from deployments.gateway.http.reply import CompletionReply, Echo, Form
 
 NAMES = frozenset({"get_weather", "add"})
 PARIS = '{"city": "Paris }\\" {", "days": [1, {"a": "\\\\"}]}'
 END = Completion("", (), "stop", 1, Stats(1, 1))
+ONE = f'<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_call>'
+TWO = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>\n<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>\n'
+LISTED = '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "a]b"}, {"name": "add", "arguments": {}}]'
+NAMED = '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]get_weather[CALL_ID]abc123def[ARGS] {"b": "}"} '
+FIRST, EMPTY = '{"name": "add", "parameters": {"a": 1}}', '{"name": "add", "parameters": {}}'
+SECOND = '{"type": "function", "name": "add", "parameters": {"a": 2}}'
+BOTH = [("add", {"a": 1}), ("add", {"a": 2})]
 CALLED: dict[str, tuple[str, str, str, list[tuple[str, Any]]]] = {  # format, text, content, calls
-    "one": (
-        "hermes",
-        f'<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_call>',
-        "",
-        [("get_weather", json.loads(PARIS))],
-    ),
-    "words before, two calls": (
-        "hermes",
-        'I look.\n\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>\n'
-        '<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>\n',
-        "I look.",
-        [("add", {}), ("add", {"a": 1})],
-    ),
-    "name last, arguments as text": (
-        "hermes",
-        '<tool_call>{"arguments": "{\\"a\\": 2}", "name": "add"}</tool_call>',
-        "",
-        [("add", {"a": 2})],
-    ),
+    "one": ("hermes", ONE, "", [("get_weather", json.loads(PARIS))]),
+    "words before, two calls": ("hermes", f"I look.\n\n{TWO}", "I look.", [("add", {}), ("add", {"a": 1})]),
     "an end that is missing": ("hermes", '<tool_call>{"name": "add", "arguments": {}}', "", [("add", {})]),
-    "unknown function": (
-        "hermes",
-        '<tool_call>\n{"name": "nobody", "arguments": {}}\n</tool_call>',
-        '<tool_call>\n{"name": "nobody", "arguments": {}}\n</tool_call>',
-        [],
-    ),
-    "no JSON": ("hermes", "so <tool_call> add(1)  ", "so <tool_call> add(1)  ", []),
-    "half a mark": ("hermes", "1 <tool_ca", "1 <tool_ca", []),
-    "plain": ("hermes", " some words \n", " some words \n", []),
-    "list": (
-        "mistral",
-        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "a]b"}, {"name": "add", "arguments": {}}]',
-        "",
-        [("add", {"a": 1}), ("add", {})],
-    ),
-    "no list": ("mistral", "[TOOL_CALLS]add{}", "[TOOL_CALLS]add{}", []),
-    "a bare name": (
-        "mistral11",
-        'I look. [TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]get_weather[CALL_ID]abc123def[ARGS] {"b": "}"} ',
-        "I look.",
-        [("add", {"a": 1}), ("get_weather", {"b": "}"})],
-    ),
-    "a bare name of nobody": ("mistral11", "[TOOL_CALLS]nobody[ARGS]{}", "[TOOL_CALLS]nobody[ARGS]{}", []),
-    "a list where names are bare": ("mistral11", '[TOOL_CALLS][{"name": "add"}]', '[TOOL_CALLS][{"name": "add"}]', []),
-    "no arguments": (
-        "hermes",
-        '<tool_call>\n{"name": "add"}\n</tool_call><tool_call>{"name": "add", "arguments": null}</tool_call>',
-        "",
-        [("add", {}), ("add", {})],
-    ),
-    "a line for each": (
-        "llama3",
-        '{"name": "add", "parameters": {"a": 1}}\n{"type": "function", "name": "add", "parameters": {"a": 2}}',
-        "",
-        [("add", {"a": 1}), ("add", {"a": 2})],
-    ),
-    "words behind a call": (
-        "llama3",
-        '{"name": "add", "parameters": {}} and {"name": "add", "parameters": {}}',
-        ' and {"name": "add", "parameters": {}}',
-        [("add", {})],
-    ),
-    "a name without arguments is no call": ("llama3", '{"name": "add"}', '{"name": "add"}', []),
-    "parameters": ("llama3", ' {"name": "add", "parameters": {"a": 1}}', "", [("add", {"a": 1})]),
-    "two in a row": (
-        "llama3",
-        '{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": {"a": 2}}\n',
-        "",
-        [("add", {"a": 1}), ("add", {"a": 2})],
-    ),
-    "JSON that is an answer": ("llama3", '{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', []),
-    "words, then JSON": ("llama3", 'So {"name": "add", "parameters": {}}', 'So {"name": "add", "parameters": {}}', []),
+    "list": ("mistral", LISTED, "", [("add", {"a": 1}), ("add", {})]),
+    "a bare name": ("mistral11", f"I look. {NAMED}", "I look.", [("add", {"a": 1}), ("get_weather", {"b": "}"})]),
+    "a line for each": ("llama3", f"{FIRST}\n{SECOND}", "", BOTH),
+    "two in a row": ("llama3", f"{FIRST}; {SECOND}\n", "", BOTH),
+    "words behind a call": ("llama3", f"{EMPTY} and {EMPTY}", f" and {EMPTY}", [("add", {})]),
 }
+WORDS = {  # format, text that is no call
+    "unknown function": ("hermes", '<tool_call>\n{"name": "nobody", "arguments": {}}\n</tool_call>'),
+    "no JSON": ("hermes", "so <tool_call> add(1)  "),
+    "half a mark": ("hermes", "1 <tool_ca"),
+    "no list": ("mistral", "[TOOL_CALLS]add{}"),
+    "a name without arguments": ("llama3", '{"name": "add"}'),
+    "JSON that is an answer": ("llama3", '{"name": "Bob", "age": 3}'),
+    "words, then JSON": ("llama3", f"So {EMPTY}"),
+}
+CALLED |= {name: (form, text, text, []) for name, (form, text) in WORDS.items()}
 
 
 def chunks(text: str, cuts: list[int]) -> list[Chunk]:
@@ -131,11 +83,10 @@ def test_calls_are_read(name: str) -> None:
 
 def test_arguments_come_as_they_are_written() -> None:
     """Guards streaming: a name as soon as it is known, arguments piece by piece, nothing of the marks."""
-    text = CALLED["one"][1]
     one = reader("hermes")
-    deltas = [one.take(chunk).body for chunk in chunks(text, list(range(len(text))))]
-    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
-    assert not any("content" in delta for delta in deltas)
+    deltas = [one.take(chunk) for chunk in chunks(ONE, list(range(len(ONE))))]
+    calls = [call.streamed for delta in deltas for call in delta.calls]
+    assert not any(delta.content for delta in deltas)
     assert set(calls[0]) == {"index", "id", "type", "function"}
     assert all(set(call) == {"index", "function"} and call["index"] == 0 for call in calls[1:])
     assert "".join(call["function"]["arguments"] for call in calls) == PARIS
@@ -158,8 +109,8 @@ def test_hidden_marks_are_put_back() -> None:
     text = 'I see [{"name": "add", "arguments": {}}]'
     chunk = Chunk(text, (5, 9, 7), (5, 5, len(text)), b"\0\0\0", END)
     delta = reader("mistral", {9: "[TOOL_CALLS]"}).take(chunk)
-    assert (delta.content, delta.calls[0]["function"]) == ("I see", {"name": "add", "arguments": "{}"})
-    assert len(delta.calls[0]["id"]) == 9
+    assert (delta.content, delta.calls[0].name, delta.calls[0].arguments) == ("I see", "add", "{}")
+    assert len(delta.calls[0].id) == 9
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -10,10 +10,10 @@ import pytest
 from openai import OpenAI
 
 from cascade.engine.tokenizer import Tokenizer
-from deployments.gateway.chat.formats import FORMATS
-from deployments.gateway.chat.tools import Toolbox
+from deployments.gateway.chat.assistant import Assistant
+from deployments.gateway.chat.calls import FORMATS
 from tests.cases import rare
-from tests.doors import House, house
+from tests.doors import House
 from tests.http.test_http import ask
 from tests.talkers import talker, talking
 
@@ -46,7 +46,7 @@ FAMILIES = [  # format of calls, whether its marks are tokens
 def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[House, str]]:
     """Parrots with the tokenizers of every family, and the format of their calls."""
     name, marks = request.param
-    with talking(tmp_path_factory.mktemp(name), name, marks=marks, pass_s=0.003) as built:
+    with talking(tmp_path_factory.mktemp(name), name, marks=marks, pass_s=0.001) as built:
         yield built, name
 
 
@@ -83,11 +83,8 @@ def test_free_choice_is_read(served: tuple[House, str]) -> None:
     choice, pieces = create(house, before + SAID[name], tools=TOOLS, temperature=0, extra_body=waiting)
     assert (choice.message.content or "") == before
     [call] = choice.message.tool_calls
-    assert (call.type, call.function.name, json.loads(call.function.arguments)) == (
-        "function",
-        "get_weather",
-        {"city": "Rome", "days": 3},
-    )
+    assert (call.type, call.function.name) == ("function", "get_weather")
+    assert json.loads(call.function.arguments) == {"city": "Rome", "days": 3}
     assert choice.finish_reason == "tool_calls"
     content, calls, reason = joined(pieces)
     assert pieces[0].choices[0].delta.role == "assistant"
@@ -95,19 +92,6 @@ def test_free_choice_is_read(served: tuple[House, str]) -> None:
     assert [one[1:] for one in calls] == [[call.function.name, call.function.arguments]]
     assert len([1 for piece in pieces if piece.choices[0].delta.tool_calls]) > 1
     assert choice.cascade["edges"][0]["accepted"] > 0
-
-
-def test_words_are_words(served: tuple[House, str]) -> None:
-    """Guards answers that call nothing: with `auto` and with `none`, which reads nothing and shows no tools."""
-    house, _ = served
-    for asked, said in (({"tools": TOOLS}, "It rains."), ({"tools": TOOLS, "tool_choice": "none"}, "(" + SAID["llama3"])):
-        choice, pieces = create(house, said, temperature=0, **asked)
-        assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (said, None, "stop")
-        assert joined(pieces) == (said, [], "stop")
-    plain = ask(house, "/tokenize", {"messages": [{"role": "user", "content": "x"}]})[2]["count"]
-    shown = ask(house, "/tokenize", {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS})[2]["count"]
-    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "tools": TOOLS, "tool_choice": "none"}
-    assert ask(house, "/v1/chat/completions", body)[2]["usage"]["prompt_tokens"] == plain < shown
 
 
 @pytest.mark.parametrize("temperature", [rare(0), 1])
@@ -149,9 +133,9 @@ def test_strict_functions_are_held_to_their_schema(served: tuple[House, str]) ->
         tagged, _ = create(house, "<|python_tag|>" + wrong, tools=tools, temperature=0)
         [call] = tagged.message.tool_calls
         jsonschema.validate(json.loads(call.function.arguments), CITY)
-    for said in ("No call at all: 5 < 6 {x}.", ""):
-        words, _ = create(house, said, tools=tools, temperature=0)
-        assert (words.message.content, words.finish_reason) == (said, "stop")
+    said = "No call at all: 5 < 6 {x}."
+    words, _ = create(house, said, tools=tools, temperature=0)
+    assert (words.message.content, words.finish_reason) == (said, "stop")
 
 
 def test_one_call_or_several(served: tuple[House, str]) -> None:
@@ -176,45 +160,21 @@ def test_results_go_back_to_the_model(served: tuple[House, str]) -> None:
     house, name = served
     choice, _ = create(house, SAID[name], tools=TOOLS, temperature=0)
     call = choice.message.tool_calls[0]
-    messages: Any = [
-        {"role": "user", "content": "Weather?"},
-        choice.message,
-        {"role": "tool", "tool_call_id": call.id, "content": "Sunny."},
-        {"role": "user", "content": "Thanks."},
-    ]
-    with OpenAI(base_url=f"{house.url}/v1", api_key="none", max_retries=0) as client:
-        answer = client.chat.completions.create(model=house.model, messages=messages, tools=TOOLS, temperature=0, max_tokens=20)
-    assert answer.choices[0].message.content == "Thanks."
-    body = {"messages": [{"role": "user", "content": "x"}, json.loads(choice.message.model_dump_json()), messages[2]]}
-    body["messages"][1] = {key: value for key, value in body["messages"][1].items() if value is not None}
-    prompt = house.router.tokenizer.backend.decode(ask(house, "/tokenize", body)[2]["tokens"])
+    turn = choice.message.model_dump()  # with fields that are null or empty
+    result = {"role": "tool", "tool_call_id": call.id, "content": "Sunny."}
+    messages = [{"role": "user", "content": "Weather?"}, turn, result, {"role": "user", "content": "Thanks."}]
+    answer = ask(house, "/v1/chat/completions", {"messages": messages, "tools": TOOLS, "temperature": 0, "max_tokens": 20})[2]
+    assert answer["choices"][0]["message"]["content"] == "Thanks."
+    prompt = house.router.tokenizer.backend.decode(ask(house, "/tokenize", {"messages": messages})[2]["tokens"])
     assert f"{call.id}: Sunny." in prompt
     assert '"city": "Rome"' in prompt
-
-
-def test_base_models_call_only_when_told() -> None:
-    """Guards models whose template shows no tools: `auto` is refused, a named function enforced; results join the text."""
-    with house() as built:
-        sound: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 60, "tools": [STOP]}
-        status, _, answer = ask(built, "/v1/chat/completions", sound)
-        assert (status, "shows no tools" in answer["error"]["message"]) == (400, True)
-        chosen = {"tool_choice": {"type": "function", "function": {"name": "stop"}}}
-        status, _, answer = ask(built, "/v1/chat/completions", sound | chosen)
-        assert status == 200, answer
-        message = answer["choices"][0]["message"]
-        [call] = message["tool_calls"]
-        assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("stop", {})
-        said = [*sound["messages"], message, {"role": "tool", "content": "Done.", "tool_call_id": call["id"]}]
-        ids = ask(built, "/tokenize", {"messages": said})[2]["tokens"]
-        assert built.router.tokenizer.decode(ids) == 'x\n\n{"name": "stop", "arguments": {}}\n\nDone.'
-        built.settle()
 
 
 @pytest.mark.parametrize("name", [*FORMATS, "strange", None])
 def test_formats_are_found_out(tmp_path: Path, name: str | None) -> None:
     """Guards detection: the template is asked to write a call; what is not known is not guessed."""
     tokenizer = Tokenizer.from_pretrained(talker(tmp_path, name))
-    toolbox = Toolbox(tokenizer, None)
-    assert toolbox.format == FORMATS.get(name or "")
-    assert toolbox.template.shows_tools == (name is not None)
-    assert Toolbox(tokenizer, "mistral").format == FORMATS["mistral"]
+    unused: Any = None
+    assistants = [Assistant(tokenizer, told, unused, 0, unused) for told in (None, "mistral")]
+    assert [one.format for one in assistants] == [FORMATS.get(name or ""), FORMATS["mistral"]]
+    assert assistants[0].template.shows_tools == (name is not None)

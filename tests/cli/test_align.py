@@ -4,15 +4,10 @@ import time
 from pathlib import Path
 
 import numpy as np
-from click.testing import CliRunner, Result
 
-from cascade.cli.main import main
 from cascade.training.reservoir import Limits, Reservoir, Sample
 from cascade.training.versions import Versions
-
-
-def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(main, [str(one) for one in arguments])
+from tests.cli import run
 
 
 def kept(folder: Path, count: int) -> Reservoir:
@@ -29,34 +24,46 @@ def kept(folder: Path, count: int) -> Reservoir:
 def test_a_round_without_a_server(tmp_path: Path, small_demo: None) -> None:
     """Guards the command: it says what came of the round, and weights that are kept are the latest."""
     kept(tmp_path, 200)
-    done = run("align", "--from", tmp_path, "--tier", "tiny", "--seconds", "0.5", "--device", "cpu")
-    assert done.exit_code == 0, done.output
-    assert "tiny agreed on" in done.output
+    code, output = run("align", "--from", tmp_path, "--tier", "tiny", "--seconds", "0.5", "--device", "cpu")
+    assert code == 0, output
+    assert "tiny agreed on" in output
     current = Versions(tmp_path / "tiny").current
-    assert (current is not None) == ("Its latest weights" in done.output.replace("\n", " "))
+    assert (current is not None) == ("Its latest weights" in output.replace("\n", " "))
     if current is not None:
         assert {"config.json", "model.safetensors", "alignment.json"} <= {file.name for file in current.iterdir()}
+
+
+def test_a_tenant_gets_an_adapter_of_its_own(tmp_path: Path, small_demo: None) -> None:
+    """Guards the way from a key's answers to what its drafts come from: an adapter, and no new weights of the tier."""
+    kept(tmp_path, 400)
+    out = tmp_path / "alice"
+    asked = ("--from", tmp_path, "--tier", "tiny", "--seconds", "2", "--device", "cpu")
+    code, output = run("align", *asked, "--tenant", "alice", "--out", out)
+    assert code == 0, output
+    assert Versions(tmp_path / "tiny").current is None
+    assert out.exists() == ("lora_modules: {alice:" in output)  # one that is worse by chance is dropped
+    assert "too few" in run("align", *asked, "--tenant", "carol", "--out", out)[1]
 
 
 def test_what_cannot_be_taught_is_one_sentence(tmp_path: Path, small_demo: None) -> None:
     """Guards operators against tracebacks: no answers, too few, a tier that is not there, nothing to go back to."""
     for arguments, words in (
         (("align", "--from", tmp_path, "--tier", "tiny"), "There are no answers"),
-        (("align", "--from", tmp_path, "--tier", "full"), "the full tier"),
         (("align", "--from", tmp_path, "--tier", "other"), "it takes tiny"),
+        (("align", "--from", tmp_path, "--tier", "tiny", "--tenant", "alice"), "give both for an adapter"),
+        (("align", "--from", tmp_path, "--tier", "eagle3", "--lora-rank", "4"), "a head learns whole"),
         (("rollback", "tiny", "--folder", tmp_path), "never learnt there"),
     ):
-        done = run(*arguments)
-        assert done.exit_code == 1, done.output
-        assert words in " ".join(done.output.split())
+        code, output = run(*arguments)
+        assert (code, words in " ".join(output.split())) == (1, True), output
     kept(tmp_path, 8)
-    assert "too few" in run("align", "--from", tmp_path, "--tier", "tiny", "--seconds", "0.1", "--device", "cpu").output
+    assert "too few" in run("align", "--from", tmp_path, "--tier", "tiny", "--seconds", "0.1", "--device", "cpu")[1]
 
 
 def test_a_tenant_is_forgotten_without_a_server(tmp_path: Path) -> None:
     """Guards the disk: answers of one tenant are gone when the command returns, those of others stay."""
     kept(tmp_path, 20)
-    assert run("forget", "alice", "--folder", tmp_path).exit_code == 0
+    assert run("forget", "alice", "--folder", tmp_path)[0] == 0
     assert [one.tenant for one in Reservoir(Limits(), tmp_path).newest] == ["bob"] * 10
 
 
@@ -66,4 +73,4 @@ def test_rollback_tells_where_it_goes(tmp_path: Path) -> None:
     for _ in range(2):
         versions.choose(versions.add(lambda folder: None))
     for words in ("000001", "the weights that it began with"):
-        assert words in " ".join(run("rollback", "tiny", "--folder", tmp_path).output.split())
+        assert words in " ".join(run("rollback", "tiny", "--folder", tmp_path)[1].split())

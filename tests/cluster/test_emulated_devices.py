@@ -7,6 +7,7 @@ import pytest
 from benchmarks.cluster.devices import Setup
 from benchmarks.cluster.emulated import Device, Emulated
 from benchmarks.cluster.toy_tier import ToyTier
+from benchmarks.cluster.trio import TRIO
 from cascade.draft import Draft
 from cascade.params import SamplingParams
 from cascade.planner.cost import Profile
@@ -89,37 +90,14 @@ def test_passes_that_are_late_are_told(caplog: pytest.LogCaptureFixture) -> None
     assert "later than the device's would have" in record.message
 
 
-def test_says_what_its_model_says() -> None:
-    """Guards exactness: a device changes when a pass ends, and nothing else."""
-    device, _ = emulated(0.0)
-    toy = ToyTier(VOCAB)
-    rows = [Row(cache, 0, [1, 2, 3], 3, PARAMS) for cache in (device.new_cache(), toy.new_cache())]
-    assert device.run(rows[:1]) == toy.run(rows[1:])
-    assert (device.vocab_size, device.context_len) == (toy.vocab_size, toy.context_len)
-
-
-def test_profiles_are_copies() -> None:
-    """Guards the table: a tier keeps its profile current, and the device must not follow."""
-    device, clock = emulated(0.0)
-    profile = device.profile
-    assert profile.points == POINTS
-    assert profile.context_s == CONTEXT_S
-    for _ in range(50):
-        profile._correct(1, 0, 1.0)
-    begin = clock.now
-    device.run([Row(device.new_cache(), 0, [1], 1, PARAMS)])
-    assert clock.now - begin == pytest.approx(POINTS[0][1])
-
-
 def test_stretched_time_is_that_of_passes() -> None:
     """Guards tables on their way to a replica, as JSON: numbers of tokens, stretched seconds, in order."""
-    config = Setup(stretch=10.0, full_ms={64: 24.0, 1: 22.0}).config
+    config = Setup(stretch=10.0).config
     cost = Device.of(type(config).parse(config.model_dump(mode="json")).tiers[-1]).cost
-    assert cost.points == ((1, pytest.approx(0.22)), (64, pytest.approx(0.24)))
-    assert cost.context_s == pytest.approx(0.098e-5)
+    assert cost.points == tuple((tokens, pytest.approx(1e-2 * ms)) for tokens, ms in TRIO[-1].pass_ms.items())
+    assert cost.context_s == pytest.approx(1e-5 * TRIO[-1].context_ms)
 
 
-def test_rays_are_told_of_all_devices_there_may_be() -> None:
-    """Guards servers that scale: GPUs that are not there suffice for every replica."""
+def test_ray_is_told_of_all_devices() -> None:
+    """Guards servers of several replicas: there is an emulated GPU for each."""
     assert Setup(replicas=(1, 2, 4)).num_gpus == 7
-    assert Setup(autoscaling={"max_devices": 5}).num_gpus == 5

@@ -10,8 +10,7 @@ import sysconfig
 import tomllib
 import venv
 import zipfile
-from fnmatch import fnmatch
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -51,18 +50,6 @@ def tracked() -> list[str]:
     return listed.stdout.strip("\0").split("\0")
 
 
-def sent(path: str) -> bool:
-    """Whether a build gets this file: the last line of .dockerignore that fits it, or a folder above it, decides."""
-    places = [path, *(str(parent) for parent in PurePosixPath(path).parents)][:-1]
-    decided = True
-    for line in (ROOT / ".dockerignore").read_text().splitlines():
-        pattern = line.removeprefix("!").removeprefix("**/")
-        names = [PurePosixPath(place).name for place in places] if "**/" in line else places
-        if line and not line.startswith("#") and any(fnmatch(name, pattern) for name in names):
-            decided = line.startswith("!")
-    return decided
-
-
 def copied(steps: list[Step]) -> list[str]:
     """Of the checkout's files, those that a stage copies."""
     sources = [source for text in told(steps, "COPY") if "--from" not in text for source in text.split()[:-1]]
@@ -89,15 +76,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone() -> dict[str, str]:
     """An environment in which Python does not find this checkout."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-
-
-def test_everything_copied_is_sent_and_tracked() -> None:
-    """Guards against a COPY of what .dockerignore holds back or git does not have, and against sending .git and benchmarks."""
-    for steps in stages().values():
-        assert all(map(sent, copied(steps)))
-    needed = {file.split("/")[0] for steps in stages().values() for file in copied(steps)}
-    assert {file.split("/")[0] for file in tracked() if sent(file)} == needed
-    assert not sent("cascade/tier/__pycache__/tier.cpython-311.pyc")
 
 
 def test_the_wheel_has_every_file_of_the_packages(wheel: Path) -> None:

@@ -105,7 +105,9 @@ def test_every_replica_gets_a_node(spec: Any, config: CascadeConfig, bound: str,
     types = node_types(spec)
     started, without = nodes_for(types, "headgroup", demands(config, bound))
     assert without == []
-    assert started == {group["groupName"]: group[replicas] for group in spec["rayClusterConfig"]["workerGroupSpecs"]}
+    assert started == {
+        group["groupName"]: group[replicas] for group in spec["rayClusterConfig"]["workerGroupSpecs"] if group[replicas]
+    }
     for group in spec["rayClusterConfig"]["workerGroupSpecs"]:
         [kind] = [name.partition(":")[2] for name in group["resources"]]
         assert kind in group["template"]["spec"]["nodeSelector"]["nvidia.com/gpu.product"].split("-")

@@ -12,6 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from ray.scripts.scripts import cli as ray_command
 
+from cascade.errors import Unauthenticated
 from deployments.gateway.admission.access import REQUIRED, Access
 from deployments.versions import PACKAGES
 from tests.nodes.nodes import KEEPALIVE
@@ -70,4 +71,5 @@ def test_the_environment_keeps_strangers_out(monkeypatch: pytest.MonkeyPatch) ->
     from cascade.settings.router import AccessConfig
 
     monkeypatch.setenv("CASCADE_API_KEYS", said["CASCADE_API_KEYS"])
-    assert not Access.load(AccessConfig()).open
+    with pytest.raises(Unauthenticated):
+        Access(AccessConfig()).account(None)

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.scripts.scripts import cli as ray_command
@@ -55,19 +54,6 @@ def test_the_package_is_installed_as_a_whole(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CLOUDS)
-def test_machines_have_our_python(name: str) -> None:
-    """Guards `ray up`: no image of Ray's choice, too old for Python 3.11 and these GPUs; what must be replaced is said."""
-    values = read(name)
-    for image in ("image", "head_image"):
-        assert values["docker"][image].startswith(f"rayproject/ray:{ray.__version__}-py311-")
-    text = (CLUSTER / "ray-up" / f"{name}.yaml").read_text()
-    assert text.count("IMAGE-REPLACE") == (4 if name == "aws" else 2)
-    assert "s/IMAGE-REPLACE/" in PAGE
-    assert "-v /home/ubuntu/models:/home/ray/.cache/huggingface" in values["docker"]["run_options"]
-    assert "mkdir -p -m 777 /home/ubuntu/models" in values["initialization_commands"]
-
-
-@pytest.mark.parametrize("name", CLOUDS)
 def test_every_replica_gets_a_machine(name: str) -> None:
     """Guards tiers that wait for ever: types whose resources nobody knows, too few machines, a small tier on the large GPU."""
     values = read(name)
@@ -78,7 +64,7 @@ def test_every_replica_gets_a_machine(name: str) -> None:
     for bound, workers in (("min_replicas", "min_workers"), ("max_replicas", "max_workers")):
         started, without = nodes_for(types, values["head_node_type"], demands(config, bound))
         assert without == []
-        assert started == {kind: said[workers] for kind, said in types.items() if workers in said}
+        assert started == {kind: said[workers] for kind, said in types.items() if said.get(workers)}
     assert sum(said.get("max_workers", 0) for said in types.values()) <= values["max_workers"]
     assert_apart(types, config)
 

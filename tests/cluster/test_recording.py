@@ -8,14 +8,13 @@ import pytest
 
 from benchmarks.cluster.recording import RecordedText, RecordedTier, Recording, fake
 from benchmarks.cluster.toy_tier import ToyTier
+from benchmarks.simulation.scenario import PassCost, Request, Scenario, SimTier
+from benchmarks.simulation.simulate import simulate
 from benchmarks.toy import full_text
 from cascade.errors import ConfigError
 from cascade.messages import Open
 from cascade.params import SamplingParams
-from cascade.planner.cost import PassCost
 from cascade.scorer import RunnerUp
-from cascade.simulation.scenario import Request, Scenario, SimTier
-from cascade.simulation.simulate import simulate
 from tests.cases import rare
 
 VOCAB = 64

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ray.serve.config import AutoscalingConfig
 
 from cascade.engine.memory import GIB
 from cascade.settings import check
@@ -96,9 +97,9 @@ def test_a_tier_that_takes_any_gpu_is_told(name: str) -> None:
 
 
 def test_a_file_scales() -> None:
-    """Guards `autoscaling`, which no file showed: bounds of all tiers fit into what they may have together."""
+    """Guards the example: Ray Serve's default starts a replica for every two sessions, and idle drafters give GPUs back."""
     [path] = [path for path in FILES if path.stem == "qwen3-scaled"]
-    parsed = config(path)
-    assert parsed.autoscaling is not None
-    assert sum(num_replicas(tier, "max_replicas") for tier in parsed.tiers) == parsed.autoscaling.max_devices
-    assert any(num_replicas(tier, "min_replicas") < num_replicas(tier, "max_replicas") for tier in parsed.tiers)
+    *drafts, full = config(path).tiers
+    scaling = [tier.deployment_config.autoscaling_config or {} for tier in (*drafts, full)]
+    assert all(AutoscalingConfig.model_validate(one).target_ongoing_requests >= 16 for one in scaling)
+    assert [one["min_replicas"] for one in scaling] == [0] * len(drafts) + [1]

@@ -4,9 +4,8 @@ import itertools
 
 import pytest
 
-from benchmarks.cluster.toy_tier import ToyTier
+from benchmarks.cluster.toy_tier import ABOVE, ToyTier
 from cascade.params import SamplingParams
-from cascade.simulation.trace import ABOVE
 
 VOCAB = 64
 AGREEMENT = (0.65, 0.82)

@@ -161,7 +161,7 @@ def test_drafters_are_exchanged_and_nobody_notices(served: Served) -> None:
 
 
 def test_the_full_tier_is_exchanged_one_replica_after_the_other(served: Served) -> None:
-    """Guards answers at a full replica that is replaced: they are handed on. Old ones go first, which is the harder way."""
+    """Guards answers at a full replica that is replaced: they go on elsewhere. Old ones go first, which is the harder way."""
 
     def change(values: Values) -> None:
         engine(values, 2, max_pass_tokens=256)

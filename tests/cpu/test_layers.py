@@ -1,4 +1,4 @@
-"""Norms, rotary positions and gated activations against PyTorch's."""
+"""What stands between products, where `tests/engine/test_pass.py` cannot look: extremes, places in memory, threads."""
 
 import random
 from collections import defaultdict
@@ -13,41 +13,11 @@ from cascade.cpu.jit import BRIEF, run_step
 from cascade.cpu.layers import Rows, add_step, gate_step, norm_step, rotate_step, shift_step
 from cascade.cpu.program import Program
 
-ROWS = [1, 3, 50, 200]  # the last ones are more than a brief worker does: several threads share them
 
-
-def rows_of(rows: int, size: int, scale: float = 1.0) -> Tensor:
-    return torch.randn(rows, size, generator=torch.Generator().manual_seed(rows)) * scale
-
-
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(("width", "part", "size"), [(301, 301, 301), (384, 192, 96)])
-def test_norms(rows: int, width: int, part: int, size: int) -> None:
-    """Guards whole rows, and heads in a part of wider ones, which come to lie where they were."""
-    x, weight = rows_of(rows, width), torch.linspace(-1, 2, size)
-    expected = F.rms_norm(x[:, :part].reshape(-1, size), (size,), weight, 1e-5).view(rows, part)
-    run_step(norm_step(Rows.of(x), Rows.of(x), (rows, part), weight, 1e-5), x.numel())
-    torch.testing.assert_close(x[:, :part], expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("turned", [64, 96])
-@pytest.mark.parametrize("rows", ROWS)
-def test_rotary_positions(rows: int, turned: int) -> None:
-    """Guards which numbers are pairs, and those of a head that stay."""
-    x, angles = rows_of(rows, 384), rows_of(rows, turned // 2).repeat(1, 2)
-    heads, half = x.view(rows, 4, 96).clone(), turned // 2
-    cos, sin = angles.cos(), angles.sin()
-    swapped = torch.cat([-heads[..., half:turned], heads[..., :half]], dim=-1)
-    expected = torch.cat([heads[..., :turned] * cos[:, None] + swapped * sin[:, None], heads[..., turned:]], dim=-1)
-    run_step(rotate_step(Rows.of(x), x.shape, 96, cos, sin), x.numel())
-    torch.testing.assert_close(x.view(rows, 4, 96), expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("scale", [1.0, 100.0])
-def test_gated_activations(rows: int, scale: float) -> None:
-    """Guards the exponentials, far out too, where one that overflows would make what is not a number."""
-    x, found = rows_of(rows, 602, scale), torch.empty(rows, 301)
+@pytest.mark.parametrize("rows", [1, 200])  # the last ones are more than a brief worker does
+def test_gated_activations(rows: int) -> None:
+    """Guards the exponentials far out, where one that overflows would make what is not a number."""
+    x, found = torch.randn(rows, 602, generator=torch.Generator().manual_seed(rows)) * 100, torch.empty(rows, 301)
     gate, up = x.split(301, dim=1)
     run_step(gate_step(Rows.of(x), found.data_ptr(), found.shape), x.numel())
     torch.testing.assert_close(found, F.silu(gate) * up, rtol=1e-5, atol=1e-5)

@@ -61,10 +61,8 @@ def test_parameters_have_their_defaults(kind: Any) -> None:
     rows = {row[0]: row[3] for row in cells(page)}
     for field in fields(kind):
         assert field.default is not MISSING
-        shown = {None: "none", (): "none", "": "none", False: "false"}.get(field.default, str(field.default))
-        shown = "0" if field.name in ("top_k", "min_tokens", "priority") else shown  # 0 == False
-        shown = "0.0" if isinstance(field.default, float) and not field.default else shown
-        shown = "true" if field.default is True else shown  # 1 == True
+        value = field.default
+        shown = "none" if value in (None, (), "") else str(value).lower() if isinstance(value, bool) else str(value)
         assert rows[field.name] == shown, field.name
 
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from cascade import Cascade, SamplingParams, Speculation
 from cascade.engine.draft_vocab import FILE
 from cascade.engine.loading import load
 from cascade.engine.model import Model
+from cascade.engine.network.survey import agree
 from cascade.errors import ModelError
 from cascade.scorer import Row
 from tests import small
@@ -38,6 +40,19 @@ def test_a_draft_says_what_the_whole_model_says_of_its_tokens(architecture: str,
     torch.testing.assert_close(found[:, SAID], expected[:, SAID])
     others = sorted({*range(VOCAB)} - {*SAID})
     assert (found[:, others] == torch.finfo(found.dtype).min).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_check_at_load_looks_at_what_is_said(dtype: torch.dtype) -> None:
+    """Guards against logits of unsaid tokens, which overflowed any norm: in bfloat16 no draft loaded, in float32 any did."""
+    network, said = SimpleNamespace(dtype=dtype), torch.arange(0, VOCAB, 3)
+    expected = torch.full((2, 5, VOCAB), torch.finfo(dtype).min, dtype=dtype)
+    expected[..., said] = torch.randn(2, 5, len(said)).to(dtype)
+    assert agree(network, expected, expected)
+    wrong, others = expected.clone(), expected.roll(1, -1)
+    wrong[..., said] += 1 + torch.randn(2, 5, len(said)).to(dtype)
+    assert not agree(network, wrong, expected)
+    assert not agree(network, others, expected)
 
 
 def test_a_draft_vocabulary_changes_no_text(tmp_path: Path) -> None:

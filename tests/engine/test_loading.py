@@ -1,15 +1,7 @@
 """Checkpoints: what is told of them before they are loaded, how they are loaded, and what is refused."""
 
-import hashlib
-import http.server
-import json
-import os
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +15,7 @@ from transformers import LlamaConfig
 from cascade import ModelError, SamplingParams
 from cascade.cli.main import main
 from cascade.cli.screen import console
+from cascade.drafters import DrafterSpec
 from cascade.engine.checkpoint import INDEX, anatomy
 from cascade.engine.heads.checkpoint import MAPS, num_weights
 from cascade.engine.model import Model
@@ -32,8 +25,7 @@ from cascade.scorer import Row
 from cascade.settings.check import needs
 from cascade.settings.config import CascadeConfig
 from tests import small
-from tests.architectures import CONTEXT, SERVED, VOCAB, build, config, each
-from tests.cases import rare
+from tests.architectures import CONTEXT, VOCAB, build, config, each
 from tests.heads import make
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
@@ -44,15 +36,22 @@ def logits(model: Model) -> Tensor:
     return model.logits([Row(model.new_cache(), 0, TEXT, len(TEXT), GREEDY)])
 
 
+def held_bytes(model: Model) -> int:
+    """Of all weights, those of a head included."""
+    networks = [model._network, *([model.reader.head] if model.reader else [])]
+    return sum(weight.nbytes for network in networks for weight in network.parameters())
+
+
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     build("llama").save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
-def test_checkpoint_becomes_the_same_model(checkpoint: Path) -> None:
-    """Guards loading: dtype as asked or as saved, sizes from the configuration, weights untouched."""
-    loaded, built = Model.from_pretrained(str(checkpoint), device="cpu"), Model(build("llama"))
+def test_checkpoint_becomes_the_same_model(checkpoint: Path, sharded: Path) -> None:
+    """Guards loading: one file or several, dtype as asked or as saved, sizes from the configuration, weights untouched."""
+    assert len(shards(sharded)) > 2
+    loaded, built = Model.from_pretrained(str(sharded), device="cpu"), Model(build("llama"))
     assert torch.equal(logits(loaded), logits(built))
     assert (loaded.vocab_size, loaded.context_len, loaded.dtype) == (VOCAB, CONTEXT, torch.float32)
     half = Model.from_pretrained(str(checkpoint), dtype="bfloat16", device="cpu")
@@ -104,27 +103,14 @@ def shards(folder: Path) -> list[Path]:
     return sorted(folder.glob("model-*.safetensors"))
 
 
-def test_shards_make_the_same_model(sharded: Path) -> None:
-    """Guards checkpoints of several files, as all large ones are."""
-    assert len(shards(sharded)) > 2
-    assert torch.equal(logits(Model.from_pretrained(str(sharded), device="cpu")), logits(Model(build("llama"))))
-
-
-@pytest.mark.parametrize("problem", ["missing", "truncated", "garbage", "longer", "empty", "index", "index of nothing"])
+@pytest.mark.parametrize("problem", ["missing", "truncated", "longer", "index", "index of nothing"])
 def test_damaged_shards_are_named(sharded: Path, problem: str) -> None:
     """Guards the start of a server: a download that broke off is named by its file, before anything is loaded."""
     file = sharded / INDEX if problem.startswith("index") else shards(sharded)[1]
     content = file.read_bytes()
-    changed = {
-        "truncated": content[:-100],
-        "garbage": b"garbage" * 1000,
-        "longer": content + b"\0",
-        "empty": b"",
-        "index": b"{",
-        "index of nothing": b"[]",
-    }
     file.unlink()
     if problem != "missing":
+        changed = {"truncated": content[:-100], "longer": content + b"\0", "index": b"{", "index of nothing": b"[]"}
         file.write_bytes(changed[problem])
     with pytest.raises(ModelError, match=rf"{file.name}.*download it again$") as caught:
         Model.from_pretrained(str(sharded), device="cpu")
@@ -148,7 +134,7 @@ def test_weights_without_room_are_refused(tmp_path: Path) -> None:
     assert anatomy(str(tmp_path)).cache_bytes_per_token == 2 * 8 * 128 * 2 * 2
 
 
-@pytest.mark.parametrize("name", each(name for name in SERVED if name != "jetmoe"))  # whose attention chooses heads by content
+@pytest.mark.parametrize("name", each())
 def test_anatomy_is_that_of_the_loaded_model(name: str, tmp_path: Path) -> None:
     """Guards `cascade check` and the planner: what is told before loading must be what is held afterwards."""
     config(name).save_pretrained(tmp_path)
@@ -158,12 +144,12 @@ def test_anatomy_is_that_of_the_loaded_model(name: str, tmp_path: Path) -> None:
     held = sum(shape.kv_heads * (shape.key_size + shape.value_size) * 4 for shape in cache.shapes.values())
     told = anatomy(str(tmp_path), dtype="float32")
     assert told.parameters == model.num_parameters
-    assert told.weight_bytes == model.weight_bytes
+    assert told.weight_bytes == held_bytes(model)
     assert told.cache_bytes_per_token == held
-    assert (told.vocab_size, told.context_len) == (model.vocab_size, model.context_len)
+    assert told.context_len == model.context_len
 
 
-@pytest.mark.parametrize("name", ["falcon", "qwen3_next", rare("bloom"), rare("mamba")])
+@pytest.mark.parametrize("name", ["falcon", "qwen3_next"])
 def test_anatomy_refuses_what_cannot_be_served(name: str, tmp_path: Path) -> None:
     """Guards the user's time: a model whose layers bypass the cache is known by its configuration."""
     config(name).save_pretrained(tmp_path)
@@ -205,7 +191,7 @@ def test_check_tells_what_heads_need(tmp_path: Path) -> None:
     """Guards the figures with a drafter that reads the model: nobody was told that its weights have to fit, too."""
     drafting = demo(engine_kwargs={"drafter": {"kind": "eagle3", "source": small.head()}})
     told = needs(CascadeConfig.parse(drafting))[-1]
-    held = Model.from_pretrained(small.paths()[-1], drafter=small.head()).weight_bytes
+    held = held_bytes(Model.from_pretrained(small.paths()[-1], drafter=DrafterSpec("head", small.head())))
     assert told.weight_bytes == pytest.approx(held, rel=1e-3)  # norms may be held in float32
     assert held > told.anatomy.weight_bytes
     code, output = checked(tmp_path / "c.yaml", drafting)
@@ -213,21 +199,11 @@ def test_check_tells_what_heads_need(tmp_path: Path) -> None:
     assert "MiB drafter" in output
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "medusa_lm_head.pt"])
-@pytest.mark.parametrize("style", ["medusa", "eagle3"])
-def test_sizes_of_heads_are_told_by_their_headers(style: str, file: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_sizes_of_heads_are_told_by_their_headers(file: str, tmp_path: Path) -> None:
     """Guards both kinds of files; tensors that are no weights do not count."""
-    made = make(style, tmp_path)
+    made = make("eagle3", tmp_path)
     assert num_weights(made.write(file)) == sum(weight.numel() for name, weight in made.weights.items() if name not in MAPS)
-
-
-def test_check_misses_heads(tmp_path: Path) -> None:
-    """Guards a slip in a head's path: it was told once all models were loaded."""
-    for source, words in ((str(tmp_path / "none"), "There is no folder"), (str(tmp_path), "it has none of the files")):
-        code, output = checked(tmp_path / "c.yaml", demo(engine_kwargs={"drafter": {"kind": "eagle3", "source": source}}))
-        assert code == 1
-        assert "The drafter of tier full cannot be used: " in output
-        assert words in output
 
 
 def test_check_refuses_in_a_sentence(tmp_path: Path, sharded: Path) -> None:
@@ -244,6 +220,10 @@ def test_check_refuses_in_a_sentence(tmp_path: Path, sharded: Path) -> None:
     code, output = checked(tmp_path / "c.yaml", demo(model_loading_config={"model_id": "m", "model_source": str(sharded)}))
     assert code == 1
     assert "The model of tier full cannot be used: The checkpoint" in output
+    code, output = checked(tmp_path / "c.yaml", demo(engine_kwargs={"drafter": {"kind": "eagle3", "source": str(tmp_path)}}))
+    assert code == 1
+    assert "The drafter of tier full cannot be used: " in output
+    assert "it has none of the files" in output
 
 
 def test_check_knows_accelerators(tmp_path: Path) -> None:
@@ -265,98 +245,21 @@ def test_check_knows_accelerators(tmp_path: Path) -> None:
 # the hub
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the Hugging Face hub as downloads need: the model ``some/model`` in the branches main and v2."""
-
-    root: Path
-    asked: ClassVar[list[str]] = []
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        self.asked.append(self.path)
-        parts = self.path.partition("?")[0].strip("/").split("/")
-        if parts[:4] == ["api", "models", "some", "model"]:
-            revision = parts[5] if len(parts) > 5 else "main"
-            files = sorted((self.root / self.branch(revision)).iterdir())
-            tree = [{"type": "file", "path": file.name, "size": file.stat().st_size, "oid": "0"} for file in files]
-            info = {"id": "some/model", "sha": self.commit(revision), "siblings": [{"rfilename": file.name} for file in files]}
-            self.answer(json.dumps(tree if parts[4:5] == ["tree"] else info).encode(), revision)
-            return
-        file = self.root / self.branch(parts[3]) / parts[4] if parts[:3] == ["some", "model", "resolve"] else None
-        if file is None or not file.is_file():
-            self.send_response(404)
-            self.send_header("X-Error-Code", "EntryNotFound")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
-        self.answer(file.read_bytes(), parts[3])
-
-    def answer(self, content: bytes, revision: str) -> None:
-        self.send_response(200)
-        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
-        self.send_header("X-Repo-Commit", self.commit(revision))
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(content)
-
-    def branch(self, revision: str) -> str:
-        return {"a" * 40: "main", "b" * 40: "v2"}.get(revision, revision)
-
-    def commit(self, revision: str) -> str:
-        return ("b" if self.branch(revision) == "v2" else "a") * 40
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
-
-
-@pytest.fixture
-def hub(tmp_path: Path) -> Iterator[str]:
-    """Address of a hub with another model in each branch."""
-    for seed, branch in enumerate(("main", "v2")):
-        build("llama", seed=seed).save_pretrained(tmp_path / branch, max_shard_size="20KB")
-    handler = type("TestHub", (Hub,), {"root": tmp_path})
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
-
-
-FETCH = """
-import json, sys
-from cascade.engine.checkpoint import anatomy
-from cascade.engine.model import Model
-from cascade.scorer import Row
-from cascade import SamplingParams
-params = SamplingParams(temperature=0, seed=0)
-for revision in sys.argv[1:]:
-    told = anatomy("some/model", revision=revision)
-    model = Model.from_pretrained("some/model", revision=revision, device="cpu")
-    print(json.dumps([told.parameters, model.run([Row(model.new_cache(), 0, list(range(3, 33)), 30, params)])[0].own]))
-"""
-
-
-def test_models_come_from_the_hub_at_a_revision(hub: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("revision", "seed"), [(None, 0), ("v2", 1), ("b" * 40, 1)])
+def test_models_come_from_the_hub_at_a_revision(
+    revision: str | None, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards hub ids: the shards of the branch or commit that is named, and none of another."""
-    proxies = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PROXY", "all_proxy"), "")
-    settings = {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", FETCH, "main", "b" * 40],
-        env={**os.environ, **proxies, **settings},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    for seed, line in enumerate(done.stdout.splitlines()[-2:]):
-        model = Model(build("llama", seed=seed))
-        expected = model.run([Row(model.new_cache(), 0, TEXT, len(TEXT), GREEDY)])[0].own
-        assert json.loads(line) == [model.num_parameters, expected]
+    cached = tmp_path / "models--some--model"
+    (cached / "refs").mkdir(parents=True)
+    for place, branch in enumerate(("main", "v2")):
+        commit = "ab"[place] * 40
+        build("llama", seed=place).save_pretrained(cached / "snapshots" / commit, max_shard_size="60KB")
+        (cached / "refs" / branch).write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    model = Model.from_pretrained("some/model", revision=revision, device="cpu", num_threads=1)
+    assert torch.equal(logits(model), logits(Model(build("llama", seed=seed), num_threads=1)))
 
 
 def test_a_hub_out_of_reach_is_told_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

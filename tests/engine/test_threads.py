@@ -59,6 +59,18 @@ def test_threads_that_bring_nothing_are_left_to_others() -> None:
     assert Machine(work_s=0.0, meet_s=1e-9).find(2).count(1) == 1
 
 
+def test_a_pause_while_threads_are_chosen_costs_no_core_for_good() -> None:
+    """Guards against a neighbour's noise: passes that were held up once made a model use one core for its whole life."""
+    machine = Machine(work_s=1e-4, meet_s=0.0)
+
+    def held_up(num_tokens: int) -> None:
+        machine.run(num_tokens)
+        if torch.get_num_threads() > 1 and len(machine.sizes) % 8:  # most passes with several threads
+            machine.now += 0.05
+
+    assert Threads.find(held_up, 2, lambda: machine.now).count(32) == 2
+
+
 def test_a_large_model_is_not_timed() -> None:
     """Guards the start of large models: what takes long even with all threads is worth them all."""
     machine = Machine(work_s=5 * LONG_S, meet_s=0.0)

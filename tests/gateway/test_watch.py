@@ -1,6 +1,8 @@
 """Watched requests: streams tell of guesses that nobody has judged yet; others pay nothing for it."""
 
+import contextlib
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,18 +14,16 @@ from cascade.answer import Answer
 from cascade.client import Client
 from cascade.draft import Draft
 from cascade.errors import InvalidRequest
-from cascade.messages import Lane, Open, Proposal, origin
+from cascade.messages import Lane, Message, Proposal, origin
 from cascade.params import Handling, SamplingParams, Speculation
 from cascade.scorer import Scored
 from cascade.session.session import Session
-from cascade.tier.local_links import join
 from cascade.tier.tier import Tier
 from tests.doors import House, serving
 from tests.http.test_http import PROMPT, ask
-from tests.tier.test_tier import Inbox, Silent, opening, settle
-from tests.waiting import LONG_S
+from tests.tier.test_tier import Inbox, Silent, finish, opening, running
 
-PARAMS = SamplingParams(max_tokens=48, temperature=0.7, seed=3, ignore_eos=True)
+PARAMS = SamplingParams(max_tokens=24, temperature=0.7, seed=3, ignore_eos=True)
 WATCHED = Handling(watch=True)
 ALL = Speculation(tiers=("tiny", "medium"))  # whether they pay or not
 
@@ -60,7 +60,7 @@ def test_lanes_are_guesses(served: House) -> None:
 def test_lanes_over_http(served: House) -> None:
     """Guards the extension of streams, in both kinds of completions; whole answers have nothing to watch."""
     extra = {"watch": True, "speculation": {"tiers": ["tiny", "medium"]}}
-    asked: dict[str, Any] = {"model": served.model, "max_tokens": 30, "seed": 3, "stream": True, "extra_body": extra}
+    asked: dict[str, Any] = {"model": served.model, "max_tokens": 16, "seed": 3, "stream": True, "extra_body": extra}
     with OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
         for pieces in (
             list(client.completions.create(prompt=PROMPT, echo=True, logprobs=0, **asked)),
@@ -77,51 +77,35 @@ def test_lanes_over_http(served: House) -> None:
         client.generate(PROMPT, PARAMS, None, WATCHED)
 
 
+class Heard(Inbox):
+    """Keeps what it hears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proposals: list[Proposal] = []
+
+    def send(self, messages: Sequence[Message]) -> None:
+        self.proposals += [message for message in messages if isinstance(message, Proposal)]
+        super().send(messages)
+
+
 @pytest.mark.parametrize("watch", [False, True])
 def test_only_watched_sessions_send_more(watch: bool) -> None:
     """Guards the cost of everybody else: one proposal a pass, without lanes."""
-    models = [ToyModel(agreement=0.6, pass_s=0.002), ToyModel(pass_s=0.08)]
-    tiers = [Tier(str(level), level, model) for level, model in enumerate(models)]
-    join(tiers)
-    for tier in tiers:
-        tier.start()
-    request: Open = replace(opening(3, 0.5, 24, chain=("0",)), watch=watch)
-    inbox, answer, heard = Inbox(), Answer(request, Silent()), []
-    tiers[-1].post([request], inbox)
-    while not answer.finished:
-        said = inbox.messages.get(timeout=LONG_S)
-        assert isinstance(said, Proposal)
-        heard.append(said)
-        _, commit = answer.receive(said)
-        if commit is not None:
-            tiers[-1].post([commit])
+    tiers = [Tier("0", 0, ToyModel(agreement=0.6, pass_s=0.002)), Tier("1", 1, ToyModel(pass_s=0.04))]
+    request = replace(opening(3, 0.5, 12, chain=("0",)), watch=watch)
+    inbox, answer = Heard(), Answer(request, Silent())
+    with contextlib.contextmanager(running)(tiers):
+        tiers[-1].post([request], inbox)
+        finish(tiers[-1], inbox, {request.session: answer})
     own_passes = sum(edge.passes for edge in answer.edges if edge.verifier == "1")
-    assert (len(heard) > own_passes) == watch
-    assert any(said.lanes for said in heard) == watch
-    for tier in tiers:
-        tier.drop(inbox)
-    settle(tiers)
-    for tier in tiers:
-        tier.close()
-
-
-def test_lanes_of_a_cut_text_are_not_told() -> None:
-    """Guards against guesses after a text that is no more: after a correction only what joins the text is a lane."""
-    session = Session(replace(opening(3, 0.0, 20, chain=("medium",)), watch=True), "full", 2, 32)
-    session.attach("medium", "m", ())
-    session.kv_len = len(session.text) - 1
-    end = len(session.text)
-    guesses = bytes([origin(1, False)] * 4)
-    session.propose(Proposal("m", end, Draft((1, 2, 3, 4), guesses), lanes=(Lane("tiny", end + 4, (5, 6)),)))
-    assert session.lanes == (Lane("medium", end, (1, 2, 3, 4)), Lane("tiny", end + 4, (5, 6)))
-    session.advance(session.work(100), Scored((1, 9, 0, 0, 0)))
-    assert session.lanes == (Lane("medium", end + 2, ()),)
-    session.detach()
-    assert session.lanes == ()
+    assert (len(inbox.proposals) > own_passes) == watch
+    assert any(said.lanes for said in inbox.proposals) == watch
 
 
 def test_lanes_are_trees_behind_the_text() -> None:
-    """Guards branches that are shown: the drafter tells its whole tree, tiers below it what is left behind the text."""
+    """Guards guesses that are shown: the drafter tells its whole tree, tiers below it what is left behind the text, and nothing
+    after a text that was cut."""
     session = Session(replace(opening(3, 0.0, 20, chain=("medium",)), watch=True), "full", 2, 32)
     session.attach("medium", "m", ())
     session.kv_len = len(session.text) - 1
@@ -133,3 +117,5 @@ def test_lanes_are_trees_behind_the_text() -> None:
     session.advance(session.work(100, [0, 1]), Scored((1, 2, 5)))
     assert session.lanes == (Lane("medium", end + 3, ()), Lane("tiny", end + 3, (6, 7), (-1, -1)))
     assert tiny.after([*session.text[: end + 2], 9]).tokens == ()
+    session.detach()
+    assert session.lanes == ()

@@ -86,11 +86,10 @@ class Node:
 
     @property
     def occupied(self) -> tuple[int, ...]:
-        streams = sum(len(stream.sessions) for stream in self.downlink._streams.values())
         stores = self.model.leaks - len(
             self.tier.kv_admission.block_manager._kept
         )  # those of sessions, not those kept for reuse
-        return self.tier.num_sessions, len(self.server.leases), self.downlink.num_sessions, streams, stores
+        return self.tier.num_sessions, len(self.server.leases), self.downlink.num_sessions, stores
 
 
 class Net:
@@ -148,13 +147,12 @@ class Net:
 
     async def settle(self) -> None:
         """Wait until nothing is occupied anywhere."""
-        nothing = {"router": (0, 0), **dict.fromkeys(self.nodes, (0,) * 5)}
+        nothing = {"router": (0,), **dict.fromkeys(self.nodes, (0,) * 4)}
         await until(lambda: self.occupied == nothing and all(lease.task.done() for lease in self.leases), lambda: self.occupied)
 
     @property
     def occupied(self) -> dict[str, tuple[int, ...]]:
-        streams = sum(len(stream.sessions) for stream in self.router._streams.values())
-        return {"router": (self.router.num_sessions, streams), **{name: node.occupied for name, node in self.nodes.items()}}
+        return {"router": (self.router.num_sessions,), **{name: node.occupied for name, node in self.nodes.items()}}
 
     async def close(self) -> None:
         await self.router.close()
@@ -220,18 +218,19 @@ async def relay(address: str) -> AsyncIterator[tuple[str, Callable[[], None]]]:
             if not dead.is_set():
                 sink.write(data)
 
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        ends.append(writer)  # at once: a task may be cancelled before it begins
+        joining.add(asyncio.create_task(connect(reader, writer)))
+
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        joining.add(asyncio.current_task())
-        ends.append(writer)
         there, back = await asyncio.open_connection(*address.split(":"))
         ends.append(back)
         await asyncio.gather(pump(reader, back), pump(there, writer))
 
-    async with await asyncio.start_server(connect, "127.0.0.1", 0) as server:
+    async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", dead.set
         server.close()
-        for _ in range(3):  # what the kernel has taken reaches `connect`
-            await asyncio.sleep(0)
+        await asyncio.sleep(0.01)  # what has been accepted reaches `accept`: gRPC may just have come again
         for task in joining:
             task.cancel()
         await asyncio.gather(*joining, return_exceptions=True)

@@ -3,13 +3,12 @@
 from typing import Any, get_type_hints
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cascade.draft import Dist, Draft
-from cascade.messages import Close, Commit, Edge, Failed, Lane, Logprobs, Message, Open, Proposal, Rules
-from cascade.params import MAX_SEED, RULES, SamplingParams, Structured
+from cascade.draft import Draft
+from cascade.messages import Close, Commit, Edge, Failed, Lane, Logprobs, Message, Open, Proposal
+from cascade.params import MAX_SEED, SamplingParams, Structured
 from cascade.v1 import link_pb2 as pb
 from deployments.links.codec import decode, encode
 
@@ -64,27 +63,21 @@ params = some(
 )
 parents = st.lists(st.integers(0, 99), max_size=8).map(lambda drawn: tuple(n % (node + 1) - 1 for node, n in enumerate(drawn)))
 lanes = parents.flatmap(lambda shape: some(Lane, tokens=several(ids, len(shape)), parents=st.sampled_from(((), shape))))
-rule = st.sampled_from(RULES)
 opens = some(
     Open,
     tokens=st.lists(ids, min_size=3, max_size=8).map(tuple),
     prompt_len=st.integers(1, 3),
     params=params,
     priority=st.integers(-1000, 1000),
-    rules=st.builds(Rules, rule, rule, ids, ids),
     affinity=st.just(""),  # which stays at the router, as does the next
     train=st.just(True),
 )
-probabilities = several(st.tuples(ids, st.floats(0, 1, width=32, exclude_min=True)))
-dists = probabilities.map(lambda pairs: Dist(tuple(id for id, _ in pairs), tuple(prob for _, prob in pairs)))
 values = st.floats(-1e6, 0, width=32)
 logprobs = st.builds(Logprobs, values, several(st.tuples(ids, values)))
 proposals = st.integers(0, 8).flatmap(
     lambda length: some(
         Proposal,
-        draft=st.builds(
-            Draft, several(ids, length), st.binary(min_size=length, max_size=length), dists=st.just(()) | several(dists, length)
-        ),
+        draft=st.builds(Draft, several(ids, length), st.binary(min_size=length, max_size=length)),
         edges=several(some(Edge, accepted_by_rank=several(ids), proposed_by_rank=several(ids))),
         logprobs=st.just(()) | several(logprobs, length),
         prompt_logprobs=several(logprobs),
@@ -102,16 +95,6 @@ def test_codec_keeps_every_message(batch: list[Message]) -> None:
     for name in ("edges", "logprobs", "prompt_logprobs", "lanes", "skip_reason", "cached"):  # which equality leaves out
         said = [[getattr(m, name) for m in some if isinstance(m, Proposal)] for some in (arrived, batch)]
         assert said[0] == said[1]
-    drawn = [[dist.listed for m in some if isinstance(m, Proposal) for dist in m.draft.dists] for some in (arrived, batch)]
-    assert drawn[0] == drawn[1]
-
-
-def test_distributions_cross_processes_as_numbers() -> None:
-    """Guards the wire against tensors, whose memory is the whole pass's, and against tokens without a chance."""
-    passes = torch.arange(8.0).reshape(2, 4) / 22
-    dist = Dist(torch.tensor([7, 5, 6, 2]), passes[0])
-    [sent] = encode([Proposal("s", 1, Draft((5,), bytes(1), dists=(dist,)))]).messages[0].proposal.dists
-    assert (list(sent.ids), list(sent.probs)) == ([5, 6, 2], passes[0, 1:].tolist())
 
 
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 1, "repetition_penalty": 1.0, "seed": 1}
@@ -142,26 +125,17 @@ WRONG = {
     "max_tokens 0": sampled(max_tokens=0),
     "seed too large": sampled(seed=2**64 - 1),
     "no seed": sampled(seed=None),
-    "unknown rule": opened(rules={"rule": "lucky", "above": "coupled"}),
     "origins of another length": proposed(origins=bytes(1)),
     "confidences of another length": proposed(confidences=bytes(1)),
-    "distributions of another length": proposed(dists=[pb.Dist()]),
-    "distributions of a tree": proposed(parents=[0, 0], dists=[pb.Dist(), pb.Dist()]),
-    "a distribution without probabilities": proposed(dists=[pb.Dist(ids=[1]), pb.Dist()]),
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
 def test_what_makes_no_sense_is_refused(wrong: pb.Message) -> None:
-    """Guards a tier against passes that fail for what its neighbour says."""
+    """Guards a tier against passes that fail for what its neighbour says; one thing is wrong at a time."""
+    decode(pb.Batch(messages=[opened(), proposed()]))
     with pytest.raises(ValueError, match=r"."):
         decode(pb.Batch(messages=[wrong]))
-
-
-@pytest.mark.parametrize("right", [opened(), proposed()], ids=["open", "proposal"])
-def test_what_the_wrong_messages_are_made_of_is_taken(right: pb.Message) -> None:
-    """Guards the test above, in which one thing is wrong at a time."""
-    decode(pb.Batch(messages=[right]))
 
 
 def test_every_kind_has_its_strategy() -> None:

@@ -10,7 +10,7 @@ from benchmarks.toy import ToyModel, full_text
 from cascade.errors import ConfigError, Unavailable
 from cascade.messages import Failed, Message
 from cascade.scorer import Row, Scored
-from cascade.tier import watchdog
+from cascade.tier import runner
 from deployments.links import uplink
 from deployments.links.downlink import Downlink
 from deployments.links.leases import LeasePool
@@ -39,8 +39,8 @@ async def test_many_sessions_share_a_stream(net: Net) -> None:
     answers = await asyncio.gather(*(net.text(request) for request in requests))
     for request, (text, _) in zip(requests, answers, strict=True):
         assert text == full_text(ToyModel(), request)
-    assert len(net.router._streams) == 1
-    assert len(net.nodes["full"].downlink._streams) == 2
+    assert len(net.router._mailboxes) == 1
+    assert len(net.nodes["full"].downlink._mailboxes) == 2
     assert net.failures == []
     await net.settle()
 
@@ -63,7 +63,7 @@ async def test_dead_replica_degrades_and_a_new_one_is_used(net: Net) -> None:
     assert drafted(answer).keys() >= {"medium", "tiny"}
     assert net.failures == []
     await net.settle()
-    assert old.occupied[0] == old.occupied[4] == 0
+    assert old.occupied[0] == old.occupied[3] == 0
 
 
 async def test_dead_full_replica_is_replaced(net: Net) -> None:
@@ -96,7 +96,7 @@ class Hanging(CountingModel):
 
 async def test_sessions_leave_a_replica_whose_pass_hangs(empty: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards requests, and health, against a pass that does not end: the replica was healthy, its requests ended with 503."""
-    monkeypatch.setattr(watchdog, "GRACE_S", 0.3)
+    monkeypatch.setattr(runner, "GRACE_S", 0.3)
     monkeypatch.setattr(uplink, "REFUSAL_S", 0.0)
     model = Hanging(pass_s=0.004)
     old = empty.nodes["full"] = Node(2, model, {})
@@ -118,7 +118,7 @@ async def test_sessions_leave_a_replica_whose_pass_hangs(empty: Net, monkeypatch
     assert not old.tier.hangs
     await old.stop()
     await empty.settle()
-    assert old.occupied == (0, 0, 0, 0, 0)
+    assert old.occupied == (0, 0, 0, 0)
 
 
 async def test_nobody_at_the_address_fails_the_session(empty: Net) -> None:

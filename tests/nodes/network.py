@@ -12,8 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import psutil
 
@@ -192,17 +191,11 @@ class Network:
             self.outside.kill()
         shutil.rmtree(self._root, ignore_errors=True)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
 
 def obstacle() -> str | None:
     """Why there can be no such network here, found out by trying; ``None`` if there can."""
     try:
-        with Network() as network:
+        with contextlib.closing(Network()) as network:
             network.add("probe", 1)
     except OSError as error:  # `unshare` or `ip` is not there, too
         return " ".join(str(error).split())

@@ -10,8 +10,7 @@ import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from cascade.settings.config import CascadeConfig
 from tests import small
@@ -151,15 +150,6 @@ class Nodes:
         """Addresses of the connections between two processes, of both ends."""
         far = {(there, here) for here, there in _connections(other)}
         return {(here[0], there[0]) for here, there in _connections(one) if (here, there) in far}
-
-    def close(self) -> None:
-        self.network.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
 
 class Outside:

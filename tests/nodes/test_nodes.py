@@ -70,7 +70,8 @@ def nodes(expected: list[Completion]) -> Iterator[Nodes]:
     """
     if why := obstacle():
         pytest.skip(f"needs root, CAP_NET_ADMIN and `ip`: {why}")
-    with Nodes(Network(), RESOURCES) as nodes:
+    with contextlib.closing(Network()) as network:
+        nodes = Nodes(network, RESOURCES)
         nodes.start(HEAD, "drafting", "judging")
         nodes.deploy(family())
         yield nodes

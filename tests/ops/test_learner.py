@@ -25,6 +25,7 @@ from deployments.gateway.admission.metrics import RouterMetrics
 from deployments.gateway.admission.places import Places
 from deployments.ops import collector, learner
 from deployments.ops.collector import Collector
+from deployments.ops.drift import BATCH_S, WARM
 from deployments.ops.learner import Canary, Learner, Weights
 from tests import small
 from tests.waiting import until
@@ -112,7 +113,7 @@ async def test_a_tier_learns_from_its_traffic(tmp_path: Path, monkeypatch: pytes
         await until(lambda: not made.progress()["answers"])
     finally:
         await Learner.__del__(made)
-    assert Reservoir(Limits(), tmp_path, None).newest == []
+    assert Reservoir(Limits(), tmp_path).newest == []
     assert [tiers[name].sources for name in ("medium", "full")] == [[], []]
 
 
@@ -121,6 +122,7 @@ class Away:
 
     def __init__(self) -> None:
         self.taken: list[Sample] = []
+        self.drifting: list[str] = []
         self.away = False
         self.take = SimpleNamespace(remote=self._take)
 
@@ -128,6 +130,7 @@ class Away:
         if self.away:
             raise RuntimeError("the actor died")
         self.taken += samples
+        self.drifting = [*drifting]
         return {"answers": len(self.taken), "students": {}}
 
 
@@ -171,3 +174,25 @@ async def test_a_learner_that_is_away_costs_no_answer(monkeypatch: pytest.Monkey
     await asyncio.sleep(0.2)
     await made.close()
     assert [one.tokens[0] for one in away.taken] == list(range(600 - collector.MOST_HELD, 600))
+
+
+async def test_a_drafter_that_drifts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards rounds that drift begins: the learner is told of the drafter whose acceptance falls, and of no other."""
+    away, now = Away(), [0.0]
+    monkeypatch.setattr(collector, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
+    made = await offered(monkeypatch, away, [])
+
+    def answer(right: int, wrong: int) -> None:
+        edges = (Edge("tiny", "medium", agreed=right, corrected=wrong), Edge("medium", "full", agreed=180, corrected=20))
+        stats = Stats(1, 1, edges=edges)
+        now[0] += BATCH_S
+        made.offer(opening(1, params={"temperature": 0}), [7], Completion("", (7,), "length", 1, stats), Account("alice"))
+
+    for _ in range(2 * WARM):
+        answer(180, 20)
+    await until(lambda: away.taken)
+    assert away.drifting == []
+    for _ in range(WARM):
+        answer(40, 160)
+    await until(lambda: away.drifting == ["tiny"], lambda: away.drifting)
+    await made.close()

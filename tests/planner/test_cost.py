@@ -9,19 +9,19 @@ from hypothesis import strategies as st
 
 from benchmarks.toy import ToyModel
 from cascade.engine.model import Model
-from cascade.planner.cost import CHUNK, CONTEXT, GRID, Profile, measure
+from cascade.planner.cost import CHUNK, Profile
 from cascade.scorer import Row, Scored
-from cascade.simulation.scenario import Request, Scenario, SimTier
-from cascade.simulation.simulate import simulate
+from cascade.tier.runner import CONTEXT, GRID, measure
 from tests.architectures import build
 from tests.tier.test_tier import alone, opening, written
+from tests.waiting import LONG_S
 
 POINTS = ((1, 0.010), (2, 0.011), (8, 0.014), (64, 0.070))
 
 
 def test_costs_of_a_known_model_are_found() -> None:
     """Guards the profile against timing something else than the pass: a model that sleeps says what it costs."""
-    profile = measure(ToyModel(pass_s=0.004, token_s=0.0005), max_tokens=16)
+    profile = measure(ToyModel(pass_s=0.004, token_s=0.0005), max_tokens=16, budget_s=LONG_S)
     for tokens in (1, 4, 16):
         assert profile.predict(tokens) >= 0.004 + 0.0005 * tokens
     assert profile.predict(16) > profile.predict(1)
@@ -129,12 +129,3 @@ def test_one_pause_is_no_measure() -> None:
     assert profile.predict(1) < 0.011
     record(profile, 0.0)
     assert profile.predict(1) > 0.009
-
-
-def test_simulator_takes_the_profile() -> None:
-    """Guards the seam to the simulator: virtual time is what the profile says."""
-    profile = Profile(POINTS, context_s=1e-5)
-    request = Request(prompt=(0,))
-    tier = SimTier("full", ToyModel(), profile.cost(context=100))
-    outcome = simulate(Scenario((tier,), (request,)))
-    assert outcome.elapsed_s == pytest.approx(outcome.usage[-1].passes * (0.010 + 100 * 1e-5))

@@ -9,7 +9,7 @@ from cascade import Cascade, SamplingParams
 from deployments.ops.launch import Server
 from tests.served.test_serve import PROMPT, alone
 
-SECONDS, CLIENTS = 6.0, 3
+SECONDS, CLIENTS = 3.0, 3
 
 
 def test_clients_for_some_seconds(server: Server, reference: Cascade) -> None:

@@ -1,6 +1,7 @@
 """Configurations: what is wrong is refused before anything starts, and what is right reaches Ray Serve."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,16 +9,11 @@ from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner
 from ray import serve
 from ray.serve._private.api import call_user_app_builder_with_args_if_necessary as call_builder
 from ray.serve.schema import ServeDeploySchema
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from cascade import family
-from cascade.cli.main import main
-from cascade.drafters import DrafterSpec, source_and_kind
+from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ConfigError
 from cascade.settings.config import CascadeConfig
 from deployments import app, versions
@@ -57,18 +53,10 @@ def learning(student: str, **engine_kwargs: Any) -> dict[str, Any]:
 
 WRONG: dict[str, tuple[Any, str]] = {
     "no tiers": ({"window": 3}, r"tiers is missing; add it"),
-    "six tiers": ({"tiers": [tier(f"t{i}") for i in range(6)]}, r"tiers: it has 6 entries, but may have at most 5$"),
-    "tiers a mapping": ({"tiers": tier()}, r"tiers: it must be a list$"),
+    "six tiers": ({"tiers": [tier(f"t{i}") for i in range(6)]}, r"tiers: tuple should have at most 5 items"),
     "same name twice": ({"tiers": [tier("a"), tier("a")]}, r"two tiers are named 'a'"),
-    "unknown drafter": (engine(drafter="oracle"), r"drafter.kind is 'oracle': it must be one of auto, lookup"),
-    "drafter twice": (engine(drafter=["lookup", "lookup"]), r"'lookup' twice: once is enough"),
     "drafter as a tier": ({"tiers": [tier("suffix"), tier("full")]}, r"give the tier another name"),
     "corpus without a file": (engine(drafter="corpus"), r"needs a source: the path of a text file"),
-    "file without a corpus": (engine(drafter={"kind": "suffix", "source": "f"}), r"'suffix' reads no file: remove it"),
-    "two heads": (
-        engine(drafter=[{"kind": "eagle3", "source": "a/b"}, {"kind": "medusa", "source": "c/d"}]),
-        r"drafter names eagle3 and medusa: a model has one drafter that reads it",
-    ),
     "head without weights": (engine(drafter="head"), r"'head' needs a source: the path or hub id"),
     "head on vLLM": (
         engine(drafter={"kind": "head", "source": "a/b"}, engine="vllm"),
@@ -78,7 +66,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         engine(engine="cascade", tensor_parallel_size=2),
         r"tensor_parallel_size is 2, which only vLLM can do: set engine to 'vllm'",
     ),
-    "an engine nobody knows": (engine(engine="llama.cpp"), r"engine is 'llama\.cpp': it must be 'cascade', 'vllm' or MODULE:"),
+    "an engine nobody knows": (engine(engine="llama.cpp"), r"engine is 'llama\.cpp': string should match"),
     "an argument of vLLM without it": (
         engine(enforce_eager=True),
         r"enforce_eager is not a known key; remove it, mend its spelling, or set engine to 'vllm'",
@@ -87,31 +75,28 @@ WRONG: dict[str, tuple[Any, str]] = {
         engine(quantization="awq", num_threads=2),
         r"quantization is 'awq', which only vLLM can do: set engine to 'vllm', and remove what only our own engine takes",
     ),
-    "layers without a kind": (engine(drafter={"layers": 4}), r"source and layers need their kind beside them"),
-    "layers of a lookup": (engine(drafter={"kind": "lookup", "layers": 4}), r"layers is 4, but 'lookup' runs no layers of its"),
-    "an exit without layers": (engine(drafter="exit"), r"layers is None: name how many of the first layers 'exit' runs"),
+    "a head that is gone": (
+        engine(drafter="mtp"),
+        r"drafter.kind is 'mtp': .* auto, lookup, suffix, corpus, head, eagle, eagle3",
+    ),
     "router": ({"tiers": [tier("router"), tier("full")]}, r"no tier can be named 'router'"),
-    "full tier that learns": (learning("full"), r"names 'full', the full tier, whose text is the answer: remove it"),
-    "nobody that learns": (learning("large"), r"alignment\.students names 'large': it takes tiny, eagle3"),
+    "full tier that learns": (learning("full"), r"names 'full': it takes tiny, eagle3"),
     "head that is not there": (learning("eagle3"), r"names 'eagle3', and tier 'full' has no such head"),
     "quantized learning": (learning("tiny", quantization="int8"), r"names 'tiny', whose quantization is 'int8', .*remove one"),
     "read learning": (
         learning("tiny", drafter={"kind": "eagle3", "source": "a/b"}),
-        r"names 'tiny', which a head reads that would not fit it any more",
-    ),
-    "nobody to teach": (
-        {"tiers": [tier("full")], "alignment": {"folder": "/shared"}},
-        r"alignment has nobody to teach: give a lower tier that is not quantized, or the full tier an eagle3 head",
+        r"names 'tiny', whose head would not fit new weights",
     ),
     "key for nothing": (
         {"tiers": [tier("tiny"), tier("full")], "alignment": {"folder": "/shared", "key_env": "KEY"}},
         r"key_env is 'KEY', but nothing is on disk: set on_disk to true, or remove it",
     ),
+    "one device of several workers": (
+        {"tiers": [tier("tiny"), tier("full")], "alignment": {"folder": "/shared", "device": "cuda:0", "num_workers": 2}},
+        r"device is 'cuda:0' of 2 workers: remove it",
+    ),
     "unknown key": ({"tiers": [tier()], "windw": 3}, r"windw is not a known key; remove it"),
-    "key no string": ({"tiers": [tier()], 5: 6}, r"5.*"),
     "dtype": (engine(dtype="int4"), r"dtype is 'int4': .*'bfloat16'"),
-    "patience infinite": (engine(patience=float("inf")), r"patience is inf"),
-    "num_replicas a word": (deploying(num_replicas="many"), r"num_replicas.* is 'many'"),
     "a key in the file": ({"tiers": [tier()], "router": {"access": {"keys": {}}}}, r"router\.access\.keys is not a known key"),
     "embedded source": (
         one(model_loading_config={"model_id": "m", "model_source": "embedded:nonsense"}),
@@ -122,8 +107,6 @@ WRONG: dict[str, tuple[Any, str]] = {
         one(placement_group_config={"bundle": [{"CPU": 1}]}),
         r"placement_group_config of tier full has the key 'bundle': it takes bundles, strategy, bundle_label_selector",
     ),
-    "user_config": (deploying(user_config={}), r"user_config cannot be given here: it is made of the configuration"),
-    "logging option": (deploying(logging_config={"encodin": "JSON"}), r"tier full.*encodin"),
     "request router option": (
         deploying(request_router_config={"backoff": 1}),
         r"request_router_config of tier full has the unknown key 'backoff'",
@@ -133,17 +116,11 @@ WRONG: dict[str, tuple[Any, str]] = {
         r"tier full.*num_replicas.*autoscaling_config",
     ),
     "autoscaling option": (deploying(autoscaling_config={"max_replicas": -3}), r"tier full.*max_replicas"),
-    "autoscaling option that is none": (
-        deploying(autoscaling_config={"min_replica": 3}),
-        r"autoscaling_config of tier full has the unknown key 'min_replica'",
-    ),
-    "actor option": (deploying(ray_actor_options={"gpus": 1}), r"tier full.*gpus"),
     "router's actor option": (
         {"tiers": [tier()], "router": {"deployment_config": {"ray_actor_options": {"gpus": 1}}}},
         r"router.*gpus",
     ),
     "runtime_env": (deploying(ray_actor_options={"runtime_env": 5}), r"runtime_env"),
-    "env_vars": (deploying(ray_actor_options={"runtime_env": {"env_vars": 5}}), r"env_vars"),
 }
 
 
@@ -170,12 +147,10 @@ def test_wrong_configurations_are_refused(kind: str) -> None:
 FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda path: None, r"cannot be read: No such file"),
     "empty": (lambda path: path.write_text(""), r"must be a mapping"),
-    "tab": (lambda path: path.write_text("tiers:\n\t- a"), r"is not YAML: .*, line 2, column 1$"),
-    "binary": (lambda path: path.write_bytes(bytes(range(256))), r"is not YAML"),
+    "tab": (lambda path: path.write_text("tiers:\n\t- a"), r"is not YAML: .*, line 2, column 1"),
     "Python object": (lambda path: path.write_text("tiers: !!python/object/apply:os.getcwd []"), r"is not YAML"),
-    "impossible date": (lambda path: path.write_text("tiers: 2026-13-45"), r"is not YAML"),
-    "wrong value": (lambda path: path.write_text("tiers: 5"), r"tiers is 5: it must be a list"),
-    "deep": (lambda path: path.write_text("[" * 1200), r"is not YAML"),
+    "wrong value": (lambda path: path.write_text("tiers: 5"), r"tiers is 5: input should be a valid tuple"),
+    "deep": (lambda path: path.write_text("[" * 600), r"is not YAML"),
 }
 
 
@@ -202,14 +177,6 @@ def test_wrong_arguments_are_refused(args: dict[str, Any], words: str) -> None:
 
 
 # what is right
-
-
-def test_configurations_survive_the_way_to_a_replica() -> None:
-    """Guards against options that get lost between the builder and the replica, which gets JSON."""
-    fields = {"engine_kwargs": {"dtype": "bfloat16", "cpu_affinity": [0, 1], "patience": 0.5}, "accelerator_type": "H100"}
-    config = CascadeConfig.parse({"tiers": [tier("tiny"), tier("full", **fields)], "max_model_len": 100, "window": 7})
-    assert CascadeConfig.model_validate(json.loads(json.dumps(config.model_dump(mode="json")))) == config
-    assert CascadeConfig.parse(config.model_dump(mode="json")) == config
 
 
 def test_options_reach_serve() -> None:
@@ -257,7 +224,6 @@ def deployments(config: CascadeConfig | dict[str, Any]) -> list[serve.Deployment
         ({}, {}, False),
         ({"num_replicas": 2}, {}, True),
         ({"num_replicas": 2}, {"prefix_affinity": False}, False),
-        ({"autoscaling_config": {"min_replicas": 0, "max_replicas": 1}}, {}, False),
     ],
 )
 def test_only_full_tiers_of_several_replicas_are_preferred(
@@ -284,7 +250,6 @@ def test_tiers_get_handles_of_those_below() -> None:
         ({}, None, 0.9),
         ({"accelerator_type": "L4"}, 1, 0.9),
         ({"accelerator_type": "L4", "deployment_config": {"ray_actor_options": {"num_gpus": 0.3}}}, 0.3, 0.27),
-        ({"deployment_config": {"ray_actor_options": {"num_gpus": 2}}}, 2, 0.9),
         (
             {"deployment_config": {"ray_actor_options": {"num_gpus": 0.3}}, "engine_kwargs": {"gpu_memory_utilization": 0.5}},
             0.3,
@@ -304,9 +269,7 @@ def test_replicas_take_what_they_have_of_a_gpu(fields: dict[str, Any], num_gpus:
     ("changes", "shared"),
     [
         ({}, True),
-        ({"deployment_config": {"ray_actor_options": {"num_gpus": 0.5}}}, True),
         ({"deployment_config": {"ray_actor_options": {"num_gpus": 1}}}, False),
-        ({"accelerator_type": "L4"}, False),
         ({"placement_group_config": {"bundles": [{"GPU": 2}]}}, False),
         ({"engine_kwargs": {"engine": "package.module:load"}}, False),
     ],
@@ -321,48 +284,22 @@ def test_whole_gpus_are_shared_with_nobody(changes: dict[str, Any], *, shared: b
 # models that do not belong together
 
 
-def byte_tokenizer(extra: str | None = None) -> PreTrainedTokenizerFast:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = ["<end>", *alphabet, *([extra] if extra else [])]
-    tokenizer = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", bos_token="<end>")
-
-
-def make_model(folder: Path, *, context: int = 64, extra: str | None = None) -> str:
-    """A random Llama with a tokenizer for bytes."""
-    tokenizer = byte_tokenizer(extra)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        max_position_embeddings=context,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
 def trio(*sources: str, **fields: Any) -> dict[str, Any]:
     return {"tiers": [tier(f"t{i}", source) for i, source in enumerate(sources)], **fields}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models by what is special about them."""
+    """Models without weights, by what is special about them."""
     folder = tmp_path_factory.mktemp("models")
-    make_model(folder / "plain")
-    make_model(folder / "short", context=32)
-    make_model(folder / "other", extra="surprise")
-    make_model(folder / "mute")
-    for file in (folder / "mute").glob("*token*"):
-        file.unlink()
-    make_model(folder / "broken")
+    for name in ("plain", "short", "other", "broken"):
+        shutil.copytree(small.paths()[0], folder / name, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((folder / "plain" / "config.json").read_text())
+    (folder / "short" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32}))
     (folder / "broken" / "config.json").write_text("{")
+    backend = Tokenizer.from_pretrained(str(folder / "plain")).backend
+    backend.add_tokens(["surprise"])
+    backend.save_pretrained(folder / "other")
     (folder / "empty").mkdir()
     return folder
 
@@ -378,10 +315,8 @@ APART: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {  # folders of 
     "tokenizers": (("other", "plain"), {}, r"Tier t0 .*other.* tier t1 .*plain.* different tokenizers: choose"),
     "contexts": (("short", "plain"), {"max_model_len": 33}, r"max_model_len is 33, but tier t0 takes 32 tokens: lower it"),
     "no model": (("empty", "plain"), {}, r"tier t0 .*empty"),
-    "no tokenizer": (("mute", "plain"), {}, r"tier t0 .*mute"),
     "no configuration": (("broken", "plain"), {}, r"tier t0 .*broken"),
     "no folder": (("/no/such/model",), {}, r"tier t0 cannot be used: .*There is no folder.*folder"),
-    "a file": ((__file__,), {}, r"tier t0 cannot be used: .*is a file.*folder"),
 }
 
 
@@ -393,24 +328,6 @@ def test_models_that_do_not_belong_together_are_refused(
     with pytest.raises(ConfigError, match=words) as caught:
         build(trio(*(str(folder / source) for source in sources), **fields))
     one_sentence(caught)
-
-
-def test_models_without_the_layers_of_their_drafter_are_refused(folder: Path) -> None:
-    """Guards long starts: all weights were read before anybody looked for MTP layers."""
-    values = trio(str(folder / "plain"))
-    values["tiers"][0]["engine_kwargs"] = {"drafter": "mtp"}
-    with pytest.raises(ConfigError, match=r"The drafter of tier t0 cannot be used: .*plain' holds no MTP layers"):
-        build(values)
-
-
-def test_check_knows_the_options_of_deployments(tmp_path: Path) -> None:
-    """Guards `cascade check` against saying yes to what `cascade serve` refuses."""
-    path = tmp_path / "my.yaml"
-    options = {"ray_actor_options": {"num_cpu": 1}}
-    path.write_text(json.dumps({"tiers": [tier(model_id=small.paths()[0], deployment_config=options)]}))
-    done = CliRunner().invoke(main, ["check", str(path)])
-    assert done.exit_code == 1
-    assert "Ray Serve does not take the deployment_config of tier full" in done.output.replace("\n", " ")
 
 
 # the files of cluster/
@@ -464,11 +381,6 @@ def test_routers_must_have_keys_where_their_builder_has(monkeypatch: pytest.Monk
     assert required()
 
 
-def test_logs_are_as_the_application_says() -> None:
-    """Guards `logging_config`, such as JSON, of a cluster or an application: a deployment's own would overrule it."""
-    assert all(deployment.logging_config is None for deployment in deployments(small.config()))
-
-
 @pytest.mark.parametrize(("free", "expected"), [(None, 0), (0.25, 0), (0.5, SURGE_PERCENT)])
 def test_new_replicas_start_before_old_ones_go(monkeypatch: pytest.MonkeyPatch, free: float | None, expected: int) -> None:
     """Guards requests while a configuration is exchanged: old replicas went first; where there is no room they must."""
@@ -479,24 +391,3 @@ def test_new_replicas_start_before_old_ones_go(monkeypatch: pytest.MonkeyPatch, 
     values["tiers"][-1]["deployment_config"]["max_surge_percent"] = 50
     surges = [deployment._deployment_config.max_surge_percent for deployment in deployments(values)]
     assert surges == [expected, expected, 50, 100]
-
-
-def test_drafters_are_named_in_many_ways(small_demo: None) -> None:
-    """Guards the short forms of `drafter`: a kind, a list, a mapping, nothing; and the source of the one that is shipped."""
-
-    def named(drafter: Any) -> tuple[DrafterSpec, ...]:
-        return CascadeConfig.parse(one(engine_kwargs={"drafter": drafter})).tiers[0].engine_kwargs.drafters
-
-    assert named("auto") == named(["suffix"]) == CascadeConfig.parse(one()).tiers[0].engine_kwargs.drafters
-    assert named([]) == named(None) == ()
-    head = {"kind": "eagle3", "source": "embedded:eagle3"}
-    assert named(["lookup", head]) == (DrafterSpec("lookup"), DrafterSpec("eagle3", family.head()))
-    assert named("mtp") == named({"kind": "mtp"}) == (DrafterSpec("mtp"),), "it lies in the model's own checkpoint"
-    assert source_and_kind(named(["suffix", "mtp"])) == ("", "mtp", None)
-    assert source_and_kind(named({"kind": "mtp", "source": "a/b"})) == ("a/b", "mtp", None)
-    assert named({"kind": "exit", "layers": 5}) == (DrafterSpec("exit", layers=5),)
-    config = CascadeConfig.parse({"tiers": [tier("a", "x/y"), tier("b") | {"engine_kwargs": {"drafter": ["auto", head]}}]})
-    assert config.drafters == ("suffix", "eagle3")
-    assert config.chain_names == ("suffix", "eagle3", "a", "b")
-    again = [one.model_dump(mode="json") for one in config.tiers]
-    assert CascadeConfig.parse({"tiers": again}) == config

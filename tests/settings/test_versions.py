@@ -1,7 +1,6 @@
 """Which replicas an update replaces: applications built from two configurations, judged by Ray Serve's own functions."""
 
-import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +14,9 @@ from ray.serve._private.version import DeploymentVersion
 from ray.serve.schema import DeploymentSchema
 
 from cascade.errors import ConfigError
-from cascade.settings.deployment import REFUSED, DeploymentConfig, RouterDeploymentConfig
-from cascade.settings.live import OF_ROUTERS, OF_TIERS, SERVES, changed, fixed_of_router, fixed_of_tier, live, tier_of
+from cascade.settings.deployment import DeploymentConfig
+from cascade.settings.live import COMPARED_BY_SERVE, READ_BY_ROUTERS, changed, fixed_of_router, fixed_of_tier, live
 from deployments.app import bind, parse
-from deployments.replica import LiveConfig
 from deployments.versions import check_alike, packages
 from tests import small
 
@@ -27,11 +25,10 @@ LIMITS = {name: {"context_len": 1024, "vocab_size": 4096} for name in ("tiny", "
 ALL = {"tiny", "medium", "full", "router"}
 
 
-@pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, DeploymentVersion]]:
+@pytest.fixture(scope="module")
+def built() -> Iterator[Callable[..., dict[str, DeploymentVersion]]]:
     """Versions of the deployments as Serve's controller gets them; each build has another version of the application."""
     context = SimpleNamespace(get_job_id=lambda: "01", runtime_env={})  # whether other tests of this process have a Ray or not
-    monkeypatch.setattr(deploy_utils.ray, "get_runtime_context", lambda: context)
     applications = count()
 
     def versions(values: Values, limits: Any = LIMITS) -> dict[str, DeploymentVersion]:
@@ -44,11 +41,19 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Deployment
             found[deployment.name] = DeploymentTargetState.create(info, 1).version
         return found
 
-    return versions
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deploy_utils.ray, "get_runtime_context", lambda: context)
+        yield versions
 
 
 def values() -> Values:
     return small.config().model_dump(mode="json")
+
+
+@pytest.fixture(scope="module")
+def old(built: Callable[..., dict[str, DeploymentVersion]]) -> dict[str, DeploymentVersion]:
+    """Versions before a change."""
+    return built(values())
 
 
 def set_at(path: str, value: Any) -> Callable[[Values], None]:
@@ -68,20 +73,16 @@ LINK_TLS = {"certificate": "a.pem", "key": "b.pem", "authority": "c.pem", "serve
 CHANGES: dict[str, tuple[Callable[[Values], None], set[str], set[str]]] = {  # what is replaced, what is told
     "nothing": (lambda values: None, set(), set()),
     "weights of a drafter": (set_at("tiers.0.model_loading_config.model_source", "/new/tiny"), {"tiny"}, set()),
-    "passes of a drafter": (set_at("tiers.0.engine_kwargs.max_pass_tokens", 64), {"tiny"}, set()),
-    "device of a drafter": (set_at("tiers.1.accelerator_type", "L4"), {"medium"}, set()),
     "resources of a drafter": (set_at("tiers.1.deployment_config.ray_actor_options", {"num_cpus": 0.25}), {"medium"}, set()),
     "a restart": (
         set_at("tiers.1.deployment_config.ray_actor_options", {"num_cpus": 0.5, "runtime_env": {"env_vars": {"AGAIN": "1"}}}),
         {"medium"},
         set(),
     ),
-    "patience": (set_at("tiers.1.engine_kwargs.patience", 0.5), set(), {"medium"}),
     "passes of the full tier": (set_at("tiers.2.engine_kwargs.max_pass_tokens", 64), {"full"}, set()),
     "weights of the full tier": (set_at("tiers.2.model_loading_config.model_source", "/new"), {"full", "router"}, set()),
     "leases of the full tier": (set_at("tiers.2.deployment_config.max_ongoing_requests", 8), {"router"}, {"full"}),
     "replicas": (set_at("tiers.1.deployment_config.num_replicas", 3), set(), set()),
-    "health checks": (set_at("tiers.1.deployment_config.health_check_period_s", 5.0), set(), set()),
     "surge": (set_at("tiers.1.deployment_config.max_surge_percent", 50), set(), set()),
     "drafters that others count, too": (set_at("tiers.0.engine_kwargs.drafter", [{"kind": "lookup"}]), ALL, set()),
     "window": (set_at("window", 9), set(), {"router"}),
@@ -97,19 +98,25 @@ CHANGES: dict[str, tuple[Callable[[Values], None], set[str], set[str]]] = {  # w
 
 @pytest.mark.parametrize(("change", "replaced", "told"), CHANGES.values(), ids=CHANGES)
 def test_only_what_changed_is_replaced(
-    built: Callable[..., dict[str, DeploymentVersion]], change: Callable[[Values], None], replaced: set[str], told: set[str]
+    built: Callable[..., dict[str, DeploymentVersion]],
+    old: dict[str, DeploymentVersion],
+    change: Callable[[Values], None],
+    replaced: set[str],
+    told: set[str],
 ) -> None:
     """Guards service while a configuration is exchanged: one changed word replaced the replicas of all deployments."""
     after = values()
     change(after)
-    old, new = built(values()), built(after)
+    new = built(after)
     assert {name for name in old if old[name].requires_actor_restart(new[name])} == replaced
     assert {name for name in old if old[name].requires_actor_reconfigure(new[name])} - replaced == told
 
 
-def test_routers_are_replaced_when_the_limits_of_models_change(built: Callable[..., dict[str, DeploymentVersion]]) -> None:
+def test_routers_are_replaced_when_the_limits_of_models_change(
+    built: Callable[..., dict[str, DeploymentVersion]], old: dict[str, DeploymentVersion]
+) -> None:
     """Guards prompts against a router that admits by the contexts of models that are gone."""
-    old, new = built(values()), built(values(), {**LIMITS, "tiny": {"context_len": 512, "vocab_size": 4096}})
+    new = built(values(), {**LIMITS, "tiny": {"context_len": 512, "vocab_size": 4096}})
     assert {name for name in old if old[name].requires_actor_restart(new[name])} == {"router"}
 
 
@@ -123,44 +130,30 @@ def paths(values: Any, prefix: str = "") -> set[str]:
 def test_no_change_is_without_effect() -> None:
     """Guards options against being changed without a word: each replaces replicas, or is told to them, or is Serve's own."""
     config = small.config()
-    tier = config.tiers[0]
-    known = paths(fixed_of_tier(tier)) | {path for path in paths(tier.model_dump(mode="json")) if path.startswith(SERVES)}
-    assert known | set(OF_TIERS) == paths(tier.model_dump(mode="json"))
+    tier = config.tiers[0].model_dump(mode="json")
+    assert set(fixed_of_tier(config.tiers[0])) | COMPARED_BY_SERVE == set(tier)
     said = {path for path in paths(config.model_dump(mode="json")) if not path.startswith("router.deployment_config")}
-    told = paths(live(config, OF_ROUTERS))
-    assert (paths(fixed_of_router(config)) - {"drafters", "full.max_ongoing_requests", "asleep"}) | told == said - {"verify"}
+    fixed = fixed_of_router(config)
+    read = fixed.pop("full")
+    told = {inner for path, value in live(config).items() for inner in paths(value, f"{path}.")}
+    assert (paths(fixed) - {"drafters", "asleep"}) | told == said - {"verify"}
+    assert set(read) == set(tier["model_loading_config"]) | READ_BY_ROUTERS | {"max_ongoing_requests"}
 
 
 def test_what_is_told_is_what_stands_there() -> None:
-    """Guards the way of a change to running replicas: told to one that has the old values, it makes the new ones of them."""
+    """Guards the way of a change to running routers: told to one that has the old values, it makes the new ones of them."""
     old, new = values(), values()
     new["router"]["max_running"], new["window"], new["router"]["access"]["limits"] = 3, 9, {"alice": {"max_running": 1}}
-    assert changed(old, live(parse(new), OF_ROUTERS), OF_ROUTERS) == parse(new).model_dump(mode="json")
-    with pytest.raises(ConfigError, match=r"user_config has 'router\.listen', which no running replica changes"):
-        changed(old, {"router": {"listen": None}}, OF_ROUTERS)
-
-
-def test_a_wrong_change_stops_no_running_replica() -> None:
-    """Guards service: Serve replaces a replica that refuses a change, and the next one, too, until none is left."""
-    tier, applied = values()["tiers"][0], list[float | None]()
-
-    def take(patience: object) -> None:
-        replica.update({"engine_kwargs": {"patience": patience}}, lambda config: applied.append(config.engine_kwargs.patience))
-
-    replica = LiveConfig(copy.deepcopy(tier), OF_TIERS, tier_of)
-    with pytest.raises(ConfigError, match=r"Tier tiny: engine_kwargs\.patience is 'long'"):
-        take("long")  # one that starts
-    for patience in (0.5, "long", 0.25):
-        take(patience)
-    assert applied == [0.5, 0.25]
+    assert changed(old, live(parse(new))) == parse(new).model_dump(mode="json")
+    with pytest.raises(ConfigError, match=r"user_config has 'router\.listen', which no running router changes"):
+        changed(old, {"router.listen": None})
 
 
 def test_every_option_of_serve_is_known() -> None:
-    """Guards options of Ray Serve against being forgotten: each is handed on, or refused in a sentence that says what to do."""
-    assert set(DeploymentSchema.model_fields) == set(DeploymentConfig.model_fields) | set(REFUSED)
-    for owner, name in ((owner, name) for owner in (DeploymentConfig, RouterDeploymentConfig) for name in REFUSED):
-        with pytest.raises(ValueError, match=f"{name} cannot be given here: .*(remove|write|change)"):
-            owner.model_validate({name: None})
+    """Guards options of Ray Serve against being forgotten: each is passed on, but for what cascade sets itself or never has."""
+    ours = {"name", "user_config", "gang_scheduling_config", "deployment_actors"}
+    grouped = {f"placement_group_{part}" for part in ("bundles", "strategy", "bundle_label_selector")}
+    assert set(DeploymentSchema.model_fields) == set(DeploymentConfig.model_fields) | ours | grouped
 
 
 def test_nodes_with_other_packages_are_told() -> None:

@@ -63,7 +63,7 @@ slots = st.lists(
 )
 
 
-@settings(max_examples=examples(4))
+@settings(max_examples=examples(2))
 @given(slots=slots, max_tokens=st.integers(1, 700), token_s=st.sampled_from([0.0, 0.0001, 0.01]))
 def test_budget_is_kept_and_used(slots: list[Slot[None]], max_tokens: int, token_s: float) -> None:
     """Guards the bound on a pass, and the pass against being empty or holding a session twice."""
@@ -135,8 +135,19 @@ def test_those_who_waited_longest_come_first() -> None:
     assert picked([recent, old, slot(500)], max_tokens=1) == [0, 0, 1]
 
 
-def test_rounds_are_whole_whatever_they_cost() -> None:
-    """Guards lockstep, and texts of rules that are judged in rounds, against passes that were slow once."""
+def test_a_session_that_waits_for_guesses_joins_a_pass() -> None:
+    """Guards batches: the pass that another session starts costs it less than the next."""
+    waiting, ready = slot(1, since=1.0), slot(1, since=1.0)
+    waiting.session.attach("tiny", "below", ())
+    waiting.session.guesses.stats.guesses = 30.0  # while one pass runs: it is worth waiting for some
+    batch, again_at = schedule([waiting], POLICY, profile(), 512, 1.0)
+    assert not batch
+    assert again_at is not None
+    assert picked([waiting, ready]) == [1, 1]
+
+
+def test_lockstep_windows_are_whole_whatever_they_cost() -> None:
+    """Guards the baseline against passes that were slow once."""
     dear = Profile([(1, 0.01), (2, 0.02), (3, 10.0), (600, 1000.0)])
     plain, waiting = slot(1, 8), slot(1, 8)
     waiting.session.opening = replace(waiting.session.opening, lockstep=True)

@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 from cryptography.fernet import Fernet
 
+from cascade.drafters import DrafterSpec
+from cascade.engine.adapters import AdaptedModel
+from cascade.engine.loading import load
 from cascade.engine.model import Model
 from cascade.errors import ConfigError, ModelError
 from cascade.params import SamplingParams
 from cascade.scorer import Row
 from cascade.training import alignment, reservoir
-from cascade.training.alignment import Progress, align, record, shards, student_of
+from cascade.training.alignment import Progress, TierStudent, align, record, shards, student_of
 from cascade.training.reservoir import ROWS, SEALED, Limits, Reservoir, Sample
 from cascade.training.text import Shard
 from cascade.training.versions import KEPT, Versions
@@ -52,19 +55,17 @@ def test_corrections_are_preferred(tmp_path: Path) -> None:
     assert sum(one.corrected > 0 for one in answers.older) > 28
 
 
-@pytest.mark.parametrize("key", [None, Fernet.generate_key().decode()], ids=["plain", "encrypted"])
-def test_a_tenant_is_forgotten_in_memory_and_on_disk(tmp_path: Path, key: str | None) -> None:
+def test_a_tenant_is_forgotten_in_memory_and_on_disk(tmp_path: Path) -> None:
     """Guards requests to forget: rows of then go everywhere, also those that come late, and those of later stay."""
-    answers = Reservoir(LIMITS, tmp_path, key)
+    answers = Reservoir(LIMITS, tmp_path)
     mine, others = [sample(number) for number in range(5)], [sample(number, "bob") for number in range(5, 10)]
     answers.add([*mine, *others])
     answers.save()
-    assert ((tmp_path / ROWS).exists(), (tmp_path / SEALED).exists()) == (key is None, key is not None)
     reservoir.forget(tmp_path, "alice")
     assert answers.forget()
     answers.add(mine)  # a router had them still
     assert not answers.forget()
-    for found in (answers, Reservoir(LIMITS, tmp_path, key)):
+    for found in (answers, Reservoir(LIMITS, tmp_path)):
         assert [one.tenant for one in found.newest] == ["bob"] * 5
     answers.add([sample(11)])
     assert answers.newest[-1].tenant == "alice"
@@ -87,21 +88,25 @@ def test_nothing_is_on_disk_unless_told(tmp_path: Path) -> None:
     told = Reservoir(LIMITS, tmp_path)
     told.add([sample(1)])
     told.save()
-    answers = Reservoir(LIMITS, tmp_path, kept=False)
+    answers = Reservoir(LIMITS, tmp_path, on_disk=False)
     assert not len(answers)
     answers.add([sample(2)])
     answers.save()
     assert not [path.name for path in tmp_path.iterdir()]
 
 
-def test_encrypted_rows_cannot_be_read_without_their_key(tmp_path: Path) -> None:
-    """Guards the file: neither its words nor its tokens stand in it, and another key is told so."""
-    answers = Reservoir(LIMITS, tmp_path, Fernet.generate_key().decode())
-    answers.add([sample(1)])
-    answers.save()
-    for key in (None, Fernet.generate_key().decode(), "no key"):
+def test_answers_on_disk_may_be_encrypted(tmp_path: Path) -> None:
+    """Guards the file: no plain one is left, it is read with its key, and another key or none is told so."""
+    plain = Reservoir(LIMITS, tmp_path)
+    plain.add([sample(1)])
+    plain.save()
+    key = Fernet.generate_key().decode()
+    Reservoir(LIMITS, tmp_path, key).save()
+    assert [path.name for path in tmp_path.iterdir()] == [SEALED]
+    assert Reservoir(LIMITS, tmp_path, key).newest == plain.newest
+    for wrong in (None, Fernet.generate_key().decode(), "no key"):
         with pytest.raises(ConfigError, match=r"encrypted|cannot be read|none of Fernet's"):
-            Reservoir(LIMITS, tmp_path, key)
+            Reservoir(LIMITS, tmp_path, wrong)
 
 
 def test_a_killed_writer_leaves_a_whole_version(tmp_path: Path) -> None:
@@ -154,7 +159,7 @@ class Talker:
         self._learnt += 1
         time.sleep(0.001)
 
-    def says(self, shard: Shard) -> np.ndarray:
+    def agrees(self, shard: Shard) -> np.ndarray:
         before, after, old = self._shares
         share = before if not self._learnt else old if old is not None and shard.temperatures[0] else after
         length = len(shard.tokens)
@@ -202,31 +207,41 @@ def answers() -> list[Sample]:
     ]
 
 
-def score_of(model: Model, text: tuple[int, ...]) -> list[int]:
+def score_of(model: Model, text: tuple[int, ...], adapter: str = "") -> list[int]:
     """Own tokens after each position but the first."""
     cache = model.new_cache()
     try:
-        return list(model.run([Row(cache, 0, text, len(text) - 1, SamplingParams(temperature=0, seed=0))])[0].own)
+        return list(
+            model.run([Row(cache, 0, text, len(text) - 1, SamplingParams(temperature=0, seed=0, adapter=adapter))])[0].own
+        )
     finally:
         cache.free()
 
 
-@pytest.mark.parametrize("name", ["tiny", "eagle3"])
-def test_a_student_learns_and_its_weights_are_taken(tmp_path: Path, name: str, answers: list[Sample]) -> None:
-    """Guards the whole way: answers of the full model teach a drafter, which a model that runs takes without a new one."""
+@pytest.mark.parametrize(("name", "lora_rank"), [("tiny", None), ("tiny", 8), ("eagle3", None)])
+def test_a_student_learns_and_its_weights_are_taken(
+    tmp_path: Path, name: str, lora_rank: int | None, answers: list[Sample]
+) -> None:
+    """Guards the whole way: answers of the full model teach a drafter, which a model that runs takes without a new one.
+
+    A LoRA that has learnt is merged into the weights.
+    """
     tiny, _, full = small.paths()
     source = {"tiny": tiny, "eagle3": small.head()}[name]
-    student = student_of(name, full, source, device="cpu")
+    student = student_of(name, full, source, device="cpu", lora_rank=lora_rank)
     pool, told = shards(answers, student.tokens), list[Progress]()
-    before = np.concatenate([student.says(shard) for shard in pool])
+    before = np.concatenate([student.agrees(shard) for shard in pool])
     for step in range(12):
         student.learn(pool[step % len(pool)], step / 12)
-    assert np.concatenate([student.says(shard) for shard in pool]).mean() > before.mean()
+    assert np.concatenate([student.agrees(shard) for shard in pool]).mean() > before.mean()
     many = [one.tail(len(one.tokens) - cut) for one in answers for cut in range(4)]  # of which some are held out
     outcome = align(name, student, many, [], 0.01, tell=told.append)
     assert told[-1].steps == outcome.steps
     version = Versions(tmp_path).add(record(student, outcome))
-    head: dict[str, Any] = {"drafter": source, "drafter_kind": "eagle3"} if name == "eagle3" else {}
+    if lora_rank is not None:
+        assert isinstance(student, TierStudent)
+        check_adapter(student, tmp_path / "adapter", source, str(version), answers[0].tokens)
+    head: dict[str, Any] = {"drafter": DrafterSpec("eagle3", source)} if name == "eagle3" else {}
     model = Model.from_pretrained(full if head else source, dtype="float32", device="cpu", **head)
     fresh = Model.from_pretrained(full if head else str(version), dtype="float32", device="cpu")
     text = answers[0].tokens
@@ -235,8 +250,19 @@ def test_a_student_learns_and_its_weights_are_taken(tmp_path: Path, name: str, a
     assert score_of(model, text) == score_of(fresh, text)
     assert (score_of(model, text) == own) == bool(head)  # a head never changes what its model says
     if head:
-        again = Model.from_pretrained(full, dtype="float32", device="cpu", drafter=str(version), drafter_kind="eagle3")
+        again = Model.from_pretrained(full, dtype="float32", device="cpu", drafter=DrafterSpec("eagle3", str(version)))
         assert drafted(model, text) == drafted(again, text)
+
+
+def check_adapter(student: TierStudent, folder: Path, source: str, merged: str, text: tuple[int, ...]) -> None:
+    """The adapter beside the old weights says what the merged weights say, but where their rounding decides, and not what the
+    old weights say."""
+    student.write_adapter(folder)
+    model = AdaptedModel(load(source, dtype="float32", device="cpu"), {"new": str(folder)})
+    whole = score_of(Model.from_pretrained(merged, dtype="float32", device="cpu"), text)
+    found, old = (score_of(model, text, adapter) for adapter in ("new", ""))
+    assert np.mean(np.array(found) == whole) > 0.9
+    assert found != old
 
 
 def drafted(model: Model, text: tuple[int, ...]) -> tuple[int, ...]:
@@ -277,4 +303,4 @@ def test_weights_of_another_shape_are_refused() -> None:
         model.renew(medium)
     assert score_of(model, text) == before
     with pytest.raises(ModelError, match=r"cannot be used|No model can be loaded|no folder|lacks"):
-        Model.from_pretrained(full, dtype="float32", device="cpu", drafter=small.head()).renew(tiny)
+        Model.from_pretrained(full, dtype="float32", device="cpu", drafter=DrafterSpec("head", small.head())).renew(tiny)

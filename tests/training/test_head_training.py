@@ -1,6 +1,5 @@
 """Heads that are trained here: they are written as published ones are, and know more than before."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,17 +7,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from cascade.drafters import DrafterSpec
 from cascade.engine.heads.loading import load_head
 from cascade.engine.model import Model
 from cascade.errors import ConfigError
 from cascade.params import SamplingParams
 from cascade.scorer import Row
-from cascade.training.eagle import Batch, EagleShape, Schedule, train_eagle3, unroll
+from cascade.training.eagle import Batch, Schedule, fit, new_head, unroll
 from tests.architectures import VOCAB, build
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
-SHAPE = EagleShape(num_heads=4, num_kv_heads=2, intermediate_size=48, reads=(1, 2, 4), tokens=tuple(range(0, VOCAB, 2)))
-
+TOKENS = range(0, VOCAB, 2)  # that heads know
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -27,8 +26,8 @@ def batch(step: int) -> Tensor:
     return torch.randint(0, VOCAB, (4, 24), generator=torch.Generator().manual_seed(step))
 
 
-def fit(network: PreTrainedModel, batch: Batch, steps: int, folder: Path) -> float:
-    return train_eagle3(network, batch, SHAPE, Schedule(steps, unrolled=2, save_every=3), folder)
+def run(network: PreTrainedModel, batch: Batch, steps: int, folder: Path) -> float:
+    return fit(network, new_head(network, TOKENS), batch, Schedule(steps, unrolled=2, save_every=3), folder)
 
 
 def test_training_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
@@ -40,11 +39,11 @@ def test_training_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
             raise KeyboardInterrupt
         return batch(step)
 
-    fit(network, batch, 6, tmp_path / "one")
+    run(network, batch, 6, tmp_path / "one")
     with pytest.raises(KeyboardInterrupt):
-        fit(network, stopping, 6, tmp_path / "two")
+        run(network, stopping, 6, tmp_path / "two")
     assert not (tmp_path / "two" / file).exists()
-    fit(network, batch, 6, tmp_path / "two")
+    run(network, batch, 6, tmp_path / "two")
     one, two = ((tmp_path / folder / file).read_bytes() for folder in ("one", "two"))
     assert one == two
 
@@ -52,10 +51,10 @@ def test_training_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
 def test_trainings_of_other_drafters_are_not_gone_on_with(tmp_path: Path) -> None:
     """Guards folders that are used again: weights of another shape were an error of a library."""
     network = build("llama", num_hidden_layers=4)
-    fit(network, batch, 1, tmp_path)
-    other = replace(SHAPE, intermediate_size=32)
+    run(network, batch, 1, tmp_path)
+    other = new_head(network, TOKENS[1:])
     with pytest.raises(ConfigError, match="is the training of another drafter: choose another folder"):
-        train_eagle3(network, batch, other, Schedule(1, unrolled=2), tmp_path)
+        fit(network, other, batch, Schedule(1, unrolled=2), tmp_path)
 
 
 def test_a_trained_head_says_what_it_was_trained_to_say(tmp_path: Path) -> None:
@@ -64,17 +63,17 @@ def test_a_trained_head_says_what_it_was_trained_to_say(tmp_path: Path) -> None:
     losses = []
     for steps in (1, 12):
         schedule = Schedule(steps, unrolled=2, warmup_steps=1, muon_lr=0.05, adam_lr=0.01)
-        losses.append(train_eagle3(network, lambda step: batch(0), SHAPE, schedule, tmp_path / str(steps)))
+        losses.append(fit(network, new_head(network, TOKENS), lambda step: batch(0), schedule, tmp_path / str(steps)))
     assert losses[1] < losses[0]
     source = str(tmp_path / "12")
     served = build("llama", num_hidden_layers=4)
-    model = Model(served, num_threads=1, head=load_head(source, served))
+    model = Model(served, num_threads=1, head=load_head(DrafterSpec("head", source), served))
     assert model.drafter == "eagle3"
     store, text = model.new_cache(), batch(99)[0].tolist()
     [scored] = model.run([Row(store, 0, text, 1, GREEDY, guesses=4)])
     ids = torch.tensor([[*text, *scored.own, *scored.draft.trunk.tokens]])
     with torch.no_grad():
         hidden = network(ids, output_hidden_states=True, use_cache=False).hidden_states
-        plain = load_head(source, network)
+        plain = load_head(DrafterSpec("head", source), network)
         for step, logits in enumerate(unroll(plain, hidden, ids[:, :-1], 4)):
             assert plain.known[int(logits[-1].argmax())] == scored.draft.tokens[step]

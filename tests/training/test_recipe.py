@@ -11,8 +11,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from cascade.cli.main import main
 from cascade.engine.draft_vocab import FILE
+from cascade.training import eagle, writing
+from cascade.training.text import Shard
 from tests import small
 from tests.training.teacher import CHAT
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -28,20 +32,16 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def distill(teacher: str, out: Path, *more: str) -> str:
-    threads = torch.get_num_threads()
-    try:
-        command = ["distill", "--model", teacher, "--out", str(out), "--cost", "0.6", "--rows", "16", "--max-len", "64", *more]
-        result = CliRunner().invoke(main, command)
-    finally:
-        torch.set_num_threads(threads)
+    command = ["distill", "--model", teacher, "--out", str(out), "--cost", "0.6", "--rows", "16", "--max-len", "64", *more]
+    result = CliRunner().invoke(main, command)
     assert result.exit_code == 0, result.output
     return result.output
 
 
 def test_distilling_makes_an_ordinary_folder_and_goes_on(teacher: str, tmp_path: Path) -> None:
-    """Guards the whole way, and a second call with more time: it must not begin anew."""
+    """Guards the whole way, answers of the student's own, and a second call with more time: it must not begin anew."""
     out = tmp_path / "student"
-    shown = distill(teacher, out, "--hours", "0.003")
+    shown = distill(teacher, out, "--hours", "0.0008")
     assert "at this share of held-out positions" in " ".join(shown.split())
     student, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     assert student.dtype is torch.bfloat16
@@ -50,11 +50,15 @@ def test_distilling_makes_an_ordinary_folder_and_goes_on(teacher: str, tmp_path:
     assert student.generation_config.eos_token_id == whole.generation_config.eos_token_id
     assert tokenizer.chat_template == CHAT
     assert "| tokens learnt" in (out / "README.md").read_text()
+    answers = Shard.load(tmp_path / "student.work" / "student.answers" / "00000.npz")
+    assert len(answers.ids)  # what the teacher says of them
     said = json.loads((out / FILE).read_text())
     assert len({*said}) == student.config.draft_vocab_size == -(-whole.config.vocab_size // 4)
     assert whole.generation_config.eos_token_id in said
+    for text, prompt_len in enumerate(answers.prompts):
+        assert {*answers.tokens[answers.span(text)][prompt_len:].tolist()} <= {*said}  # the student wrote it
     before = torch.load(tmp_path / "student.work" / "student.pt", weights_only=True)["numbers"]
-    distill(teacher, out, "--hours", "0.005")
+    distill(teacher, out, "--hours", "0.002")
     assert json.loads((out / FILE).read_text()) == said
     after = torch.load(tmp_path / "student.work" / "student.pt", weights_only=True)["numbers"]
     assert after["step"] > before["step"] > 0
@@ -62,7 +66,7 @@ def test_distilling_makes_an_ordinary_folder_and_goes_on(teacher: str, tmp_path:
     assert not list(tmp_path.rglob("*partial*"))
 
 
-def test_an_earlier_student_goes_on_with_given_texts(teacher: str, tmp_path: Path) -> None:
+def test_an_earlier_student_goes_on_with_given_text(teacher: str, tmp_path: Path) -> None:
     """Guards weeks of training whose work folder is gone, and the text of files: neither may be made anew."""
     whole = AutoModelForCausalLM.from_pretrained(teacher).config
     sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 12}
@@ -70,7 +74,7 @@ def test_an_earlier_student_goes_on_with_given_texts(teacher: str, tmp_path: Pat
     LlamaForCausalLM(LlamaConfig(**sizes, **tokens, num_key_value_heads=2)).save_pretrained(tmp_path / "one")
     data = tmp_path / "data.txt"
     data.write_text("def f(x):\n    return x\n" * 400)
-    distill(teacher, tmp_path / "two", "--hours", "0.003", "--start", str(tmp_path / "one"), "--data", str(data))
+    distill(teacher, tmp_path / "two", "--hours", "0.001", "--start", str(tmp_path / "one"), "--data", str(data))
     card = (tmp_path / "two" / "README.md").read_text()
     assert "an earlier student" in card
     assert "of the given files" in card
@@ -88,14 +92,12 @@ def test_work_of_another_model_is_refused(teacher: str, tmp_path: Path) -> None:
     assert "is the work of 'other'" in result.output
 
 
-def test_heads_learn_from_text_that_the_model_writes(teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards `cascade drafter train` without data, and the text that a second call must find again."""
-    from cascade.training import heads
-
-    monkeypatch.setattr(heads, "write", partial(heads.write, rows=32, max_len=48))
-    plan = heads.Plan(steps=2, batch_size=2, context=32, text_tokens=200)
-    heads.train(teacher, [], tmp_path / "head", plan)
-    written = (tmp_path / "head" / heads.OWN_TEXT).read_bytes()
-    heads.train(teacher, [], tmp_path / "head", plan)
-    assert (tmp_path / "head" / heads.OWN_TEXT).read_bytes() == written
-    assert (tmp_path / "head" / "model.safetensors").exists()
+def test_heads_learn_from_own_text(teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards `cascade drafter train` without files: what the model has written once, a second call must find again."""
+    monkeypatch.setattr(writing, "write", partial(writing.write, rows=32, max_len=48))
+    schedule = eagle.Schedule(steps=2, batch_size=2, context=32, text_tokens=200)
+    eagle.train(teacher, [], tmp_path, schedule)
+    written = (tmp_path / eagle.OWN_TEXT).read_bytes()
+    eagle.train(teacher, [], tmp_path, schedule)
+    assert (tmp_path / eagle.OWN_TEXT).read_bytes() == written
+    assert (tmp_path / "model.safetensors").exists()

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from cascade.training.distillation import Run, Schedule, distil, epochs
-from cascade.training.loss import top_cross_entropy
+from cascade.engine.model import Model
+from cascade.training.distillation import Run, Schedule, distil, epochs, top_cross_entropy
 from cascade.training.student import Shape, cut
 from cascade.training.text import HELD_OUT, Shard, batches, held_out, padded, score
 from cascade.training.writing import Turns, Written, given_prompts, own_prompts, write
@@ -20,11 +20,12 @@ TURNS = Turns(opening=(1, 7), answering=(2, 9, 9), ends=frozenset({2}))
 
 def shard(texts: int = 2 * HELD_OUT, length: int = 24) -> Shard:
     tokens = torch.randint(3, CONFIG.vocab_size, (texts, length), generator=torch.Generator().manual_seed(1))
-    return Shard.of(
-        [row[: length - n % 7].tolist() for n, row in enumerate(tokens)],
-        [4] * texts,
-        [(0.0, 0.7, 1.0)[n % 3] for n in range(texts)],
-    )
+    return Shard.of([Written(row[: length - n % 7].tolist(), 4, (0.0, 0.7, 1.0)[n % 3]) for n, row in enumerate(tokens)])
+
+
+@pytest.fixture(scope="module")
+def scored() -> Shard:
+    return score(teacher(), shard())
 
 
 def test_loss_and_gradients_are_those_of_the_plain_formula() -> None:
@@ -33,22 +34,15 @@ def test_loss_and_gradients_are_those_of_the_plain_formula() -> None:
     states, weight = torch.randn(1300, 32, requires_grad=True), torch.randn(257, 32, requires_grad=True)
     ids = torch.stack([torch.randperm(257)[:8] for _ in range(1300)])
     wanted = torch.rand(1300, 8).softmax(-1) * 0.9
-    top_cross_entropy(states, weight, ids, wanted).backward()
-    found = states.grad, weight.grad
-    states.grad = weight.grad = None
+    found = torch.autograd.grad(top_cross_entropy(states, weight, ids, wanted), (states, weight))
     plain = -(wanted * (states @ weight.T).log_softmax(-1).gather(1, ids)).sum(-1).mean()
-    plain.backward()
-    for one, other in zip(found, (states.grad, weight.grad), strict=True):
-        assert one is not None
-        assert other is not None
+    for one, other in zip(found, torch.autograd.grad(plain, (states, weight)), strict=True):
         assert torch.nn.functional.cosine_similarity(one.flatten(), other.flatten(), dim=0) > 0.999
 
 
-def test_scores_are_the_teachers_whatever_shares_a_batch() -> None:
+def test_scores_are_the_teachers_whatever_shares_a_batch(scored: Shard) -> None:
     """Guards short texts against what fills their rows up."""
-    scored, model = score(teacher(), shard()), teacher()
-    assert scored.ids is not None
-    assert scored.logprobs is not None
+    model = teacher()
     for text in (0, 5, 13):
         span = scored.span(text)
         with torch.inference_mode():
@@ -58,13 +52,11 @@ def test_scores_are_the_teachers_whatever_shares_a_batch() -> None:
         assert np.allclose(scored.logprobs[span][:, :4], top.values.numpy(), atol=0.02)
 
 
-def test_shards_come_back_from_disk_as_they_were(tmp_path: Path) -> None:
+def test_shards_come_back_from_disk_as_they_were(tmp_path: Path, scored: Shard) -> None:
     """Guards hours of writing: a field that is not saved, or a part of a file that a kill leaves."""
-    written = score(teacher(), shard())
-    written.save(tmp_path / "0.npz")
+    scored.save(tmp_path / "0.npz")
     read = Shard.load(tmp_path / "0.npz")
-    for name in Shard.__slots__:
-        assert np.array_equal(getattr(read, name), getattr(written, name))
+    assert all(np.array_equal(getattr(read, name), getattr(scored, name)) for name in Shard.__slots__)
     assert [path.name for path in tmp_path.iterdir()] == ["0.npz"]
 
 
@@ -78,24 +70,23 @@ def test_an_epoch_has_every_text_once_but_those_held_out() -> None:
     assert all(padded(one, some).numel() <= 128 for some in rows)
 
 
-def test_student_learns_and_goes_on_where_it_was(tmp_path: Path) -> None:
+def begin(said: torch.Tensor) -> Run:
+    """A student in training that says these tokens."""
+    student = cut(teacher(), Shape(32, 64, (0, 3), len(said)), torch.randint(3, CONFIG.vocab_size, (4, 32)))
+    return Run(student.train(), said, Schedule(tokens=256, warmup_steps=1))
+
+
+def test_student_learns_and_goes_on_where_it_was(tmp_path: Path, scored: Shard) -> None:
     """Guards runs against learning nothing, and against a checkpoint that lacks a number."""
-    scored, ids = score(teacher(), shard()), torch.randint(3, CONFIG.vocab_size, (4, 32))
+    run, losses = begin(torch.arange(CONFIG.vocab_size)), list[float]()
 
-    def begin() -> Run:
-        return Run(
-            cut(teacher(), Shape(32, 64, (0, 3), CONFIG.vocab_size), ids).train(),
-            torch.arange(CONFIG.vocab_size),
-            Schedule(tokens=256, warmup_steps=1),
-        )
+    def tell(now: Run) -> None:
+        losses.append(now.loss)
+        now.seconds = float(now.step)  # as many steps on a busy machine
 
-    run = begin()
-    distil(run, [scored], 2, 1.5, tmp_path / "c.pt")
-    losses = []
-    again = begin()
-    distil(again, [scored], 2, 0.5, tmp_path / "other.pt", tell=lambda now: losses.append(now.loss))
+    distil(run, [scored], 2, 30.0, tmp_path / "c.pt", tell=tell)
     assert run.loss < losses[0]
-    resumed = begin()
+    resumed = begin(torch.arange(CONFIG.vocab_size))
     resumed.resume(tmp_path / "c.pt")
     assert (resumed.step, resumed.tokens, resumed.seconds, resumed.loss) == (run.step, run.tokens, run.seconds, run.loss)
     for one, other in zip(resumed.student.parameters(), run.student.parameters(), strict=True):
@@ -103,32 +94,23 @@ def test_student_learns_and_goes_on_where_it_was(tmp_path: Path) -> None:
     assert {0.0, 0.7} == set(run.agreement([scored], 2))
 
 
-def test_a_part_of_the_tokens_is_learnt_as_the_formula_says() -> None:
+def test_a_part_of_the_tokens_is_learnt_as_the_formula_says(scored: Shard) -> None:
     """Guards the places of tokens in a draft vocabulary: what is not said has no part in the loss, and never agrees."""
-    scored, ids = score(teacher(), shard()), torch.randint(3, CONFIG.vocab_size, (4, 32))
-    said = torch.arange(1, CONFIG.vocab_size, 2)
-    run = Run(cut(teacher(), Shape(32, 64, (0, 3), len(said)), ids), said, Schedule(tokens=256))
-    rows = [1]
-    assert scored.ids is not None
-    assert scored.logprobs is not None
-    span = scored.span(1)
+    said, rows, span = torch.arange(1, CONFIG.vocab_size, 2), [1], scored.span(1)
+    run = begin(said)
     with torch.no_grad():
-        logits = run.student(padded(scored, rows)).logits[0].float()
-    logits = logits[:, said].log_softmax(-1)
-    likeliest, wanted = (
-        torch.from_numpy(scored.ids[span].astype(np.int64)),
-        torch.from_numpy(scored.logprobs[span]).float().exp(),
-    )
-    wanted /= wanted.sum(-1, keepdim=True)
+        logits = run.student(padded(scored, rows)).logits[0].float()[:, said].log_softmax(-1)
+    likeliest = torch.from_numpy(scored.ids[span].astype(np.int64))
+    wanted = torch.from_numpy(scored.logprobs[span]).float().softmax(-1)
     expected = -(wanted * (likeliest % 2) * logits.gather(1, likeliest // 2)).sum(-1)[1:].mean()
     assert run.learn(scored, rows, 2, 0.0) == pytest.approx(float(expected), rel=0.02)
 
 
-def test_writing_is_what_the_model_would_say(tmp_path: Path) -> None:
+def test_writing_is_what_the_model_would_say() -> None:
     """Guards rows against each other: answers at temperature 0 are greedy text, whichever share a batch and begin when."""
     model = teacher()
     prompts = [[1, 7, 30 + n, *range(40, 40 + n % 5)] for n in range(30)]
-    answers = list(write(model, TURNS, given_prompts(iter(prompts)), rows=4, max_len=24))
+    answers = list(write(Model(teacher(), num_threads=1), TURNS, given_prompts(iter(prompts)), rows=4, max_len=24))
     greedy = [text for text in answers if text.temperature == 0.0]
     assert len(greedy) == 10
     for text in greedy:
@@ -141,7 +123,7 @@ def test_writing_is_what_the_model_would_say(tmp_path: Path) -> None:
 
 def test_conversations_follow_the_template() -> None:
     """Guards turns: a student that has learnt from other ones than it will meet."""
-    texts = list(islice(write(teacher(), TURNS, own_prompts(TURNS), rows=8, max_len=200), 4))
+    texts = list(islice(write(Model(teacher(), num_threads=1), TURNS, own_prompts(TURNS), rows=8, max_len=200), 4))
     for text in texts:
         assert tuple(text.tokens[:2]) == TURNS.opening
         assert tuple(text.tokens[text.prompt_len - 3 : text.prompt_len]) == TURNS.answering
@@ -152,5 +134,5 @@ def test_conversations_follow_the_template() -> None:
 def test_base_models_write_on_from_their_start_token() -> None:
     """Guards models without turns, whose whole text is an answer."""
     turns = Turns((1,), (), frozenset({2}))
-    texts: Iterator[Written] = write(teacher(), turns, own_prompts(turns), rows=4, max_len=32)
+    texts: Iterator[Written] = write(Model(teacher(), num_threads=1), turns, own_prompts(turns), rows=4, max_len=32)
     assert all(text.tokens[0] == 1 and text.prompt_len == 1 for text in islice(texts, 6))

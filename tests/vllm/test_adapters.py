@@ -1,6 +1,5 @@
 """LoRA adapters on vLLM: each row of a pass follows its own, as on our own engine."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from cascade.engine.adapters import AdaptedModel
 from cascade.engine.loading import load
 from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer
-from cascade.scorer import Row
 from tests import small
 from tests.architectures import build
 from tests.vllm.models import OPTIONS, WIDE, saved
@@ -42,47 +40,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def engines(folder: Path) -> Iterator[tuple[VllmModel, AdaptedModel]]:
-    adapters = {name: str(folder / name) for name in NAMES if name}
-    network = load(str(folder / "model"), dtype="float32", device="cpu")
-    model = VllmModel(str(folder / "model"), cache_tokens=1024, adapters=adapters, options=OPTIONS)
-    yield model, AdaptedModel(network, adapters, cache_tokens=1024)
-    model.close()
-
-
-def test_rows_follow_their_own_adapter(engines: tuple[VllmModel, AdaptedModel]) -> None:
-    """Guards rows without an adapter, which on a CPU followed the last one that was loaded, and companions of another."""
-    model, own = engines
-    text, order = list(range(5, 25)), ["", "red", "", "blue", "red"]
-
-    def rows(each: Any, names: list[str]) -> list[Row]:
-        stores = [each.new_cache() for _ in names]
-        for store in stores:
-            store.reserve(32)
-        params = [SamplingParams(temperature=0, seed=1, adapter=name) for name in names]
-        return [Row(store, 0, text, 5, one) for store, one in zip(stores, params, strict=True)]
-
-    expected = []
-    for name in order:
-        own.switch(name)
-        expected.append(own.logits(rows(own, [name])).float())
-    asked = rows(model, order)
-    torch.testing.assert_close(model.logits(asked).float(), torch.cat(expected), rtol=1e-4, atol=1e-4)
-    for row in asked:
-        row.cache.free()
-
-
-def test_requests_get_the_text_of_their_adapter(engines: tuple[VllmModel, AdaptedModel]) -> None:
-    """Guards the way from a request to its pass: requests at once, prefixes in common, a tier below without adapters."""
-    model, own = engines
+def test_requests_get_the_text_of_their_adapter(folder: Path) -> None:
+    """Guards rows without an adapter, which on a CPU followed the last one that was loaded, and companions of another: requests
+    at once, prefixes in common, a tier below without adapters."""
+    source, adapters = str(folder / "model"), {name: str(folder / name) for name in NAMES if name}
+    own = AdaptedModel(load(source, dtype="float32", device="cpu"), adapters, cache_tokens=1024)
+    model = VllmModel(source, cache_tokens=1024, adapters=adapters, options=OPTIONS)
+    params = [SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, adapter=name) for name in (*NAMES, *NAMES)]
     tokenizer, texts = Tokenizer.from_pretrained(small.paths()[-1]), []
-    order = [*NAMES, *NAMES]
     for tiers in ([Model(build("llama", **WIDE)), model], [own]):
         with Cascade(tiers, tokenizer) as cascade:
-            params = [SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, adapter=name) for name in order]
             streams = [cascade.stream(list(range(5, 45)), one) for one in params]
             texts.append([[token for chunk in stream for token in chunk.token_ids] for stream in streams])
+    model.close()
     assert texts[0] == texts[1]
     assert len(set(map(tuple, texts[0]))) == len(NAMES)
 

@@ -12,7 +12,7 @@ from cascade.engine.vllm.blocks import RESERVED, Blocks, PagedCache
 from cascade.errors import ModelError
 from cascade.scorer import BLOCK
 from cascade.tier.block_manager import BlockManager
-from tests.books import check_blocks
+from tests.books import check_blocks, check_pages
 from tests.tier.test_block_manager import BLOCKS, Books
 
 PAGE = 16 * BLOCK
@@ -54,13 +54,6 @@ class Tokens(PagedCache):
         length = min(self.length, self.capacity)
         return [self._blocks.held[self.table[place // self.block]][place % self.block] for place in range(length)]
 
-    @classmethod
-    def like(cls, cache: PagedCache) -> "Tokens":
-        """The same blocks, which the other one has no more."""
-        new = cls(cache._blocks)
-        new.join(cache)
-        return new
-
     def reuse(self, source: Any, positions: int) -> None:
         super().reuse(source, positions)
         self.length = positions
@@ -83,7 +76,7 @@ class PagedBooks(Books):
 
     @invariant()
     def blocks_balance(self) -> None:
-        self.blocks.check(self.stores)
+        check_pages(self.blocks, self.stores)
 
 
 PagedBooks.TestCase.settings = settings(deadline=None, derandomize=True, max_examples=25, stateful_step_count=40)
@@ -123,9 +116,8 @@ class Sessions(RuleBasedStateMachine):
         position = data.draw(st.integers(0, len(text)))
         forks: list[Tokens] = []
         for tokens in ends:
-            fork = PagedCache.fork(cache, position)
-            assert fork.table[: position // 4] == cache.table[: position // 4]  # whole blocks cost nothing
-            forks.append(Tokens.like(fork))
+            forks.append(cache.fork(position))
+            assert forks[-1].table[: position // 4] == cache.table[: position // 4]  # whole blocks cost nothing
             forks[-1].write(position, tokens[: 24 - position])
         cache.write(position, [100] * min(3, 24 - position))
         text[position:] = [100] * min(3, 24 - position)
@@ -146,7 +138,7 @@ class Sessions(RuleBasedStateMachine):
 
     @invariant()
     def everyone_reads_his_own(self) -> None:
-        self.blocks.check([cache for cache, _ in self.texts])
+        check_pages(self.blocks, [cache for cache, _ in self.texts])
         for cache, text in self.texts:
             assert cache.tokens == text
 
@@ -163,7 +155,7 @@ def test_a_cache_that_is_dropped_gives_its_blocks_back() -> None:
     assert blocks.num_free == 6
     del cache
     assert blocks.num_free == 9
-    blocks.check([])
+    check_pages(blocks, [])
 
 
 def test_memory_that_is_used_up_is_named() -> None:
@@ -173,7 +165,7 @@ def test_memory_that_is_used_up_is_named() -> None:
     one.write(0, [1] * 9)
     with pytest.raises(ModelError, match="2 blocks of keys and values are wanted and 1 of 5 are free"):
         other.reserve(8)
-    blocks.check([one, other])
+    check_pages(blocks, [one, other])
 
 
 def test_pools_count_whole_blocks() -> None:

@@ -27,7 +27,6 @@ def test_architectures_are_vllms_to_know(monkeypatch: pytest.MonkeyPatch, tmp_pa
     config("bloom").save_pretrained(tmp_path)
     tier = {"name": "full", "model_loading_config": {"model_id": str(tmp_path)}}
     [need] = needs(CascadeConfig.parse({"tiers": [{**tier, "engine_kwargs": {"engine": "vllm"}}]}))
-    assert need.anatomy.architecture == "BloomForCausalLM"
     assert need.anatomy.cache_bytes_per_token > 0
     with pytest.raises(ConfigError, match="BloomForCausalLM cannot be served"):
         needs(CascadeConfig.parse({"tiers": [tier]}))

@@ -7,9 +7,9 @@ from itertools import count
 import torch
 import transformers
 
-from benchmarks.peers.contract import HEAD, Said, Setup, Turn
+from benchmarks.peers.contract import Said, Setup, Turn
 from cascade.answer import Completion
-from cascade.drafters import DrafterSpec
+from cascade.drafters import EAGLE3, DrafterSpec
 from cascade.local import Cascade
 from cascade.params import Handling, SamplingParams, Speculation
 
@@ -24,8 +24,8 @@ WITHOUT_HEAD = {
     "cascade_tiny_medium": Speculation(tiers=("tiny", "medium")),
 }
 WITH_HEAD = {
-    "cascade_head": Speculation(tiers=(HEAD,)),
-    "cascade_head_suffix": Speculation(tiers=(HEAD, "suffix")),
+    "cascade_head": Speculation(tiers=(EAGLE3,)),
+    "cascade_head_suffix": Speculation(tiers=(EAGLE3, "suffix")),
 }
 
 
@@ -38,7 +38,7 @@ class Ours:
         self._cascades: dict[str, Cascade] = {}  # by mode
         family = [setup.models.tiny, setup.models.medium, setup.models.full]
         plain = [DrafterSpec(kind) for kind in TEXT_DRAFTERS]
-        headed = [DrafterSpec("suffix"), DrafterSpec(HEAD, setup.models.head)]
+        headed = [DrafterSpec("suffix"), DrafterSpec(EAGLE3, setup.models.head)]
         for modes, drafters in ((WITHOUT_HEAD, plain), (WITH_HEAD, headed)):
             if wanted := [mode for mode in setup.modes if without_dtype(mode) in modes]:
                 alone = all(without_dtype(mode) == "cascade_alone" for mode in wanted)

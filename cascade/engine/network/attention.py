@@ -6,7 +6,7 @@ an earlier position, and needs no code.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from transformers import AttentionInterface
 
 from cascade.cpu.attention import Kind, Spans
 from cascade.cpu.attention import attend as attend_spans
-from cascade.cpu.attention import store as store_spans
 from cascade.cpu.cache import BlockedCache, Shape, tables
 from cascade.engine.network.survey import Survey
 
@@ -36,36 +35,6 @@ class Span(NamedTuple):
         return range(self.start, self.start + self.end - self.begin)
 
 
-class Scoring(NamedTuple):
-    """How a layer makes weights of its scores."""
-
-    scaling: float | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None  # [heads]
-
-
-class Planned(Protocol):
-    """A pass on its way through the layers of a model, whose keys and values are ``[1, kv_heads, total_tokens, head_dim]``."""
-
-    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Put them where the pass has its rows, for later ones to see."""
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """Write, and attend: ``[1, total_tokens, heads, head_dim]`` of ``[1, heads, total_tokens, head_dim]``."""
-
-
-class Attention(Protocol):
-    """A way to hold keys and values, as `cascade.engine.model.Model` uses it."""
-
-    same_bits: bool  # what a query gets does not depend on what shares the pass, to the bit
-
-    def new_cache(self) -> Any:
-        """Keys and values of a new session: a `cascade.scorer.Store`."""
-
-    def plan(self, spans: Sequence[Span], windows: Windows) -> Planned:
-        """What the layers of a pass are given."""
-
-
 def attend(
     module: nn.Module,
     query: Tensor,
@@ -76,10 +45,10 @@ def attend(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    cascade_pass: Planned | None = None,
+    cascade_pass: Any = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of a packed pass, for `transformers.AttentionInterface`.
+    """Attention of a packed pass, for `transformers.AttentionInterface`; ``cascade_pass`` is what `Native.plan` gives.
 
     Soft caps and attention sinks (``s_aux`` ``[heads]``) are honoured; windows are the pass's, for not every model that slides
     says so here.
@@ -87,7 +56,8 @@ def attend(
     if cascade_pass is None:
         raise RuntimeError(f"{type(module).__name__} does not hand the pass on to its attention function")
     layer: int = module.layer_idx  # type: ignore[assignment]
-    return cascade_pass.attend(layer, query, key, value, Scoring(scaling, softcap, s_aux)), None
+    kind = Kind(query.shape[3] ** -0.5 if scaling is None else scaling, None, softcap, s_aux)
+    return cascade_pass.attend(layer, query, key, value, kind), None
 
 
 # No mask function is registered: for a name without one Transformers builds no masks, and none are wanted.
@@ -101,13 +71,10 @@ class NativePass:
     spans: dict[int, Spans]  # by layer
     windows: Windows
 
-    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        store_spans(_dense(key), _dense(value), self.spans[layer])
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        scale = query.shape[3] ** -0.5 if scoring.scaling is None else scoring.scaling
-        sinks = None if scoring.sinks is None else scoring.sinks.float().contiguous()
-        kind = Kind(scale, self.windows[layer], scoring.softcap, sinks)
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: Kind) -> Tensor:
+        """Store and attend with the layer's window: ``[1, total_tokens, heads, ...]`` of ``[1, heads, total_tokens, ...]``."""
+        sinks = None if kind.sinks is None else kind.sinks.float().contiguous()
+        kind = Kind(kind.scaling, self.windows[layer], kind.softcap, sinks)
         out = attend_spans(_dense(query), _dense(key), _dense(value), self.spans[layer], kind)
         return out.view(1, query.shape[2], query.shape[1], value.shape[3]).to(query.dtype)
 

@@ -1,14 +1,14 @@
 """Keys and values of a session in one piece, and PyTorch's attention over them: for devices other than CPUs."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cascade.engine.network.attention import Scoring, Span, Windows
+from cascade.cpu.attention import Kind
+from cascade.engine.network.attention import Native, Span, Windows
 from cascade.scorer import BLOCK, TILE, grown_capacity
 
 SCORES = 2**26  # of queries with keys that are held at once
@@ -29,22 +29,21 @@ class Cache:
         self.capacity = 0  # positions
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def write(self, layer: int, start: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store ``[kv_heads, n, head_dim]`` at ``start`` and return all there is, ``[1, kv_heads, capacity, head_dim]``."""
-        length = key.shape[1]
-        keys, values = pair = self.hold(layer, start + length, key, value)
-        keys.narrow(2, start, length).copy_(key)
-        values.narrow(2, start, length).copy_(value)
-        return pair
+    def write(self, layer: int, start: int, key: Tensor, value: Tensor) -> None:
+        """Store ``[kv_heads, n, head_dim]`` at ``start``."""
+        end = start + key.shape[1]
+        if end > self.capacity:
+            self.reserve(grown_capacity(end, self.capacity))
+        if layer not in self._layers:
+            self._layers[layer] = _resized(key[None, :, :0], self.capacity), _resized(value[None, :, :0], self.capacity)
+        keys, values = self._layers[layer]
+        keys[0, :, start:end] = key
+        values[0, :, start:end] = value
 
-    def hold(self, layer: int, positions: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """All there is, and room for ``positions``; the layer's heads are like those of ``[kv_heads, n, head_dim]``."""
-        if positions > self.capacity:
-            self.reserve(grown_capacity(positions, self.capacity))
-        pair = self._layers.get(layer)
-        if pair is None:
-            pair = self._layers[layer] = _resized(key[None, :, :0], self.capacity), _resized(value[None, :, :0], self.capacity)
-        return pair
+    def read(self, layer: int, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of these positions of the text, ``[1, kv_heads, n, head_dim]``."""
+        keys, values = self._layers[layer]
+        return keys[:, :, start:end], values[:, :, start:end]
 
     @torch.inference_mode()
     def reserve(self, positions: int) -> None:
@@ -61,13 +60,14 @@ class Cache:
 
     def get(self, layer: int, start: int, end: int) -> Tensor:
         """What was kept there, ``[end - start, width]``."""
-        return self._layers[layer][0][0, 0, start:end]
+        return self.read(layer, start, end)[0][0, 0]
 
     @torch.inference_mode()
     def reuse(self, source: "Cache", positions: int) -> None:
         """Copy the first ``positions`` of ``source``, bit by bit; there must be room for them."""
-        for layer, (keys, values) in source._layers.items():
-            self.write(layer, 0, keys[0, :, :positions], values[0, :, :positions])
+        for layer in source._layers:
+            keys, values = source.read(layer, 0, positions)
+            self.write(layer, 0, keys[0], values[0])
 
     def fork(self, position: int) -> "Fork":
         """Another end of this text, from ``position`` on; it takes memory as it is written."""
@@ -76,8 +76,9 @@ class Cache:
     @torch.inference_mode()
     def join(self, fork: "Fork") -> None:
         """Copy what ``fork`` holds, bit by bit, and free it."""
-        for layer in fork.layers:
-            self.write(layer, fork.position, *fork.held(layer))
+        for layer in fork._layers:
+            keys, values = fork.read(layer, fork.position, fork.end)
+            self.write(layer, fork.position, keys[0], values[0])
         fork.free()
 
     @property
@@ -90,56 +91,27 @@ class Cache:
 
 
 class Fork(Cache):
-    """Keys and values of one session from ``position`` on; those before it are its base's.
+    """Keys and values of one session from ``position`` on; those before it are its base's, and copied where they are read."""
 
-    What they are attended with lies in the base's storage for as long as that takes, see `in_place`: so attention over a fork
-    is that over a cache, with the same bits.
-    """
-
-    __slots__ = ("_base", "_end", "position")
+    __slots__ = ("_base", "end", "position")
     block = BLOCK
 
     def __init__(self, base: Cache, position: int) -> None:
         super().__init__()
         self._base = base
-        self.position = self._end = position
+        self.position = self.end = position  # the first one that it holds, and the one after its last
 
-    def write(self, layer: int, start: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store ``[kv_heads, n, head_dim]`` at ``start``, after which nothing is held then."""
-        self._end = start + key.shape[1]
-        return super().write(layer, start - self.position, key, value)
+    def write(self, layer: int, start: int, key: Tensor, value: Tensor) -> None:
+        """Store ``[kv_heads, n, head_dim]`` at ``start``; what was held after them is void."""
+        self.end = start + key.shape[1]
+        super().write(layer, start - self.position, key, value)
 
-    def get(self, layer: int, start: int, end: int) -> Tensor:
-        """The same, what is before its position from its base."""
-        own = super().get(layer, max(0, start - self.position), max(0, end - self.position))
+    def read(self, layer: int, start: int, end: int) -> tuple[Tensor, Tensor]:
+        keys, values = super().read(layer, max(0, start - self.position), max(0, end - self.position))
         if start >= self.position:
-            return own
-        return torch.cat([self._base.get(layer, start, min(end, self.position)), own])
-
-    @property
-    def layers(self) -> Sequence[int]:
-        return tuple(self._layers)
-
-    def held(self, layer: int) -> tuple[Tensor, Tensor]:
-        """What was written, each ``[kv_heads, n, head_dim]``."""
-        keys, values = self._layers[layer]
-        size = self._end - self.position
-        return keys[0, :, :size], values[0, :, :size]
-
-    @contextmanager
-    def in_place(self, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The whole text, ``[1, kv_heads, capacity, head_dim]``, while the base lends its storage."""
-        own = self.held(layer)
-        whole = self._base.hold(layer, self._end, *own)
-        places = [part[0].narrow(1, self.position, self._end - self.position) for part in whole]
-        lent = [place.clone() for place in places]
-        try:
-            for place, part in zip(places, own, strict=True):
-                place.copy_(part)
-            yield whole
-        finally:
-            for place, part in zip(places, lent, strict=True):
-                place.copy_(part)
+            return keys, values
+        base_keys, base_values = self._base.read(layer, start, min(end, self.position))
+        return torch.cat([base_keys, keys], 2), torch.cat([base_values, values], 2)
 
 
 def _resized(old: Tensor, capacity: int) -> Tensor:
@@ -157,28 +129,53 @@ class Pass:
     masks: dict[tuple[int, int, int | None, int], Tensor] = field(default_factory=dict)  # shared by layers, see `_mask`
 
     def __post_init__(self) -> None:
-        self.spans = sorted(self.spans, key=lambda span: isinstance(span.cache, Fork))  # which see what their bases write
+        self.spans = sorted(self.spans, key=lambda span: isinstance(span.cache, Fork))  # forks see what their bases write
 
-    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """See `cascade.engine.network.attention.Planned`."""
-        # a wrong draft that overflows must not reach those that do not see it: what is hidden from them counts 0 times
-        keys, values = _finite(key[0]), _finite(value[0])
-        for span in self.spans:
-            span.cache.write(layer, span.start, keys[:, span.begin : span.end], values[:, span.begin : span.end])
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """See `cascade.engine.network.attention.Planned`."""
-        keys, values, window = _finite(key[0]), _finite(value[0]), self.windows[layer]
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: Kind) -> Tensor:
+        """Write, and attend: ``[1, total_tokens, heads, head_dim]`` of ``[1, heads, total_tokens, head_dim]``."""
+        # A wrong draft may overflow. Attention multiplies what a row does not see by 0, and 0 times infinity is not 0.
+        keys, values = (part[0].nan_to_num(0.0, 0.0, 0.0) for part in (key, value))
         out = value.new_zeros(query.shape[2], query.shape[1], value.shape[3])
         for span in self.spans:
             part = slice(span.begin, span.end)
-            held = span.cache.write(layer, span.start, keys[:, part], values[:, part])
-            if isinstance(span.cache, Fork):
-                with span.cache.in_place(layer) as whole:
-                    out[part] = _row(span, query[0, :, part], whole, window, scoring, self)
-            else:
-                out[part] = _row(span, query[0, :, part], held, window, scoring, self)
+            span.cache.write(layer, span.start, keys[:, part], values[:, part])
+            out[part] = self._row(span, layer, query[0, :, part], kind)
         return out[None]
+
+    def _row(self, span: Span, layer: int, query: Tensor, kind: Kind) -> Tensor:
+        """``[n, heads, value_size]`` of a query ``[heads, n, head_dim]`` over what the row's store holds."""
+        (heads, n, _), window, pieces = query.shape, self.windows[layer], []
+        most = max(1, SCORES // (heads * (span.start + n)))
+        for begin in range(0, n, most):
+            end = min(n, begin + most)
+            first = 0 if window is None else max(0, span.start + begin - window + 1)
+            key, value = span.cache.read(layer, first, span.start + end)
+            # heads that share keys become queries of one head: nothing is copied for them
+            folded = query[:, begin:end].reshape(1, key.shape[1], -1, query.shape[2])
+            mask = None if end - begin == 1 else self._mask(span, (begin, end), first, window, heads // key.shape[1], query)
+            if kind.softcap is None and kind.sinks is None:
+                out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=kind.scaling)
+            else:
+                out = _written_out(folded, key, value, mask, kind)
+            pieces.append(out.view(heads, end - begin, -1).transpose(0, 1))
+        return torch.cat(pieces)
+
+    def _mask(self, span: Span, queries: tuple[int, int], first: int, window: int | None, group: int, like: Tensor) -> Tensor:
+        """What is added to scores of a row's ``queries`` with keys from position ``first`` on: 0, or -inf for what is hidden.
+
+        ``[group * n, keys]`` in the dtype of ``like``, for the queries of all heads that share keys.
+        """
+        begin, end = queries
+        name = (span.begin, begin, window, group)
+        if name in self.masks:
+            return self.masks[name]
+        at = span.start + begin - first
+        mask = like.new_full((end - begin, span.start + end - first), -torch.inf)
+        mask = mask.triu(at + 1) if window is None else mask.triu(at + 1) + mask.tril(at - window)
+        mask = mask.repeat(group, 1)
+        if mask.numel() <= SHARED:
+            self.masks[name] = mask
+        return mask
 
 
 class Contiguous:
@@ -193,61 +190,19 @@ class Contiguous:
         return Pass(spans, windows)
 
 
-def _finite(part: Tensor) -> Tensor:
-    """The same, and 0 where a number has overflowed."""
-    return part.nan_to_num(0.0, 0.0, 0.0)
+Attention = Native | Contiguous  # ways to hold keys and values
 
 
-def _row(span: Span, query: Tensor, held: tuple[Tensor, Tensor], window: int | None, scoring: Scoring, planned: Pass) -> Tensor:
-    """``[n, heads, value_size]`` of a query ``[heads, n, head_dim]`` over what is held, ``[1, kv_heads, capacity, ...]``."""
-    heads, n, _ = query.shape
-    kv_heads, pieces = held[0].shape[1], []
-    most = max(1, SCORES // (heads * (span.start + n)))
-    for begin in range(0, n, most):
-        end = min(n, begin + most)
-        first = 0 if window is None else max(0, span.start + begin - window + 1)
-        key, value = (part[:, :, first : span.start + end] for part in held)
-        # heads that share keys become queries of one head: nothing is copied for them
-        folded = query[:, begin:end].reshape(1, kv_heads, -1, query.shape[2])
-        mask = None if end - begin == 1 else _mask(span, (begin, end), first, window, heads // kv_heads, query, planned)
-        if scoring.softcap is None and scoring.sinks is None:
-            out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scoring.scaling)
-        else:
-            out = _written_out(folded, key, value, mask, scoring)
-        pieces.append(out.view(heads, end - begin, -1).transpose(0, 1))
-    return torch.cat(pieces)
-
-
-def _mask(
-    span: Span, queries: tuple[int, int], first: int, window: int | None, group: int, like: Tensor, planned: Pass
-) -> Tensor:
-    """What is added to scores of a row's ``queries`` with keys from position ``first`` on: 0, or -inf for what is hidden.
-
-    ``[group * n, keys]`` in the dtype of ``like``, for the queries of all heads that share keys.
-    """
-    begin, end = queries
-    name = (span.begin, begin, window, group)
-    if name in planned.masks:
-        return planned.masks[name]
-    at = span.start + begin - first
-    mask = like.new_full((end - begin, span.start + end - first), -torch.inf)
-    mask = mask.triu(at + 1) if window is None else mask.triu(at + 1) + mask.tril(at - window)
-    mask = mask.repeat(group, 1)
-    if mask.numel() <= SHARED:
-        planned.masks[name] = mask
-    return mask
-
-
-def _written_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
+def _written_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kind: Kind) -> Tensor:
     """The same for models that cap scores (Gemma 2) or let heads attend to nothing (GPT-OSS)."""
-    _, kv_heads, rows, head_dim = query.shape
-    scores = query @ key.transpose(2, 3) * (head_dim**-0.5 if scoring.scaling is None else scoring.scaling)
-    if scoring.softcap is not None:
-        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+    _, kv_heads, rows, _ = query.shape
+    scores = query @ key.transpose(2, 3) * kind.scaling
+    if kind.softcap is not None:
+        scores = torch.tanh(scores / kind.softcap) * kind.softcap
     if mask is not None:
         scores = scores + mask
-    if scoring.sinks is not None:
-        sinks = scoring.sinks.to(scores.dtype).view(kv_heads, -1, 1)
+    if kind.sinks is not None:
+        sinks = kind.sinks.to(scores.dtype).view(kv_heads, -1, 1)
         sinks = sinks.expand(-1, -1, rows // sinks.shape[1]).reshape(1, kv_heads, rows, 1)
         scores = torch.cat([scores, sinks], dim=-1)
     weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)[..., : key.shape[2]]

@@ -6,12 +6,12 @@
         x = x + down(silu(gate(norm(x))) * up(norm(x)))
     logits = head(norm(x))
 
-What lies between two calls from Python takes longer than a kernel of a small pass. So the kernels of a pass are one program,
-see `cascade.cpu.program`: it is written once for each number of tokens, and what else differs from pass to pass, such as where
-keys and values are, is put into it.
+Calling a kernel from Python takes longer than a kernel of a small pass runs. So the kernels of a pass are one program, see
+`cascade.cpu.program`. It is written once for each number of tokens; what else differs from pass to pass, such as where keys and
+values are, is put into it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -24,33 +24,25 @@ from cascade.cpu.attention import ATTENDING, OF_PASS, Heads, Kind, Sizes, attend
 from cascade.cpu.jit import Step
 from cascade.cpu.layers import Rows, add_step, gate_step, norm_step, rotate_step
 from cascade.cpu.linear import Linear
-from cascade.cpu.matrix_tile import STEP
+from cascade.cpu.pairs import STEP
 from cascade.cpu.program import Program
 from cascade.engine.draft_vocab import DraftHead
 from cascade.engine.network.attention import NativePass
 
 FAMILY = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+DTYPES = (torch.float32, torch.bfloat16)
 ROPES = ("default", "linear", "llama3", "yarn")  # kinds of positions whose angles do not depend on how long a text is
 KEPT = 32  # tokens of a pass whose memory and programs are kept: with drafts
 
 
 def is_written_out(network: PreTrainedModel) -> bool:
-    """Whether `Llama` runs it, told by its kind and its configuration: it does in float32 and bfloat16 on a CPU."""
+    """Whether `Llama` runs it, told by its class and its configuration: in float32 and bfloat16 on a CPU."""
     config = network.config
-    if (
-        type(network) not in FAMILY
-        or network.device.type not in ("cpu", "meta")
-        or network.dtype not in (torch.float32, torch.bfloat16)
-    ):
+    if type(network) not in FAMILY or network.device.type not in ("cpu", "meta") or network.dtype not in DTYPES:
         return False
     changed = getattr(config, "quantization_config", None) is not None or getattr(network, "_hf_peft_config_loaded", False)
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     return not changed and config.hidden_act == "silu" and rope in ROPES
-
-
-def between(network: PreTrainedModel) -> torch.dtype:
-    """The dtype of what lies between products, such as hidden states."""
-    return torch.float32 if is_written_out(network) else network.dtype
 
 
 class Norm(NamedTuple):
@@ -81,7 +73,8 @@ class Layer:
     scaling: float
 
     @classmethod
-    def of(cls, number: int, module: Any) -> Self:
+    def of(cls, number: int, module: Any, rest: Callable[[], object]) -> Self:
+        """Of Transformers' layer, whose matrices are put into the order of our kernels; ``rest`` is called after each."""
         attention, mlp = module.self_attn, module.mlp
         size = attention.head_dim
         heads, kv_heads = (part.out_features // size for part in (attention.q_proj, attention.k_proj))
@@ -89,13 +82,13 @@ class Layer:
         return cls(
             number=number,
             attention_norm=Norm.of(module.input_layernorm),
-            qkv=_side_by_side(attention.q_proj, attention.k_proj, attention.v_proj),
+            qkv=_side_by_side(rest, attention.q_proj, attention.k_proj, attention.v_proj),
             q_norm=None if q_norm is None else Norm.of(q_norm),
             k_norm=None if k_norm is None else Norm.of(k_norm),
-            o=_side_by_side(attention.o_proj),
+            o=_side_by_side(rest, attention.o_proj),
             mlp_norm=Norm.of(module.post_attention_layernorm),
-            gate_up=_side_by_side(mlp.gate_proj, mlp.up_proj),
-            down=_side_by_side(mlp.down_proj),
+            gate_up=_side_by_side(rest, mlp.gate_proj, mlp.up_proj),
+            down=_side_by_side(rest, mlp.down_proj),
             sizes=Sizes(heads, kv_heads, size, size),
             scaling=attention.scaling,
         )
@@ -105,23 +98,28 @@ class Layer:
         return sum(part.numbers for part in (self.qkv, self.o, self.gate_up, self.down))
 
 
-def _side_by_side(*layers: nn.Linear) -> Linear:
+def _side_by_side(rest: Callable[[], object], *layers: nn.Linear) -> Linear:
     """Layers with one input as one: it has less to begin and to end than several."""
     biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
-    return Linear(torch.cat([layer.weight.detach() for layer in layers]), torch.cat(biases) if biases else None)
+    made = Linear(torch.cat([layer.weight.detach() for layer in layers]), torch.cat(biases) if biases else None)
+    rest()
+    return made
 
 
 class Llama:
     """A network of the family, see `is_written_out`, on its own weights in the order of our kernels."""
 
     @torch.no_grad()
-    def __init__(self, network: Any, *, owned: bool = False) -> None:
-        """With ``owned`` the layers of ``network``, which nobody else uses, lose their weights one after the other."""
+    def __init__(self, network: Any, *, owned: bool = False, rest: Callable[[], object] = lambda: None) -> None:
+        """With ``owned`` the layers of ``network``, which nobody else uses, lose their weights one after the other.
+
+        ``rest`` is called after each matrix.
+        """
         backbone = network.model
         self._embedding: Tensor = backbone.embed_tokens.weight
         self.layers: list[Layer] = []
         for number, module in enumerate(backbone.layers[: network.config.num_hidden_layers]):
-            self.layers.append(Layer.of(number, module))
+            self.layers.append(Layer.of(number, module, rest))
             if owned:
                 module.to("meta")
         self._norm = Norm.of(backbone.norm)
@@ -143,32 +141,31 @@ class Llama:
         planned: NativePass,
         *,
         reads: Sequence[int] = (),
-        first: int | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Logits ``[kept, vocab_size]`` of those tokens at ``keep`` of ``[tokens]``, and the hidden states ``reads``.
 
         These are ``[tokens, hidden_size]`` each, as Transformers counts them (0 are embeddings, the last is normed), and there
-        until the next pass. Of the layers the ``first`` so many are run, all if ``None``.
+        until the next pass.
         """
         tokens, workspace = len(ids), self._workspace_for(len(ids), tuple(reads))
-        layers = self.layers[:first]
-        spans = [planned.spans[layer.number] for layer in layers]
+        spans = [planned.spans[layer.number] for layer in self.layers]
         workspace.hidden[0][:tokens] = self._embedding.index_select(0, ids)
         if spans[0].longest > len(self._cos):
             self._cos, self._sin = self._angles(2 * spans[0].longest)
         torch.index_select(self._cos, 0, positions, out=workspace.cos[:tokens])
         torch.index_select(self._sin, 0, positions, out=workspace.sin[:tokens])
-        key = (tokens, torch.get_num_threads(), len(layers))
+        key = (tokens, torch.get_num_threads())
         if key not in workspace.programs:
-            steps, work = list(self._steps(layers, tokens, workspace, planned)), tokens * sum(layer.numbers for layer in layers)
-            program = Program(steps, work)
+            program = Program(
+                list(self._steps(tokens, workspace, planned)), tokens * sum(layer.numbers for layer in self.layers)
+            )
             workspace.programs[key] = program, program.places(ATTENDING, OF_PASS)
         program, places = workspace.programs[key]
-        size = max(scratch_of(span, layer.sizes) for span, layer in zip(spans, layers, strict=True))
+        size = max(scratch_of(span, layer.sizes) for span, layer in zip(spans, self.layers, strict=True))
         scratch = torch.empty(torch.get_num_threads() * size)
         numbers = [
             of_pass(span, planned.windows[layer.number], scratch.data_ptr(), size)
-            for span, layer in zip(spans, layers, strict=True)
+            for span, layer in zip(spans, self.layers, strict=True)
         ]
         program.put(places, np.repeat(np.array(numbers), len(places) // len(numbers), axis=0))
         program.run()
@@ -176,11 +173,11 @@ class Llama:
         logits: Tensor = self._head(workspace.hidden[-1].index_select(0, keep))
         return logits, hidden
 
-    def _steps(self, layers: Sequence[Layer], tokens: int, workspace: "Workspace", planned: NativePass) -> Iterator[Step]:
+    def _steps(self, tokens: int, workspace: "Workspace", planned: NativePass) -> Iterator[Step]:
         """Of a pass, from the embeddings of its tokens to their last hidden states."""
         x, r = Rows.of(workspace.hidden[0]), workspace.scratch
         shape = (tokens, x.stride)
-        for layer in layers:
+        for layer in self.layers:
             heads, kv_heads, size, _ = layer.sizes
             queries, turned = heads * size, (heads + kv_heads) * size
             q, k, v = r.qkv, r.qkv.behind(queries), r.qkv.behind(turned)
@@ -241,7 +238,7 @@ class Workspace:
 
     def __init__(self, network: Llama, most: int, reads: tuple[int, ...]) -> None:
         self.most, self.reads = most, reads
-        self.programs: dict[tuple[int, int, int], tuple[Program, Any]] = {}  # and what changes in them
+        self.programs: dict[tuple[int, int], tuple[Program, Any]] = {}  # and what changes in them
         layer = network.layers[0]
         size, half = len(layer.attention_norm.weight), layer.gate_up.matrix.out_features // 2
         attended = layer.sizes.heads * layer.sizes.value_size

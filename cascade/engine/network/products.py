@@ -1,6 +1,6 @@
-"""Products of a Transformers' network on a CPU by our kernels: the one thing that is changed in it.
+"""Our kernels for the linear layers of a Transformers network on a CPU: the only thing that is changed in it.
 
-PyTorch's own products give a row other bits alone than among others; then a text would depend on what shares its passes.
+With PyTorch's own products the bits of a row depend on the number of rows, and a text would depend on what shares its passes.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ FREE_FACTOR = 2  # times the weights that must be free: for copies of them, and 
 
 @torch.no_grad()
 def multiply_row_by_row(module: nn.Module) -> None:
-    """Let its linear layers, in float32 or bfloat16 on a CPU, have a copy of their weights in the order of our kernels."""
+    """Run its linear layers, in float32 or bfloat16 on a CPU, on copies of their weights in the order of our kernels."""
     plain: list[Any] = [layer for layer in module.modules() if _is_plain(layer)]
     if host_memory() < FREE_FACTOR * sum(layer.weight.nbytes for layer in plain):
         return
@@ -30,7 +30,7 @@ def multiply_row_by_row(module: nn.Module) -> None:
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Not a quantised, an adapted or a changed layer."""
+    """Whether a layer is linear, and neither quantised, adapted nor changed."""
     if type(layer) not in (nn.Linear, Conv1D) or "forward" in vars(layer):
         return False
     weight = layer.weight.data

@@ -1,4 +1,4 @@
-"""What the layers of a network attend to, asked of itself by an attention that takes notes; whether its logits agree."""
+"""What the layers of a network attend to, found out by a forward with an attention function that takes notes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ FAR = 4096  # a position to ask a mask about that names no size of its own
 
 @dataclass(slots=True)
 class Survey:
-    """What a forward with the attention `SURVEY` found: the window of each layer, as by the mask the model makes for it."""
+    """What a forward with the attention `SURVEY` found; a layer's window is told from the mask that the model makes for it."""
 
     windows: dict[int, int | None] = field(default_factory=dict)
     strange: bool = False  # some layer's mask is neither causal nor a sliding window
@@ -51,7 +51,7 @@ def survey(
     cascade_pass: Survey | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Note the window and the kind of a layer; the outcome of attention is of no interest."""
+    """Note the window and the heads of a layer; what attention gives does not matter."""
     if cascade_pass is None:
         raise TypeError(f"{type(module).__name__} does not hand the pass on to its attention function")
     window = -1 if attention_mask is None else int(attention_mask.flatten()[0])
@@ -62,9 +62,9 @@ def survey(
 
 
 def window_of_mask(*, mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any) -> Tensor:
-    """In place of a mask, ``[1, 1, 1, 1]``: the sliding window it is, 0 if it only hides what comes later, -1 if neither.
+    """A mask's sliding window, 0 if it only hides later positions, -1 if it is neither; ``[1, 1, 1, 1]``.
 
-    Registered for `SURVEY`, so that models hand it to their layers as they would the mask.
+    Registered for `SURVEY`, so that models hand it to their layers in place of a mask.
     """
     far = 2 * local_size if local_size else FAR
     counts = set()
@@ -78,7 +78,7 @@ def window_of_mask(*, mask_function: Callable[..., Tensor], local_size: int | No
 
 
 def probe_texts(vocab_size: int) -> list[list[int]]:
-    """Two texts of 10 tokens, scored at load to see that the model takes the path."""
+    """Two texts of 10 tokens, scored at load to check packed passes against the network's own."""
     return [[(7919 * place + 104729 * text + 1) % vocab_size for place in range(10)] for text in (1, 2)]
 
 
@@ -89,7 +89,11 @@ def agree(network: PreTrainedModel, found: Tensor, expected: Tensor) -> bool:
     """
     in_4_bits = getattr(network, "is_loaded_in_4bit", False)  # whose products are in bfloat16 whatever the network's dtype
     tolerance = COARSE if in_4_bits else TOLERANCE.get(network.dtype, COARSE)
-    found, expected = found.float(), expected[:, -found.shape[1] :].float()
+    expected = expected[:, -found.shape[1] :]
+    said = expected > torch.finfo(expected.dtype).min  # a draft head gives the lowest number to what it never says
+    if not torch.equal(said, found > torch.finfo(found.dtype).min):
+        return False
+    found, expected = (part.float().masked_fill(~said, 0.0) for part in (found, expected))
     size = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1).clamp(min=1e-9)
     errors = (found - expected).norm(dim=-1) / size
     return bool((errors.median(dim=-1).values <= tolerance).all())  # false for what is not a number

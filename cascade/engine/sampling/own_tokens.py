@@ -6,7 +6,7 @@
 sample of softmax(logits') (Gumbel 1954). Tiers that share the noise pick the same token more often than independent ones
 could: Daliri, Musco, Suresh, "Coupling without communication and drafter-invariant speculative decoding", arXiv 2408.07978.
 
-The next tokens by ``logits' + G`` are *runner-ups*: what a verifier with the same noise says most likely if it says another.
+The next tokens by ``logits' + G`` are *runner-ups*: what a verifier with the same noise most likely says if it says another.
 """
 
 import math
@@ -24,8 +24,8 @@ from cascade.params import SamplingParams
 from cascade.scorer import RunnerUp
 from cascade.splitmix import GOLDEN, mix, signed
 
-TOGETHER = 2**18  # scores that are filtered at once: they stay in a cache
-UNSURE = 2.0**-20  # of a sum of probabilities: more than it is rounded by, see `cascade.cpu.leading`
+TOGETHER = 2**18  # scores that are filtered at once, so that they stay in the processor's cache
+UNSURE = 2.0**-20  # more than a sum of probabilities is rounded by, see `cascade.cpu.leading`
 Asked: TypeAlias = tuple[SamplingParams, int, int]
 
 
@@ -59,7 +59,7 @@ def own_tokens_and_next(logits: Tensor, rows: Sequence[Asked], number: int) -> T
 
 
 def _noisy(rows: Sequence[Asked]) -> Iterator[tuple[int, SamplingParams, tuple[int, int]]]:
-    """Logits whose own tokens are sampled: their places, parameters, and of their noise the position and the mixed seed."""
+    """Rows of logits that are sampled: their index, parameters, and the position and mixed seed of their noise."""
     begin = 0
     for params, position, n in rows:
         if params.temperature > 0:
@@ -70,15 +70,15 @@ def _noisy(rows: Sequence[Asked]) -> Iterator[tuple[int, SamplingParams, tuple[i
 
 
 def _best(scores: Tensor, number: int) -> Tensor:
-    """`own_tokens_and_next` of scores ``[n, V]`` with their noise, if they have any."""
+    """`own_tokens_and_next` of scores ``[n, V]`` to which noise is added already."""
     own = scores.argmax(-1)
     return with_runner_ups(own, scores.float(), number) if number else own[None]
 
 
 def _best_by_bounds(scores: Tensor, noises: Sequence[tuple[int, int]], number: int) -> Tensor:
-    """`own_tokens_and_next` of adjusted ``scores`` ``[n, V]`` with noise of positions and mixed seeds, of those that can win.
+    """`own_tokens_and_next` of adjusted ``scores`` ``[n, V]``, with noise only for tokens that can win.
 
-    To the bit what the whole vocabulary says: operations on numbers one by one do not depend on how many there are.
+    The same bits as with noise for the whole vocabulary. ``noises`` are positions and mixed seeds.
     """
     tokens, bits, kept, counts = contenders(scores, noises, 1 + number)
     if not number and all(count == 1 for count in counts):  # as nearly always
@@ -104,8 +104,8 @@ def with_runner_ups(own: Tensor, scores: Tensor, number: int) -> Tensor:
 
         x_0 = own,   x_i = argmax over x not in {x_0, ..., x_{i-1}} of scores(x),   gap_i = scores(x_0) - scores(x_i) >= 0
 
-    int64 ``[1 + 2 * number, N]``, so that the host reads once: ``own``, the ``x_i``, then the bits of the float32 gaps, of
-    which those of filtered tokens are infinite. `runner_ups` reads it. Looks at no value on the host.
+    int64 ``[1 + 2 * number, N]``, so that the host reads once, by `runner_ups`: ``own``, the ``x_i``, then the bits of the
+    float32 gaps, infinite for filtered tokens.
     """
     chosen = own[:, None]
     most = scores.gather(1, chosen)
@@ -186,7 +186,7 @@ def filtered(scores: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
 
 
 def ordered(scores: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
-    """Scores ``[n, V]``, relative to the likeliest token's, after top-k and top-p of each row, on any device.
+    """Scores ``[n, V]``, relative to the likeliest token's, after top-k and top-p, on any device.
 
     Top-p keeps the smallest set of likeliest tokens whose probability reaches it (Holtzman et al., arXiv 1904.09751).
     """
@@ -221,17 +221,6 @@ def noise_bits(seeds: int | Tensor, positions: Tensor, vocab_size: int) -> Tenso
     return _shift(_mix(key[:, None] + ids * signed(GOLDEN)), 11)
 
 
-def keyed_gumbel(keys: Tensor, ids: Tensor) -> Tensor:
-    """Gumbel noise ``[n, k]`` float32 of token ``ids`` ``[k]`` or ``[n, k]``, a function of ``keys`` ``[n]`` int64 alone."""
-    return gumbel(_shift(_mix(keys[:, None] + (ids + 1) * signed(GOLDEN)), 11))
-
-
-def keyed_uniform(keys: Tensor) -> Tensor:
-    """Uniform noise ``[n]`` float32 from 0 to below 1, a function of ``keys`` ``[n]`` int64 alone; none of `keyed_gumbel`'s."""
-    bits = _shift(_mix(_mix(keys) ^ signed(GOLDEN)), 40)
-    return bits.to(torch.float32) * 2.0**-24
-
-
 def _mix(z: Tensor) -> Tensor:
     """SplitMix64's finaliser on int64 tensors, whose products wrap around on every device."""
     z = (z ^ _shift(z, 30)) * signed(0xBF58476D1CE4E5B9)
@@ -246,7 +235,7 @@ def mixed(z: int) -> int:
 
 @lru_cache(1024)
 def _log(share: float) -> float:
-    """As precise as scores are."""
+    """In float32, as scores are."""
     return torch.tensor(share).log().item()
 
 

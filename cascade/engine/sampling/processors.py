@@ -1,7 +1,7 @@
-"""Sampling parameters that need a state: bias, penalties, `min_tokens` and grammars, and the log-probabilities of own tokens.
+"""Sampling parameters that need a state: bias, penalties, `min_tokens` and grammars; log-probabilities of own tokens.
 
-A tier scores a position before it is known whether the guesses before it are right. Its own token is that of the text *with*
-these guesses, so each position of a row sees those that the row feeds before it, and nothing of what comes later.
+A position is scored before it is known whether the guesses before it are right. Its own token is that of the text *with* these
+guesses, so each position of a row sees the row's tokens before it, and nothing of what comes later.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from cascade.scorer import Row
 
 
 def shape(logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, list[int]]:
-    """Logits ``[sum of num_scored, V]`` after bias, penalties and masks; the very same where no row asks for them.
+    """Logits ``[sum of num_scored, V]`` after bias, penalties and masks; the same tensor if no row asks for them.
 
-    Returned beside them: how many of each row's own tokens are valid, which are all unless its grammar could not follow. Rows
-    without a state keep their values, so that companions do not change a text.
+    Beside them: how many of each row's own tokens are valid; fewer than all if its grammar could not follow a guess. Rows
+    without a state keep their values, so that other rows of a pass do not change a text.
     """
     known = [row.num_scored for row in rows]
     states = [row.state for row in rows if row.state is not None]
@@ -39,9 +39,9 @@ def shape(logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, list[int]]:
 
 
 def shape_next(logits: Tensor, params: SamplingParams, state: SequenceState, position: int, guesses: Sequence[int]) -> Tensor:
-    """Logits ``[1, V]`` of what comes after ``guesses``, which begin at ``position``, shaped as `shape` does.
+    """Logits ``[1, V]`` after ``guesses``, which begin at ``position``, shaped as `shape` does.
 
-    They are as they were where it is not known what the grammar allows there.
+    They stay as they are if it is not known what the grammar allows there.
     """
     scores = logits.float().expand(1 + len(guesses), -1).clone()  # the last row is the one that is asked for
     known = _shape(scores, params, state, position, guesses)

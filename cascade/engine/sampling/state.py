@@ -6,7 +6,7 @@ token of the text; the guesses after it count for one pass only.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,18 +15,8 @@ from cascade.errors import InvalidRequest
 from cascade.messages import Logprobs, Open
 from cascade.params import Structured
 
-
-class Constraint(Protocol):
-    """What a text has to be; see `cascade.engine.grammar.Matcher`."""
-
-    def rewind(self, num_tokens: int) -> None:
-        """Forget all but the first ``num_tokens`` of the output."""
-
-    def allowed(self, output: Sequence[int], guesses: Sequence[int], vocab_size: int) -> Tensor:
-        """Which tokens may come after ``output``, and after each of ``guesses``: bool ``[1 + guesses, vocab_size]``.
-
-        Fewer rows, at least one, where that is not known after a guess.
-        """
+if TYPE_CHECKING:
+    from cascade.engine.grammar import Matcher  # toy models have states, and no grammar library
 
 
 class SequenceState:
@@ -35,7 +25,7 @@ class SequenceState:
     ``text`` is the session's own list, which grows and is cut while this history looks at it.
     """
 
-    def __init__(self, opening: Open, text: Sequence[int], constraint: Constraint | None = None) -> None:
+    def __init__(self, opening: Open, text: Sequence[int], constraint: "Matcher | None" = None) -> None:
         params = opening.params
         self.prompt_len = opening.prompt_len
         self.text = text
@@ -125,7 +115,7 @@ def _add(counts: Tensor, tokens: Sequence[int], what: float) -> None:
     counts.index_add_(0, ids, torch.full((len(tokens),), what, device=counts.device))
 
 
-def state_maker(matcher: Callable[[Structured], Constraint] | None = None) -> Callable[[Open, Sequence[int]], SequenceState]:
+def state_maker(matcher: Callable[[Structured], "Matcher"] | None = None) -> Callable[[Open, Sequence[int]], SequenceState]:
     """What makes the states of a tier's sessions; ``matcher`` compiles what texts have to be, and raises `InvalidRequest`."""
 
     def make(opening: Open, text: Sequence[int]) -> SequenceState:

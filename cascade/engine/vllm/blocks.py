@@ -1,15 +1,15 @@
 """vLLM's blocks of keys and values, shared by sessions: reference counts, block tables, copy on write. Knows nothing of tokens.
 
-A session's positions lie in the blocks of its table, in that order, wherever these are. What two sessions have in common they
-hold together, block by block; who writes into a shared block gets a copy of it first. Rolling back needs no code: the next
-pass starts at a smaller position.
+A session's positions lie in the blocks of its table, in that order. Sessions share the blocks of a common beginning; a session
+that writes into a shared block gets a copy of it first. Rolling back needs no code: the next pass starts at a smaller position.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from typing import Self
 
 from cascade.errors import ModelError
 
-SCRATCH = 0  # vLLM's null block, which no session has
+SCRATCH = 0  # vLLM's null block, which no session holds
 RESERVED = 2  # blocks that no session of a tier can have: the null block, and one for a copy while all others are held
 
 
@@ -24,21 +24,21 @@ class Blocks:
         self._users = [0] * num_blocks
 
     def allocate(self, number: int) -> list[int]:
-        """Give one user ``number`` free blocks; raises `ModelError` if there are fewer."""
-        if number > len(self._free):
-            raise ModelError(f"{number} blocks of keys and values are wanted and {len(self._free)} of {self.total} are free")
+        """Take ``number`` free blocks for one user; raises `ModelError` if there are fewer."""
+        if number > self.num_free:
+            raise ModelError(f"{number} blocks of keys and values are wanted and {self.num_free} of {self.total} are free")
         allocated = [self._free.pop() for _ in range(number)]
         for block in allocated:
             self._users[block] = 1
         return allocated
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Count one user more for each of ``blocks``."""
+        """Add a user to each of ``blocks``."""
         for block in blocks:
             self._users[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Count one user less for each of ``blocks``; those without any are free."""
+        """Remove a user from each of ``blocks``; blocks without users are free."""
         for block in blocks:
             self._users[block] -= 1
             if not self._users[block]:
@@ -50,16 +50,6 @@ class Blocks:
     @property
     def num_free(self) -> int:
         return len(self._free)
-
-    def check(self, caches: Collection["PagedCache"]) -> None:
-        """Raise `AssertionError`, with the arithmetic, unless ``caches`` are all that hold blocks."""
-        held = [block for cache in caches for block in cache.table]
-        num_held, num_users = len(set(held)), sum(self._users)
-        assert num_users == len(held), f"blocks have {num_users} users, and {len(held)} places in tables"
-        sum_ = f"{self.num_free} free + {num_held} held blocks are {self.num_free + num_held} of {self.total - 1}"
-        assert self.num_free + num_held == self.total - 1, sum_
-        assert SCRATCH not in held, "a session holds the scratch block"
-        assert not set(held) & set(self._free), "a block is held and free"
 
 
 class PagedCache:
@@ -80,7 +70,7 @@ class PagedCache:
         return len(self.table) * self._blocks.block
 
     def reserve(self, positions: int) -> None:
-        """Make room for ``positions`` in all; what is written stays."""
+        """Make room for ``positions`` in all, and keep what is written."""
         missing = -(-positions // self._blocks.block) - len(self.table)
         if missing > 0:
             self.table += self._blocks.allocate(missing)
@@ -97,20 +87,20 @@ class PagedCache:
             self.prepare(whole * self._blocks.block, positions)
             self._blocks.copies.append((source.table[whole], self.table[whole]))
 
-    def fork(self, position: int) -> "PagedCache":
-        """A store that goes on otherwise from ``position`` on, with blocks of its own from there."""
-        fork = PagedCache(self._blocks)
+    def fork(self, position: int) -> Self:
+        """A store that shares the positions before ``position``, with blocks of its own from there."""
+        fork = type(self)(self._blocks)
         fork.reuse(self, position)
         return fork
 
     def join(self, fork: "PagedCache") -> None:
-        """Go on with the blocks of ``fork``, which has none afterwards; those of this store that follow upon them stay."""
+        """Take over the blocks of ``fork``, which has none afterwards; this store's blocks behind them stay."""
         self._blocks.release(self.table[: len(fork.table)])
         self.table[: len(fork.table)] = fork.table
         fork.table.clear()
 
     def prepare(self, start: int, end: int) -> None:
-        """Have room up to ``end``, and positions from ``start`` on to itself."""
+        """Make room up to ``end``, and copy shared blocks from ``start`` on."""
         size = self._blocks.block
         if end > self.capacity:
             self.reserve(end)
@@ -126,4 +116,4 @@ class PagedCache:
         self.table.clear()
 
     def __del__(self) -> None:
-        self._blocks.release(self.table)
+        self.free()

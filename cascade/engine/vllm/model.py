@@ -27,8 +27,8 @@ from cascade.errors import ConfigError, InvalidRequest, ModelError, reason
 from cascade.scorer import Row, Scored
 
 _running: list[Any] = []  # engines of this process
-_closed: list[Any] = []  # that wait for those, see `_end`
-CHOSEN = {  # engine arguments that the cascade sets itself
+_closed: list[Any] = []  # engines that wait until all are closed, see `_end`
+CHOSEN = {  # engine arguments that a tier sets
     "skip_tokenizer_init": True,
     "worker_extension_cls": "cascade.engine.vllm.worker.CascadeWorker",
     "enable_prefix_caching": False,
@@ -38,7 +38,7 @@ CHOSEN = {  # engine arguments that the cascade sets itself
 TIED = {"lm_head.weight"}  # a checkpoint may leave it out
 OURS = {*CHOSEN, "model", "tokenizer", "enable_lora", "max_loras"}
 OURS |= {"speculative_config", "pipeline_parallel_size", "data_parallel_size"}  # the cascade drafts; a tier has neither
-# What vLLM reads from the environment: its engine runs in this process, its workers leave the binding of threads to us.
+# Environment variables for vLLM: its engine runs in this process, and its workers do not bind threads.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
@@ -48,7 +48,7 @@ ENVIRONMENT = {
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` unless ``options`` are engine arguments of vLLM that are left to the user; needs vLLM."""
+    """Raise `ConfigError` unless ``options`` are engine arguments of vLLM that a user may set; needs vLLM."""
     if not installed():
         raise ConfigError(
             "engine is 'vllm', which is not installed here: pip install 'cascade-serve[vllm]', or leave engine out"
@@ -80,7 +80,7 @@ class VllmModel:
     (``VLLM_BATCH_INVARIANT=1``): `same_bits` says which.
     """
 
-    drafter = ""  # heads that read hidden states are for the own engine
+    drafter = ""  # heads that read hidden states need the own engine
 
     def __init__(
         self,
@@ -94,10 +94,10 @@ class VllmModel:
     ) -> None:
         """Load from a path or the hub; raises `ModelError` if vLLM cannot, and `ConfigError` if it is not installed.
 
-        There is memory for ``cache_tokens`` positions of keys and values; without a number, for as many as vLLM finds room
-        for. ``adapters`` are LoRA adapters by the names that `SamplingParams.adapter` has: paths or hub ids. Those of
-        ``folder`` are loaded by the first pass that needs them, ``most`` at a time. ``options`` are vLLM's engine arguments by
-        their own names (``dtype``, ``quantization``, ``max_model_len``, ...), see `check_options`.
+        ``cache_tokens`` positions of keys and values fit into memory; if ``None``, as many as vLLM finds room for. ``adapters``
+        are paths or hub ids of LoRA adapters, by the names that `SamplingParams.adapter` has. Those of ``folder`` are loaded by
+        the first pass that needs them, ``most`` at a time. ``options`` are vLLM's engine arguments by their own names
+        (``dtype``, ``quantization``, ``max_model_len``, ...), see `check_options`.
         """
         options = dict(options or {})
         check_options(options)
@@ -120,7 +120,7 @@ class VllmModel:
         config = self._engine.vllm_config
         self._ranks: int = config.parallel_config.world_size
         self.device, self.dtype = facts.device, facts.dtype
-        self.num_parameters, self.weight_bytes = facts.num_parameters, facts.weight_bytes
+        self.num_parameters = facts.num_parameters
         self.vocab_size: int = config.model_config.get_vocab_size()
         self.context_len: int = config.model_config.max_model_len
         self.same_bits = batch_invariant()
@@ -147,7 +147,7 @@ class VllmModel:
         self._numbers[name] = number
 
     def _need(self, rows: Sequence[Row]) -> None:
-        """Load the adapters of these rows that are not; raises `InvalidRequest` if one is not there."""
+        """Load the adapters of these rows that are missing; raises `InvalidRequest` if one cannot be loaded."""
         for name in dict.fromkeys(row.params.adapter for row in rows if row.params.adapter):
             if name in self._numbers:
                 self._numbers[name] = self._numbers.pop(name)
@@ -177,8 +177,8 @@ class VllmModel:
     def renew(self, source: str) -> None:
         """Go on with the weights of ``source`` from the next pass on, see `cascade.engine.model.Model.renew`.
 
-        vLLM writes them over the old ones, while no pass runs. Raises `ModelError` if the shapes are others, and nothing has
-        changed; or if vLLM cannot read them, and some may have: it drafts worse until it gets whole ones.
+        vLLM writes them over the old ones while no pass runs. Raises `ModelError` if their shapes differ, before anything is
+        changed; or if vLLM cannot read them: some may be changed then, and the tier drafts worse until it gets whole weights.
         """
         source = converted(source)
         here, there = shapes(self._source), shapes(source)
@@ -191,14 +191,14 @@ class VllmModel:
             raise ModelError(f"vLLM cannot take the weights of {source!r}: {reason(error)}") from error
 
     def run(self, rows: Sequence[Row]) -> list[Scored]:
-        """Own tokens of each row, see `cascade.scorer.Scorer`; one host read, or several where adapters do not fit together."""
+        """Own tokens of each row, see `cascade.scorer.Scorer`. One host read; more if the adapters do not fit into one pass."""
         if self._folder is not None:
             names = [*dict.fromkeys(row.params.adapter for row in rows if row.params.adapter)]
             if len(names) > self._most:
                 first = {"", *names[: self._most]}
-                told = iter(self.run([row for row in rows if row.params.adapter in first]))
-                rest = iter(self.run([row for row in rows if row.params.adapter not in first]))
-                return [next(told if row.params.adapter in first else rest) for row in rows]
+                fitting = iter(self.run([row for row in rows if row.params.adapter in first]))
+                others = iter(self.run([row for row in rows if row.params.adapter not in first]))
+                return [next(fitting if row.params.adapter in first else others) for row in rows]
             self._need(rows)
         with torch.cuda.stream(self._stream):  # nothing on a CPU
             if any(row.draft.parents for row in rows):
@@ -207,7 +207,7 @@ class VllmModel:
 
     def _pass(self, rows: Sequence[Row], on_scored: Any = report) -> list[Scored]:
         number = max((row.runner_ups for row in rows), default=0)
-        simple = self._ranks > 1 and all(row.state is None and row.draw is None for row in rows)
+        simple = self._ranks > 1 and all(row.state is None for row in rows)
         found = self._run(rows, number, simple=simple)
         if simple:
             return list(unpacked(found, rows, [row.num_scored for row in rows]))
@@ -233,7 +233,7 @@ class VllmModel:
             runner_ups=number,
         )
         with self._busy:
-            if self._blocks.copies:  # once, however often the pass is tried: their sources may be written in it
+            if self._blocks.copies:  # once, even if the pass is tried again: it may write into their sources
                 self._engine.collective_rpc("cascade_copy", args=(self._blocks.copies,))
                 self._blocks.copies.clear()
             found = self._engine.collective_rpc("cascade_score", args=(batch,))
@@ -247,7 +247,7 @@ class VllmModel:
 
 
 def _end(engine: Any) -> None:
-    """Shut an engine down, when nobody needs any more what it shares with others: vLLM's groups of ranks are the process's."""
+    """Shut an engine down, its groups of ranks only once no engine runs: vLLM shares these within a process."""
     _running.remove(engine)
     _closed.append(engine)
     core = engine.engine_core.engine_core  # in this process
@@ -260,7 +260,7 @@ def _end(engine: Any) -> None:
 
 
 def _start(source: str, cache_tokens: int | None, options: dict[str, Any], num_adapters: int) -> Any:
-    """vLLM's engine, for its workers alone."""
+    """vLLM's engine, of which only the workers are used."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     with _undisturbed():
@@ -273,7 +273,7 @@ def _start(source: str, cache_tokens: int | None, options: dict[str, Any], num_a
             block = options.get("block_size") or (128 if current_platform.is_cpu() else 16)
             options["num_gpu_blocks_override"] = math.ceil(cache_tokens / block) + RESERVED
         if num_adapters:
-            # on a CPU, rows without an adapter follow the last one: it is one that is not there, and adds nothing
+            # on a CPU, rows without an adapter get the last one: it is empty, and adds nothing
             options |= {"enable_lora": True, "max_loras": num_adapters + current_platform.is_cpu()}
         try:
             return LLMEngine.from_engine_args(EngineArgs(model=source, **CHOSEN, **options))
@@ -286,10 +286,10 @@ def _start(source: str, cache_tokens: int | None, options: dict[str, Any], num_a
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """What vLLM 0.32 does to a process on a CPU, kept from others and from llvmlite.
+    """Undo what vLLM 0.32 does to a process on a CPU.
 
-    Its worker takes `torch.set_num_threads` away, and its kernels are looked for in all modules by ``vars(value).get``, which
-    llvmlite's lazy library answers with a function.
+    Its worker replaces `torch.set_num_threads`, and looks for kernels in all modules by ``vars(value).get``, which llvmlite's
+    lazy library answers with a function.
     """
     set_num_threads, ffi = torch.set_num_threads, sys.modules.pop("llvmlite.binding.ffi", None)
     try:

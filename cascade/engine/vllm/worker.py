@@ -43,7 +43,6 @@ class Facts:
     num_blocks: int
     block: int  # positions
     num_parameters: int
-    weight_bytes: int
     backend: str  # of attention
     problem: str | None  # why the model cannot be a tier
 
@@ -58,14 +57,12 @@ class CascadeWorker:
         """What a tier must know before its first pass."""
         runner = self.model_runner
         groups = runner.kv_cache_config.kv_cache_groups
-        weights = list(runner.model.parameters())
         return Facts(
             device=runner.device,
             dtype=runner.dtype,
             num_blocks=runner.kv_cache_config.num_blocks,
             block=groups[0].kv_cache_spec.block_size if groups else 0,
-            num_parameters=sum(weight.numel() for weight in weights),
-            weight_bytes=sum(weight.nbytes for weight in weights),
+            num_parameters=sum(weight.numel() for weight in runner.model.parameters()),
             backend=runner.attn_groups[0][0].backend.get_name() if groups else "",
             problem=_problem(runner),
         )

@@ -1,4 +1,4 @@
-"""API keys: who asks, and what the requests of one key may take together."""
+"""API keys: whose a request is, and what the requests of one key may take together."""
 
 import asyncio
 import base64
@@ -19,12 +19,12 @@ from deployments.links.siblings import Siblings
 
 log = logging.getLogger(__name__)
 
-REQUIRED = "CASCADE_REQUIRE_KEYS"  # environment variable: 1 is `AccessConfig.required`, as the image has it
+REQUIRED = "CASCADE_REQUIRE_KEYS"  # environment variable: 1 is `AccessConfig.required`; the image sets it
 MIN_KEY_CHARS = 8  # as NIST SP 800-63B has it for secrets that people choose; `token-abc123` of vLLM's examples is one
-LOOK_S = 1.0  # between two looks whether the file of keys has changed
+LOOK_S = 1.0  # between two readings of the file of keys
 EXCHANGE_S = 0.25
-FORGET_S = 3.0  # what a router held that has told nothing for so long is gone with it
-ANONYMOUS = "anonymous"  # everybody, when no keys are set
+FORGET_S = 3.0  # a router that has been silent for so long is gone, with the answers that it wrote
+ANONYMOUS = "anonymous"  # name of the account of all clients, when no keys are set
 
 
 class Usage(NamedTuple):
@@ -47,7 +47,7 @@ class Account:
     num_running: int = 0
     num_charged: int = 0  # tokens
     _balance: float = 0.0  # tokens
-    _since: float = field(default_factory=lambda: time.monotonic())
+    _since: float = field(default_factory=lambda: time.monotonic())  # when the balance was right
     _elsewhere: dict[str, tuple[Usage, float]] = field(default_factory=dict)  # at other routers, and when that was heard
 
     def __post_init__(self) -> None:
@@ -62,13 +62,16 @@ class Account:
     @contextlib.contextmanager
     def admitted(self, num_answers: int) -> Iterator[None]:
         """Hold places for the answers of a request; raises `Overloaded` if the key has none left, `InvalidRequest` if never."""
-        most = self.limits.max_running
+        most, rate = self.limits.max_running, self.limits.tokens_per_minute
         if most is not None and num_answers > most:
             raise InvalidRequest(
                 f"The request asks for {num_answers} answers at once: key {self.name} may have {most}; "
                 "send fewer prompts, or a smaller n"
             )
-        self._check_rate()
+        self._refill()
+        if rate is not None and self._balance <= 0:
+            wait_s = (1 - self._balance) * 60 / rate
+            raise Overloaded(f"Key {self.name} may use {rate} tokens a minute, and has used them", wait_s)
         running = self.num_running + self.num_elsewhere
         if most is not None and running + num_answers > most:
             raise Overloaded(f"Key {self.name} may have {most} answers written at once, and has {running}")
@@ -87,13 +90,13 @@ class Account:
             )
 
     def charge(self, num_tokens: int) -> None:
-        """Tokens that were read or written for the key."""
+        """Count tokens that were read or written for the key."""
         self.num_charged += num_tokens
         self._balance -= num_tokens
 
     @property
     def limited(self) -> bool:
-        """Whether anything is to be counted with other routers."""
+        """Whether routers have anything to count together."""
         return self.limits.max_running is not None or self.limits.tokens_per_minute is not None
 
     @property
@@ -111,37 +114,29 @@ class Account:
     def receive(self, router: str, usage: Usage) -> None:
         """Another router tells what the key holds and has used there."""
         self._refill()
-        known = self._elsewhere.get(router)
-        if known is None:  # what either of them knows has been used
+        if router in self._elsewhere:
+            self._balance -= max(0, usage.charged - self._elsewhere[router][0].charged)
+        else:  # one that is new to this router: tokens that either of them has seen used are gone
             self._balance = min(self._balance, usage.balance)
-        else:
-            self._balance -= max(0, usage.charged - known[0].charged)
         self._elsewhere[router] = usage, time.monotonic()
 
     def _refill(self) -> None:
-        """Add what has become due since the last time."""
+        """Add the tokens that have become due since the last time."""
         rate, now = self.limits.tokens_per_minute, time.monotonic()
         if rate is not None:
             self._balance = min(float(rate), self._balance + (now - self._since) * rate / 60)
         self._since = now
 
-    def _check_rate(self) -> None:
-        rate = self.limits.tokens_per_minute
-        if rate is None:
-            return
-        self._refill()
-        if self._balance <= 0:
-            wait_s = (1 - self._balance) * 60 / rate
-            raise Overloaded(f"Key {self.name} may use {rate} tokens a minute, and has used them", wait_s)
-
 
 class Access:
-    """The keys of a server. Those of a file are read again when it has changed."""
+    """The keys of a server; those of a file are read again when it has changed. Raises `ConfigError` if they cannot be used."""
 
-    def __init__(self, keys: Mapping[str, str], config: AccessConfig) -> None:
-        self._accounts = {_digest(key): Account(name) for name, key in keys.items()}
+    def __init__(self, config: AccessConfig) -> None:
+        self._accounts: dict[bytes, Account] = {}  # by digests of keys
         self._anonymous = Account(ANONYMOUS)
-        self._file, self._look_at = _state(config), time.monotonic() + LOOK_S
+        self._look_at = time.monotonic() + LOOK_S
+        self._problem = ""  # of the file of keys
+        self._set_keys(_read(config))
         self.limit(config)
 
     def limit(self, config: AccessConfig) -> None:
@@ -152,57 +147,45 @@ class Access:
         self._config = config
         self._set_limits()
 
-    def _set_limits(self) -> None:
-        config = self._config
-        for account in self._accounts.values():
-            account.limit(_with_least_priority(config.limits.get(account.name, config.default_limits)))
-        self._anonymous.limit(config.default_limits)
+    def _set_keys(self, names: Mapping[bytes, str]) -> None:
+        """Know these keys. One that was known keeps what it has used; answers that are being written for others go on."""
+        known = {account.name: account for account in self._accounts.values()}
+        self._accounts = {digest: known.get(name) or Account(name) for digest, name in names.items()}
 
-    @classmethod
-    def load(cls, config: AccessConfig) -> "Access":
-        """Read the keys; raises `ConfigError`."""
-        return cls(_read(config), config)
+    def _set_limits(self) -> None:
+        for account in self._accounts.values():
+            limits = self._config.limits.get(account.name, self._config.default_limits)
+            if limits.min_priority is None:  # where there are several keys, none goes before the others unless it may
+                limits = limits.model_copy(update={"min_priority": 0})
+            account.limit(limits)
+        self._anonymous.limit(self._config.default_limits)
 
     def _renew(self) -> None:
-        """Read keys again if their file has changed; one that is no good is told in the log, and nothing changes.
-
-        A key that stays keeps what it has used; what is being written for one that is gone ends as it would.
-        """
+        """Read the file of keys again; where it cannot be used, the log says so and nothing changes."""
         if self._config.keys_file is None or time.monotonic() < self._look_at:
             return
-        self._look_at, before, state = time.monotonic() + LOOK_S, self._file, _state(self._config)
-        if state == before:
-            return
-        self._file = state
+        self._look_at, before, self._problem = time.monotonic() + LOOK_S, self._problem, ""
         try:
-            keys = _read(self._config)
+            names = _read(self._config)
         except ConfigError as error:
-            log.error("Keys are as they were: %s", error)
+            self._problem = str(error)
+            if self._problem != before:
+                log.error("Keys are as they were: %s", error)
             return
-        known = {account.name: account for account in self._accounts.values()}
-        self._accounts = {_digest(key): known.get(name) or Account(name) for name, key in keys.items()}
-        self._set_limits()  # those of a key that is gone are for nobody
-
-    @property
-    def open(self) -> bool:
-        """Whether anybody may ask."""
-        return not self._accounts
+        if names != {digest: account.name for digest, account in self._accounts.items()}:
+            self._set_keys(names)
+            self._set_limits()  # limits of a key that is gone are for nobody
 
     @property
     def open_metrics(self) -> bool:
-        """Whether anybody may scrape."""
+        """Whether anybody may read the metrics."""
         return self._config.open_metrics
-
-    @property
-    def limited(self) -> bool:
-        """Whether any key has limits that routers keep together."""
-        return any(account.limited for account in self._everybody)
 
     def usages(self) -> dict[str, Usage]:
         """What the keys that have limits, and have been used, hold and have used here."""
         return {one.name: one.usage for one in self._everybody if one.limited and one.num_charged + one.num_running}
 
-    def receive(self, router: str, usages: Mapping[str, Usage]) -> None:
+    def receive(self, router: str, usages: Usages) -> None:
         """Another router tells what keys hold and have used there."""
         for account in self._everybody:
             if account.name in usages:
@@ -210,21 +193,21 @@ class Access:
 
     @property
     def _everybody(self) -> Collection[Account]:
-        return (self._anonymous,) if self.open else self._accounts.values()
+        return self._accounts.values() or (self._anonymous,)
 
     def account(self, authorization: str | None) -> Account:
         """Whose request it is, by ``Bearer KEY``, or ``Basic`` with the key as password, as browsers and scrapers send it.
 
         Raises `Unauthenticated`. Takes the same time whichever key it is.
         """
-        if self.open:
+        if not self._accounts:
             return self._anonymous
         self._renew()
-        scheme, _, said = (authorization or "").partition(" ")
-        key = said if scheme.lower() == "bearer" else ""
+        scheme, _, credentials = (authorization or "").partition(" ")
+        key = credentials if scheme.lower() == "bearer" else ""
         if scheme.lower() == "basic":
             with contextlib.suppress(ValueError):
-                key = base64.b64decode(said, validate=True).decode("latin-1").partition(":")[2]
+                key = base64.b64decode(credentials, validate=True).decode("latin-1").partition(":")[2]
         if not key:
             raise Unauthenticated("The request has no API key: send it as 'Authorization: Bearer KEY'")
         asked = _digest(key.strip())
@@ -237,8 +220,8 @@ class Access:
 class Exchange:
     """Tells other routers of the keys of ``access`` that have limits, and hears of theirs, so that limits hold for all routers.
 
-    Tells all others in one broadcast, at most every `EXCHANGE_S`, and only while that changes or answers run. No request waits
-    for it: so beyond a limit go at most the answers that other routers have admitted since, and no router admits more than the
+    Tells all others in one broadcast, at most every `EXCHANGE_S`, and only while usage changes or answers run. No request waits
+    for it, so a limit may be exceeded by the answers that other routers have admitted since; no router admits more than the
     limit by itself. Belongs to a running event loop.
     """
 
@@ -246,14 +229,13 @@ class Exchange:
         self._access = access
         self._others = others
         self._last_sent: dict[str, tuple[int, int]] = {}  # answers and tokens, by key
-        self._task = asyncio.create_task(self._run()) if access.limited else None
+        self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
         """Tell nothing more."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
 
     def receive(self, router: str, usages: Usages) -> tuple[str, Usages] | None:
         """Another router tells of its keys, and is told of those here; ``None`` if it is this one."""
@@ -273,13 +255,8 @@ class Exchange:
                     self._access.receive(router, theirs)
 
 
-def _with_least_priority(limits: KeyLimits) -> KeyLimits:
-    """Limits of a key, where there are several: none goes before the others without being told that it may."""
-    return limits if limits.min_priority is not None else limits.model_copy(update={"min_priority": 0})
-
-
-def _read(config: AccessConfig) -> dict[str, str]:
-    """Keys by name; raises `ConfigError`."""
+def _read(config: AccessConfig) -> dict[bytes, str]:
+    """Names of keys, by the keys' digests; raises `ConfigError`."""
     keys = _parse(os.environ.get(config.keys_env, ""), f"The environment variable {config.keys_env}")
     if config.keys_file is not None:
         try:
@@ -296,20 +273,11 @@ def _read(config: AccessConfig) -> dict[str, str]:
             f"There are no API keys where this router runs, and keys are required: set {config.keys_env} on its node, "
             f"or router.access.keys_file, or let everybody ask with required: false and {REQUIRED}=0"
         )
-    return keys
-
-
-def _state(config: AccessConfig) -> tuple[int, int, int] | None:
-    """Of the file of keys: differs when that was written or exchanged."""
-    with contextlib.suppress(OSError):
-        if config.keys_file is not None:
-            found = Path(config.keys_file).stat()
-            return found.st_mtime_ns, found.st_ino, found.st_size
-    return None
+    return {_digest(key): name for name, key in keys.items()}
 
 
 def _digest(key: str) -> bytes:
-    """A key's digest. Digests are equally long, so that the time of a comparison tells nothing of a key's length."""
+    """A key's digest: all are equally long, so that the time of a comparison tells nothing of a key's length."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 

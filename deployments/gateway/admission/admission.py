@@ -1,4 +1,4 @@
-"""What every request passes before it reaches a tier, by whatever protocol it came: keys, limits, places, counters."""
+"""What every request passes before it reaches a tier, whatever its protocol: keys, limits, places, counters."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
 def request_id(given: str) -> str:
-    """The name that a client gave its request; raises `InvalidRequest` if it is not fit for headers and logs."""
+    """The id that a client gave its request; raises `InvalidRequest` if it does not fit into headers and logs."""
     if not REQUEST_ID.fullmatch(given):
         raise InvalidRequest("The request id is not 1 to 128 letters, digits, dots, colons, dashes or underscores")
     return given
@@ -40,22 +40,16 @@ class ActiveRequest:
     id: str
     account: Account
     lifetime: Lifetime
-    since: float = field(default_factory=time.monotonic)  # when it arrived
+    since: float  # when it arrived
+    affinity: str = ""  # of the client's own session
     outcomes: list[str] = field(default_factory=list)  # of its answers that are over
     num_read: int = 0  # tokens of prompts
     num_written: int = 0
-    affinity: str = ""  # of the client's own session
     trace: RequestTrace = field(default_factory=RequestTrace)
-
-    def ended(self, outcome: str, num_read: int, num_written: int) -> None:
-        """One of its answers is over."""
-        self.outcomes.append(outcome)
-        self.num_read += num_read
-        self.num_written += num_written
 
     @property
     def summary(self) -> dict[str, object]:
-        """What the log says of it: nothing that anybody wrote."""
+        """What the log says of it, which is nothing that anybody wrote."""
         return {
             "request_id": self.id,
             "key": self.account.name,
@@ -72,18 +66,17 @@ class Admission:
 
     def __init__(self, config: CascadeConfig) -> None:
         self.limits = config.router.limits
-        self.access = Access.load(config.router.access)
+        self.access = Access(config.router.access)
         self.places = Places(config.router.max_running, config.router.max_waiting)
         self.metrics = RouterMetrics(self.places, config.names)
         self.tracing = tracing("router", config.model_names[0])
-        self._logs = config.router.access.log
         self._active: set[ActiveRequest] = set()
 
     def change(self, config: CascadeConfig) -> None:
         """Admit by these limits from now on; raises `ConfigError` if they name keys that are not there."""
         router = config.router
         self.access.limit(router.access)
-        self.limits, self._logs = router.limits, router.access.log
+        self.limits = router.limits
         self.places.resize(router.max_running, router.max_waiting)
 
     @contextlib.contextmanager
@@ -97,16 +90,16 @@ class Admission:
         since: float,
         headers: Collection[tuple[str, object]] = (),
     ) -> Iterator[ActiveRequest]:
-        """Hold what a request needs that came at ``since`` with ``headers``, or metadata, for the answers to ``openings``.
+        """Hold places for the answers to ``openings`` of a request that came at ``since`` with ``headers``, or metadata.
 
-        Raises `PermissionDenied`, `InvalidRequest`, `Overloaded` or `Unavailable` at once.
+        Raises `PermissionDenied`, `InvalidRequest`, `Overloaded`, `Unavailable` or `DeadlineExceeded` at once.
         """
         num_answers = len(openings)
         for priority in {opening.priority for opening in openings}:
             account.check_priority(priority)
-        request = ActiveRequest(mint() if id is None else request_id(id), account, Lifetime.of(timeout_s), since)
+        affinity = next((str(value) for name, value in headers if name == SESSION), "")
+        request = ActiveRequest(mint() if id is None else request_id(id), account, Lifetime.of(timeout_s), since, affinity)
         request.lifetime.check()
-        request.affinity = next((str(value) for name, value in headers if name == SESSION), "")
         with account.admitted(num_answers), self.places.admitted(num_answers):
             self._active.add(request)
             request.trace = RequestTrace.begin(self.tracing, headers, since)
@@ -116,8 +109,7 @@ class Admission:
                 self._active.discard(request)
                 summary = request.summary
                 request.trace.end(summary)
-                if self._logs:
-                    access.info(" ".join(f"{name}={value}" for name, value in summary.items()), extra=summary)
+                access.info(" ".join(f"{name}={value}" for name, value in summary.items()), extra=summary)
 
     def check_length(self, num_chars: int) -> None:
         """Raise `TooLarge` if a prompt has more characters than are tokenized."""
@@ -126,14 +118,14 @@ class Admission:
             raise TooLarge(f"The prompt has {num_chars} characters: at most {most} are tokenized")
 
     def abort(self, key: str, id: str) -> int:
-        """End the requests with this id of the key of this name; how many there were."""
+        """End the requests with this id of the key of this name, and return how many there were."""
         found = [request for request in self._active if request.id == id and request.account.name == key]
         for request in found:
             request.lifetime.abort()
         return len(found)
 
     def abort_all(self) -> None:
-        """End all requests: the server goes."""
+        """End all requests, because the server goes."""
         for request in list(self._active):
             request.lifetime.abort(leaving=True)
 
@@ -142,16 +134,17 @@ class Admission:
         """Wait for the turn of an answer, and hold it; count, charge, log and trace what becomes of the answer."""
         record, account, read = AnswerRecord(opening, request, index, self.metrics), request.account, len(opening.tokens)
         account.charge(read)
-        had = read - opening.prompt_len  # tokens of the answer that the client has
-        if had:
-            self.metrics.resumed()
-        most, rank = opening.params.max_tokens - had, request.since + PRIORITY_S * opening.priority  # as at the tiers
+        known = read - opening.prompt_len  # tokens of the answer that the client has
+        if known:
+            self.metrics.counters["resumed_answers"].inc()
+        most, rank = opening.params.max_tokens - known, request.since + PRIORITY_S * opening.priority  # as at the tiers
         try:
             turn = self.places.turn(request.lifetime, account.name, account.limits.weight, read, most, rank)
             async with turn as record.ticket:
-                record.turn()
+                self.metrics.observe["request_queue_time_seconds"](time.monotonic() - request.since)
+                record.trace.turn()
                 yield record
-        except (GeneratorExit, asyncio.CancelledError):  # a client that leaves behind the last piece has its answer
+        except (GeneratorExit, asyncio.CancelledError):  # a client that leaves after the last piece has its answer
             record.outcome = "left" if record.outcome == "failed" else record.outcome
             raise
         except CascadeError as error:
@@ -159,7 +152,9 @@ class Admission:
             raise
         finally:
             self.metrics.ended(record.outcome, opening.prompt_len, len(record.tokens))
-            request.ended(record.outcome, opening.prompt_len, len(record.tokens))
+            request.outcomes.append(record.outcome)
+            request.num_read += opening.prompt_len
+            request.num_written += len(record.tokens)
             record.trace.end(record.outcome, len(record.tokens))
 
 
@@ -171,32 +166,27 @@ class AnswerRecord:
     def __init__(self, opening: Open, request: ActiveRequest, index: int, metrics: RouterMetrics) -> None:
         self.trace = AnswerTrace(request.trace, opening, index)
         self.opening = replace(self.trace.opening, affinity=request.affinity)
-        self.tokens: list[int] = []  # that were sent
+        self.tokens: list[int] = []  # sent
         self.outcome = "failed"
         self._request = request
         self._metrics = metrics
         self._last = request.since  # when the last piece had been sent
 
-    def turn(self) -> None:
-        """Its turn has come."""
-        self._metrics.turn(time.monotonic() - self._request.since)
-        self.trace.turn()
-
     def piece(self, chunk: Chunk) -> None:
         """The next piece is about to be sent."""
-        if not chunk.token_ids and chunk.completion is None:  # brings only lanes, to a request that is watched
+        if not chunk.token_ids and chunk.completion is None:  # only lanes, for a watched request
             return
-        now, first = time.monotonic(), not self.tokens
-        if first:
+        now, since_last = time.monotonic(), "inter_token_latency_seconds"
+        if not self.tokens:
             self.trace.first_piece()
-        self._metrics.piece(now - self._last, first=first)
+            since_last = "time_to_first_token_seconds"
+        self._metrics.observe[since_last](now - self._last)
         self.tokens += chunk.token_ids
         self.ticket.written = len(self.tokens)
         self._request.account.charge(len(chunk.token_ids))
         if chunk.completion is not None:
             self.outcome = chunk.completion.finish_reason
-            sampled = self.opening.params.temperature > 0
-            self._metrics.completed(chunk.completion, now - self._request.since, sampled=sampled)
+            self._metrics.completed(chunk.completion, now - self._request.since)
 
     def sent(self, chunk: Chunk) -> None:
         """The client's stream has taken the piece."""

@@ -1,15 +1,15 @@
 """Who is next: start-time fair queueing of answers, by tokens, with a weight for each key (Goyal, Vin, Cheng, SIGCOMM 1996).
 
-Pure. Every key has a *tag*: the tokens that it was charged, over its weight. The key with the lowest tag is next, of its own
-answers that with the lowest rank. An answer is charged when its turn comes, by what it is expected to take, and corrected when
-that is known: so it does not matter how many turns there are at once. Who comes back starts at the tag of the last one whose
-turn came: there is no credit for having been away.
+Pure. Every key is a *flow* with a *tag*: the tokens that it was charged, over its weight. The flow with the lowest tag is next,
+with that of its answers that has the lowest rank. An answer is charged what it is expected to take when its turn comes, and the
+charge is corrected when it ends, so any number of answers may have turns at once. A flow that comes back starts at the tag of
+the last turn: being away gives no credit.
 """
 
 from bisect import insort
 from dataclasses import dataclass, field
 
-LEARNT = 0.125  # of a new length in the mean of those that a key's answers had
+LEARNING_RATE = 0.125  # weight of a new length in the mean length of a flow's answers
 
 
 @dataclass(slots=True, eq=False)
@@ -18,12 +18,15 @@ class Ticket:
 
     flow: "Flow"
     number: int  # in the order of coming
-    rank: float  # lower goes before, among those of its key
+    rank: float  # lower goes first, among those of its flow
     read: int  # tokens
     most: int  # tokens that it may write
     written: int = 0  # tokens
-    charged: int = 0
-    epoch: int = 0  # of its flow when it was charged
+    charged: int = 0  # tokens
+
+    @property
+    def order(self) -> tuple[float, int]:
+        return self.rank, self.number
 
 
 @dataclass(slots=True, eq=False)
@@ -31,34 +34,15 @@ class Flow:
     """The answers of one key."""
 
     weight: float
-    waiting: list[Ticket] = field(default_factory=list)  # by rank
-    own: float = 0.0  # tokens over weight, charged since it has waiting answers, and where it began
-    debt: float = 0.0  # what was left then of what it had been charged before
-    epoch: int = 0  # times that it has begun
+    waiting: list[Ticket] = field(default_factory=list)  # by `Ticket.order`
+    tag: float = 0.0  # tokens over weight
+    start: float = 0.0  # least tag until it is away again: corrections give no credit either
     mean: float | None = None  # tokens that its answers wrote
 
-    @property
-    def tag(self) -> float:
-        return self.own + self.debt
-
-    def begin(self, virtual: float) -> None:
-        """It was away, and has waiting answers again."""
-        self.own, self.debt = virtual, max(0.0, self.tag - virtual)
-        self.epoch += 1
-
-    def charge(self, ticket: Ticket) -> None:
-        """Its first answer has its turn."""
-        expected = ticket.most if self.mean is None else min(ticket.most, round(self.mean))
-        ticket.charged, ticket.epoch = ticket.read + expected, self.epoch
-        self.own += ticket.charged / self.weight
-
-    def correct(self, ticket: Ticket, tokens: int) -> None:
-        """An answer took so many tokens."""
-        change = (tokens - ticket.charged) / self.weight
-        if ticket.epoch == self.epoch:
-            self.own += change
-        else:  # of an earlier time: it can only make what is left of that less, and never a credit
-            self.debt = max(0.0, self.debt + change)
+    def charge(self, ticket: Ticket, tokens: int) -> None:
+        """Charge an answer so many tokens in all."""
+        self.tag = max(self.start, self.tag + (tokens - ticket.charged) / self.weight)
+        ticket.charged = tokens
 
 
 class FairQueue:
@@ -66,7 +50,6 @@ class FairQueue:
 
     def __init__(self) -> None:
         self._flows: dict[str, Flow] = {}
-        self._waiting: dict[Flow, None] = {}  # those with waiting answers
         self._virtual = 0.0  # tag at which the last turn was given
         self._number = 0
 
@@ -75,47 +58,34 @@ class FairQueue:
         flow = self._flows.setdefault(name, Flow(weight))
         flow.weight = weight
         if not flow.waiting:
-            flow.begin(self._virtual)
-            self._waiting[flow] = None
+            flow.start, flow.tag = self._virtual, max(flow.tag, self._virtual)
         self._number += 1
         ticket = Ticket(flow, self._number, rank, read, most)
-        insort(flow.waiting, ticket, key=_place)
+        insort(flow.waiting, ticket, key=lambda waiting: waiting.order)
         return ticket
 
     def next(self) -> Ticket | None:
-        """Whose turn it is, if any waits; it is charged and waits no more."""
-        flow = min(self._waiting, key=_order, default=None)
+        """The answer whose turn it is, if any waits; it is charged and waits no more."""
+        waiting = (flow for flow in self._flows.values() if flow.waiting)
+        flow = min(waiting, key=lambda flow: (flow.tag, flow.waiting[0].number), default=None)
         if flow is None:
             return None
-        ticket = flow.waiting[0]
+        ticket = flow.waiting.pop(0)
         self._virtual = max(self._virtual, flow.tag)
-        self.leave(ticket)
-        flow.charge(ticket)
+        expected = ticket.most if flow.mean is None else min(ticket.most, round(flow.mean))
+        flow.charge(ticket, ticket.read + expected)
         return ticket
 
     def leave(self, ticket: Ticket) -> None:
-        """An answer waits no longer."""
-        waiting = ticket.flow.waiting
-        waiting.remove(ticket)
-        if not waiting:
-            del self._waiting[ticket.flow]
+        """An answer no longer waits for its turn."""
+        ticket.flow.waiting.remove(ticket)
 
     def settle(self, ticket: Ticket) -> None:
         """An answer that had its turn has ended."""
         flow, written = ticket.flow, ticket.written
-        flow.correct(ticket, ticket.read + written)
-        flow.mean = written if flow.mean is None else flow.mean + LEARNT * (written - flow.mean)
+        flow.charge(ticket, ticket.read + written)
+        flow.mean = written if flow.mean is None else flow.mean + LEARNING_RATE * (written - flow.mean)
 
     def undo(self, ticket: Ticket) -> None:
         """An answer gave its turn back, and took nothing."""
-        ticket.flow.correct(ticket, 0)
-
-
-def _order(flow: Flow) -> tuple[float, int]:
-    """The lowest is next; of equal ones, whoever came first."""
-    return flow.tag, flow.waiting[0].number
-
-
-def _place(ticket: Ticket) -> tuple[float, int]:
-    """Among those of its key."""
-    return ticket.rank, ticket.number
+        ticket.flow.charge(ticket, 0)

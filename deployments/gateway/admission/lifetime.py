@@ -16,10 +16,7 @@ LATE = "The request's deadline passed before its text was complete"
 
 @dataclass(slots=True)
 class Lifetime:
-    """How long a request may live. What happens on its behalf is awaited by `wait`, so that it ends with it.
-
-    Belongs to one event loop.
-    """
+    """How long a request may live: whatever is awaited by `wait` ends with it. Belongs to one event loop."""
 
     deadline: float = float("inf")  # of `time.monotonic`
     aborted: bool = False
@@ -48,7 +45,7 @@ class Lifetime:
     async def wait(self, work: Callable[[], Awaitable[T]], seconds: float = float("inf")) -> T:
         """What ``work`` returns; it is cancelled when the request ends, or after ``seconds``.
 
-        Raises `Aborted` or `DeadlineExceeded` when the request has ended, `TimeoutError` when only the seconds are over.
+        Raises what `check` raises when the request has ended, `TimeoutError` when only the seconds are over.
         """
         self.check()
         left_s = self.deadline - time.monotonic()

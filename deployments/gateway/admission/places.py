@@ -18,9 +18,9 @@ class Places:
     def __init__(self, max_running: int, max_waiting: int) -> None:
         self._max_running = max_running
         self._capacity = max_running + max_waiting
-        self._free = max_running  # turns that nobody has; less than none where there are fewer than before
+        self._free = max_running  # turns that nobody has; below 0 after `resize` to fewer than are in use
         self._queue = FairQueue()
-        self._calls: dict[Ticket, asyncio.Future[None]] = {}  # of those that wait
+        self._calls: dict[Ticket, asyncio.Event] = {}  # of answers that wait
         self._empty = asyncio.Event()
         self._empty.set()
         self.num_admitted = 0
@@ -65,10 +65,20 @@ class Places:
     ) -> AsyncIterator[Ticket]:
         """Wait for the turn of one admitted answer of key ``name``, and hold it; raises what ends its ``lifetime`` before.
 
-        The answer reads so many tokens, and writes at most so many: how many it did, the caller counts on the ticket.
+        The answer reads ``read`` tokens and writes at most ``most``; the caller counts on the ticket how many it writes.
         """
         ticket = self._queue.join(name, weight, read, most, rank)
-        await self._called(ticket, lifetime)
+        called = self._calls[ticket] = asyncio.Event()
+        self._call()
+        try:
+            await lifetime.wait(called.wait)
+        except BaseException:
+            if self._calls.pop(ticket, None) is not None:
+                self._queue.leave(ticket)
+            else:  # called in the very moment in which it leaves
+                self._queue.undo(ticket)
+                self._give_back(1)
+            raise
         self.num_running += 1
         try:
             yield ticket
@@ -78,42 +88,19 @@ class Places:
             self._give_back(1)
 
     def resize(self, max_running: int, max_waiting: int) -> None:
-        """Have so many places from now on; what is being written or waits has its own until it ends."""
+        """Have so many places from now on; answers that are being written or wait keep theirs until they end."""
         more, self._max_running, self._capacity = max_running - self._max_running, max_running, max_running + max_waiting
         self._give_back(more)
 
     def _give_back(self, turns: int) -> None:
-        """So many more are free; with fewer than before, none is until that many answers have ended."""
         self._free += turns
         self._call()
-
-    async def _called(self, ticket: Ticket, lifetime: Lifetime) -> None:
-        """Return when it is the answer's turn; one that leaves before takes none along."""
-        called = self._calls[ticket] = asyncio.get_running_loop().create_future()
-        self._call()
-        try:
-            await lifetime.wait(lambda: called)
-        except BaseException:
-            if self._calls.pop(ticket, None) is not None:
-                self._queue.leave(ticket)
-            elif not called.cancelled():  # called in the very moment in which it left
-                self._queue.undo(ticket)
-                self._give_back(1)
-            raise
 
     def _call(self) -> None:
         """Give free turns to those who are next."""
         while self._free > 0 and (ticket := self._queue.next()) is not None:
-            called = self._calls.pop(ticket)
-            if called.cancelled():  # it is about to leave
-                self._queue.undo(ticket)
-            else:
-                self._free -= 1
-                called.set_result(None)
-
-    async def idle(self) -> None:
-        """Wait until nothing is admitted."""
-        await self._empty.wait()
+            self._free -= 1
+            self._calls.pop(ticket).set()
 
     async def drained(self, timeout_s: float) -> bool:
         """Admit nothing more, and wait until all answers are written; False if that took too long."""

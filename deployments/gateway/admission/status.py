@@ -1,4 +1,4 @@
-"""How errors look to clients; what each class of them says is in `cascade.errors`."""
+"""How errors look to clients; statuses and codes of each class are in `cascade.errors`."""
 
 import logging
 import math
@@ -11,7 +11,7 @@ from cascade.errors import CascadeError, Overloaded
 
 log = logging.getLogger(__name__)
 
-MAX_CHARS = 500  # of a sentence: gRPC sends it in a header of limited size, and each byte that is not ASCII as three
+MAX_CHARS = 500  # of a sentence: gRPC sends it in a header of limited size, with three bytes for one that is not ASCII
 PLAIN_KINDS = ("str", "int", "float", "bool")  # as pydantic names them
 UNKNOWN_FAILURE = "The server failed; its log says why"
 
@@ -27,7 +27,7 @@ class Refusal:
 
     @property
     def body(self) -> dict[str, Any]:
-        """In the form of OpenAI's API."""
+        """The error as OpenAI's API has it."""
         return {"error": {"message": self.message, "type": self.kind.type, "param": self.param, "code": self.kind.code}}
 
     @property
@@ -38,7 +38,7 @@ class Refusal:
 
 
 def refusal(error: Exception) -> Refusal:
-    """What to tell a client of ``error``: one sentence at most. What is the server's own fault goes to the log."""
+    """What to tell a client of ``error``: one sentence at most. A fault of the server goes to the log."""
     if not isinstance(error, CascadeError):
         log.error("A request failed", exc_info=error)
         return Refusal(CascadeError, UNKNOWN_FAILURE)
@@ -48,13 +48,13 @@ def refusal(error: Exception) -> Refusal:
 
 
 def _likeliest(errors: Sequence[Any]) -> Any:
-    """The error to tell. A value that may be of several kinds has one for each kind: tells that of the kind that was meant."""
-    same = [error for error in errors if error["loc"][:2] == errors[0]["loc"][:2]]
-    return next((error for error in same if not error["type"].endswith("_type")), errors[0])
+    """The error to tell: of a value of several kinds, which has an error for each, that of the kind that was meant."""
+    same_field = [error for error in errors if error["loc"][:2] == errors[0]["loc"][:2]]
+    return next((error for error in same_field if not error["type"].endswith("_type")), errors[0])
 
 
 def mistake(errors: Sequence[Any], whole: str = "The body") -> tuple[str | None, str]:
-    """The first thing that is wrong with a body: its field, and one sentence that never repeats a long value.
+    """The first mistake in a body, of pydantic's ``errors``: the field, and one sentence that never repeats a long value.
 
     ``whole`` is what the body is called where no field of it is to blame.
     """
@@ -63,11 +63,11 @@ def mistake(errors: Sequence[Any], whole: str = "The body") -> tuple[str | None,
         return None, "The body is not JSON"
     if first["type"] == "model_attributes_type" and len(first["loc"]) == 1:
         return None, "The body is no JSON object: send one, with the header Content-Type: application/json"
-    said = first["msg"].removeprefix("Value error, ")
+    message = first["msg"].removeprefix("Value error, ")
     kind, *path = first["loc"]
     if kind == "header":
         where = "-".join(part.capitalize() for part in str(path[0]).split("-"))
-    else:  # kinds of values that a union takes stand in the path too
+    else:  # pydantic's path also names the members of unions
         where = ".".join(
             str(part) for part in path if isinstance(part, int) or (part.isidentifier() and part not in PLAIN_KINDS)
         )
@@ -77,4 +77,4 @@ def mistake(errors: Sequence[Any], whole: str = "The body") -> tuple[str | None,
     if first["type"] == "missing":
         return where if path else None, f"{where} is missing: add it"
     shown = f" is {first['input']!r:.60}" if isinstance(first["input"], str | int | float | bool | None) else ""
-    return where, f"{where}{shown}: {said[0].lower()}{said[1:]}"
+    return where, f"{where}{shown}: {message[0].lower()}{message[1:]}"

@@ -1,20 +1,39 @@
-"""The assistant whose turn it is: what conversations ask of the full tier, by whatever protocol they come."""
+"""From conversations, over any protocol, to prompts, parameters and readers of answers."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import InvalidRequest
-from cascade.params import SamplingParams
+from cascade.params import SamplingParams, Structured
 from deployments.gateway.admission.admission import Admission
+from deployments.gateway.chat.calls import FORMATS, JSON, CallParser, ToolFormat
 from deployments.gateway.chat.conversation import ChatMessage, Conversation, ToolBody
-from deployments.gateway.chat.reader import TurnReader
-from deployments.gateway.chat.template import Style
-from deployments.gateway.chat.thoughts import TAIL, ThoughtSplitter, opened, prompted
-from deployments.gateway.chat.tools import Toolbox, ToolPlan
+from deployments.gateway.chat.grammars import GrammarWriter
+from deployments.gateway.chat.reader import CLOSE, OPEN, TAIL, ThoughtSplitter, TurnReader, opened, prompted
+from deployments.gateway.chat.template import PROBE_ARGUMENT, PROBE_NAME, ChatTemplate, Style
 
 LONG_PROMPT = 2000  # characters from which tokenizing is left to a thread, so that other requests go on
+
+
+@dataclass(frozen=True, slots=True)
+class ToolPlan:
+    """What a request's tools ask for."""
+
+    shown: bool = False  # to the model
+    structured: Structured | None = None  # what the text has to be, if calls are enforced
+    schemas: Mapping[int, Structured] = field(default_factory=dict)  # that are enforced, by the index of the tool
+    free: bool = True  # it may be other words, too
+    form: ToolFormat | None = None  # of calls, if the text is read for them
+    functions: frozenset[str] = frozenset()  # that may be called
+
+    @property
+    def words_first(self) -> bool:
+        """Whether there may be words before enforced calls, too."""
+        return self.structured is not None and self.free and self.form is not None and bool(self.form.begin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +42,14 @@ class ChatTask:
 
     ids: list[int]  # of the prompt
     params: SamplingParams
-    reader: Callable[[], TurnReader] | None  # of each answer, if it may call tools or think
-
-    def new_reader(self) -> TurnReader | None:
-        """Of one answer, likewise."""
-        return None if self.reader is None else self.reader()
+    reader: Callable[[], TurnReader]  # a new one for each answer
+    unread: tuple[str, ...] = ()  # fields that the chat template does not look at
 
 
 class Assistant:
-    """The assistant that a served model is.
+    """A served model as a partner in conversations.
 
-    ``tool_format`` is how it writes calls, found out by its template if not given; ``check`` raises `InvalidRequest` for
+    ``tool_format`` is how it writes calls, found by its template if not given; ``check`` raises `InvalidRequest` for
     parameters that no tier could honour.
     """
 
@@ -46,26 +62,30 @@ class Assistant:
         check: Callable[[SamplingParams], Awaitable[None]],
     ) -> None:
         self._tokenizer = tokenizer
-        self._toolbox = Toolbox(tokenizer, tool_format)
+        self._tool_format = tool_format
+        self.template = ChatTemplate(tokenizer)
+        self._grammars = GrammarWriter(tokenizer)
         self._front = front
         self._max_model_len = max_model_len
         self._check = check
 
-    @property
-    def variables(self) -> tuple[str, ...]:
-        """Names that the model's chat template reads and that clients may set."""
-        return self._toolbox.template.variables
-
     async def task(self, said: Conversation, sampled: Callable[[int], SamplingParams]) -> ChatTask:
-        """``sampled`` says how tokens are chosen, given how many there is room for; raises `InvalidRequest`."""
-        plan = self._toolbox.plan(said)
+        """``sampled`` gives parameters for the number of tokens that there is room for; raises `InvalidRequest`."""
+        plan = self._plan(said)
         ids = await self.encode(said.messages, said.tools if plan.shown else None, said.style)
         room = self._max_model_len - len(ids)
-        params = sampled(max(1, min(room, self._front.limits.max_tokens or room)))
-        within, held = self._thinks(said, ids), await self._held_to(plan, params)
-        if held.structured is not None and within is not None:
-            held, within = await self._held_behind(plan, held, within)
-        return ChatTask(ids, held, self._reader(said, plan, within))
+        params = await self._enforced(plan, sampled(max(1, min(room, self._front.limits.max_tokens or room))))
+        within = self._within(said, ids)
+        if params.structured is not None and within is not None and not plan.words_first:
+            if within:  # else the text is held from its first token on, and the model does not think
+                await self._check(params)
+                structured = self._grammars.after_thoughts(params.structured, plan.structured is not None)
+                params = replace(params, structured=structured)
+            else:
+                within = None
+        shown = said.include_reasoning is not False
+        unread = ("reasoning_effort",) if said.reasoning_effort and "reasoning_effort" not in self.template.variables else ()
+        return ChatTask(ids, params, lambda: self._reader(plan, within, shown), unread)
 
     async def encode(self, messages: Sequence[ChatMessage], tools: Sequence[ToolBody] | None, style: Style) -> list[int]:
         """Token ids of a conversation; raises `InvalidRequest`."""
@@ -73,13 +93,13 @@ class Assistant:
         shown = None if tools is None else [tool.given for tool in tools]
         num_chars = sum(message.num_chars for message in messages) + len(str(shown or ""))
         self._front.check_length(num_chars)
-        encode = self._toolbox.template.encode
+        encode = self.template.encode
         if num_chars < LONG_PROMPT:
             return encode(said, shown, style)
         return await asyncio.to_thread(encode, said, shown, style)
 
-    async def _held_to(self, plan: ToolPlan, params: SamplingParams) -> SamplingParams:
-        """``params`` that make the text calls of tools; raises `InvalidRequest`."""
+    async def _enforced(self, plan: ToolPlan, params: SamplingParams) -> SamplingParams:
+        """``params`` that make the text calls of tools, if the plan says so; raises `InvalidRequest`."""
         if plan.structured is None:
             return params
         if params.structured is not None:
@@ -94,33 +114,70 @@ class Assistant:
                 raise InvalidRequest(str(error).replace("structured.json_schema", where)) from None
         return replace(params, structured=plan.structured)
 
-    async def _held_behind(self, plan: ToolPlan, held: SamplingParams, within: bool) -> tuple[SamplingParams, bool | None]:
-        """``held`` with room for thoughts, and what then holds for `_thinks`; raises `InvalidRequest`.
-
-        A grammar that leaves words free before calls leaves thoughts free, too. Any other begins with the first token, so there
-        are thoughts only if the prompt has begun them.
-        """
-        assert held.structured is not None
-        if plan.structured is not None and plan.free and plan.form is not None and plan.form.begin:
-            return held, within
-        if not within:
-            return held, None
-        await self._check(held)
-        structured = self._toolbox.grammars.after_thoughts(held.structured, plan.structured is not None)
-        return replace(held, structured=structured), True
-
-    def _thinks(self, said: Conversation, ids: Sequence[int]) -> bool | None:
+    def _within(self, said: Conversation, ids: Sequence[int]) -> bool | None:
         """Whether the prompt ends within thoughts; ``None`` if no thoughts are to be told apart after it."""
-        if said.separate_reasoning is False or not self._toolbox.template.thinks:
+        if said.separate_reasoning is False or not self.template.thinks:
             return None
         if said.continue_final_message:
             last = said.messages[-1]
             return None if last.thoughts and not opened(last.text) else opened(last.text)
         return prompted(self._tokenizer.backend.decode(list(ids[-TAIL:]), skip_special_tokens=False))
 
-    def _reader(self, said: Conversation, plan: ToolPlan, within: bool | None) -> Callable[[], TurnReader] | None:
-        """Of each answer, if there is something to take apart."""
-        if within is None and plan.form is None:
-            return None
-        told = said.include_reasoning is not False
-        return lambda: self._toolbox.reader(plan, None if within is None else ThoughtSplitter(within), told)
+    # tools
+
+    @cached_property
+    def format(self) -> ToolFormat | None:
+        """How the model writes calls, if that is known: the format in which the template's own call can be read."""
+        if self._tool_format is not None:
+            return FORMATS[self._tool_format]
+        return next((form for form in FORMATS.values() if self._wrote(form)), None)
+
+    def _wrote(self, form: ToolFormat) -> bool:
+        text = self.template.written_call
+        calls = CallParser(form, frozenset({PROBE_NAME})).take(text, True).calls
+        whole = bool(calls) and calls[0].arguments.endswith("}") and json.loads(calls[0].arguments) == {PROBE_ARGUMENT: 1}
+        return whole and (bool(form.named) or f'"{form.key}"' in text)
+
+    def _plan(self, body: Conversation) -> ToolPlan:
+        """Raises `InvalidRequest`."""
+        choice = body.chosen_tool
+        if choice == "none":
+            return ToolPlan()
+        free = choice == "auto"
+        if free:
+            self._check_free()
+        tools = enumerate(body.tools or ())  # by index
+        named = None if isinstance(choice, str) else choice.function.name
+        functions = {index: tool.function for index, tool in tools if named in (None, tool.function.name)}
+        schemas = {index: one.schema_of_object for index, one in functions.items() if not free or one.strict}
+        names = {index: one.name for index, one in functions.items()}
+        form, several = self.format or JSON, isinstance(choice, str) and body.parallel_tool_calls is not False
+        return ToolPlan(
+            shown=self.template.shows_tools,
+            structured=self._grammars.calls(form, names, schemas, free, several) if schemas or not several else None,
+            schemas={index: Structured(json_schema=schema) for index, schema in schemas.items()},
+            free=free,
+            form=form,
+            functions=frozenset(names.values()),
+        )
+
+    def _reader(self, plan: ToolPlan, within: bool | None, show_thoughts: bool) -> TurnReader:
+        """Takes calls and, unless ``within`` is ``None``, thoughts out of one answer; see `TurnReader`."""
+        parser = None if plan.form is None else CallParser(plan.form, plan.functions)
+        splitter = None if within is None else ThoughtSplitter(within)
+        marks = () if plan.form is None else plan.form.marks
+        return TurnReader(
+            parser, self._grammars.hidden((*marks, *((OPEN, CLOSE) if splitter else ()))), splitter, show_thoughts
+        )
+
+    def _check_free(self) -> None:
+        """Raise `InvalidRequest` if the model cannot choose by itself."""
+        remedy = "use 'required' or name a function, which are enforced, or 'none'"
+        if not self.template.shows_tools:
+            raise InvalidRequest(f"tool_choice is 'auto' and the model's chat template shows no tools: {remedy}")
+        if self.format is None:
+            names = ", ".join(FORMATS)
+            raise InvalidRequest(
+                f"tool_choice is 'auto' and how the model writes calls is not known: {remedy}; "
+                f"or let the server's router.tool_format be one of {names}"
+            )

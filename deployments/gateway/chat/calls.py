@@ -1,57 +1,172 @@
-"""Calls of tools in the text of an answer, found as it comes."""
+"""Calls of tools: how models write them, and how they are found in the text of an answer as it comes."""
 
-import json
 import re
+import secrets
+import string
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
-from cascade.answer import overlap
-from deployments.gateway.chat.delta import Delta
-from deployments.gateway.chat.formats import CALL_ID, ToolFormat
+import regex
 
-MAX_NAME_CHARS = 128  # of a function's bare name, with what may stand between it and its arguments
-HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.){1,256}")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-OUTSIDE_STRING = re.compile(r'[{}\[\]"]')
+LETTERS = string.ascii_letters + string.digits
+CALL_ID = "[CALL_ID]"  # some models write it and an id between name and arguments
+B = r"\s{0,64}+"  # blanks; bounded, since what may become a call is read again with each piece
+NAME = r"(?P<name>[A-Za-z0-9_-]{1,64}+)"
+OBJECT = rf'\{{{B}(?:"type"{B}:{B}"function"{B},{B})?"name"{B}:{B}"{NAME}"{B},{B}"(?:arguments|parameters)"{B}:'
+MAX_BLANKS = 32  # before a mark that are left out of the words
+OUTSIDE_STRING = re.compile(r'[{}"]')
 INSIDE_STRING = re.compile(r'\\.|"', re.DOTALL)
 
 
-class ObjectScanner:
-    """Finds the end of a JSON object that comes in pieces; ``depth`` brackets of it are open already."""
+@dataclass(frozen=True)
+class ToolFormat:
+    """How the models of a family write calls.
 
-    def __init__(self, depth: int = 0) -> None:
-        self._depth = depth
+    A call is a JSON object with the ``name`` of a function and then its arguments as ``key``. Where there is a mark ``named``,
+    a call is a bare name, this mark, and a JSON object of arguments.
+    """
+
+    name: str
+    begin: str = ""  # before calls; "" where the whole text is calls or none is
+    end: str = ""  # after each call
+    listed: bool = False  # the calls stand in one JSON list
+    again: str = ""  # between two calls that are neither listed nor begun anew
+    key: str = "arguments"
+    named: str = ""
+    id_len: int = 24  # letters and digits of a call's id; some templates want just so many
+    id_prefix: str = "call_"
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Signs that may be special tokens, which decoding leaves out."""
+        return (self.begin, self.end, self.named, CALL_ID if self.named else "")
+
+    @property
+    def head(self) -> Any:
+        """Pattern of a call, without ``begin``, up to the bracket of its arguments."""
+        if self.named:
+            call = rf"{NAME}(?:{regex.escape(CALL_ID)}\w{{1,64}}+)?{regex.escape(self.named)}"
+        else:
+            between = r"\[" if self.listed else self.again
+            call = rf"(?:{between})?{B}{OBJECT}"
+        return regex.compile(rf"{B}{call}{B}\{{")
+
+    @property
+    def after(self) -> Any:
+        """Pattern of what stands after a call, ``more`` if another one follows without ``begin``; ``None`` if nothing does."""
+        if self.listed:
+            return regex.compile(rf"{B}(?:(?P<more>,)|\])")
+        return regex.compile(B + regex.escape(self.end)) if self.end else None
+
+    def new_id(self) -> str:
+        """A name for a call, which its result refers to."""
+        return self.id_prefix + "".join(secrets.choice(LETTERS) for _ in range(self.id_len))
+
+
+JSON = ToolFormat("json", again=";")
+FORMATS = {
+    form.name: form
+    for form in (
+        ToolFormat("hermes", "<tool_call>", "</tool_call>"),  # NousResearch's Hermes, Qwen 2.5 and 3
+        ToolFormat("mistral", "[TOOL_CALLS]", listed=True, id_len=9, id_prefix=""),  # up to the tokenizers of version 7
+        ToolFormat("mistral11", "[TOOL_CALLS]", named="[ARGS]", id_len=9, id_prefix=""),  # from 11 on
+        ToolFormat("llama3", again=";", key="parameters"),
+        JSON,
+    )
+}
+
+
+@dataclass(slots=True)
+class CallDelta:
+    """A call, or a piece of one: its first piece has id and name, later ones continue the arguments."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""  # JSON as the model wrote it
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """As OpenAI has it in whole messages."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+    @property
+    def streamed(self) -> dict[str, Any]:
+        """As OpenAI streams it."""
+        return {"index": self.index, **(self.body if self.id else {"function": {"arguments": self.arguments}})}
+
+
+@dataclass(slots=True)
+class Delta:
+    """Thoughts, words, and pieces of calls; also a whole turn, once all its pieces are added up."""
+
+    content: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+    thoughts: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.calls or self.thoughts)
+
+    @property
+    def whole_content(self) -> str | None:
+        """The content of a whole message: none at all if it only calls."""
+        return self.content or (None if self.calls else "")
+
+    @property
+    def reasoning(self) -> dict[str, str]:
+        """Thoughts under both names: clients of DeepSeek and SGLang read the one, those of vLLM and OpenRouter the other."""
+        return {"reasoning_content": self.thoughts, "reasoning": self.thoughts} if self.thoughts else {}
+
+    def add(self, piece: "Delta") -> None:
+        """Append the next piece of the same turn."""
+        self.content += piece.content
+        self.thoughts += piece.thoughts
+        for call in piece.calls:
+            if call.id:
+                self.calls.append(call)
+            else:
+                self.calls[call.index].arguments += call.arguments
+
+
+class ObjectScanner:
+    """Finds the end of a JSON object that comes in pieces, one bracket of which is open already."""
+
+    def __init__(self) -> None:
+        self._depth = 1
         self._quoted = False
 
-    def scan(self, text: str, at: int = 0) -> tuple[int, bool]:
-        """How far the object goes in ``text`` from ``at`` on, and whether it ends there; half an escape is left over."""
+    def scan(self, text: str) -> tuple[int, bool]:
+        """How far the object goes in ``text``, and whether it ends there; half an escape is left over."""
+        at = 0
         while found := (INSIDE_STRING if self._quoted else OUTSIDE_STRING).search(text, at):
-            at = found.end()
-            sign = found.group()
+            at, sign = found.end(), found.group()
             if sign == '"':
                 self._quoted = not self._quoted
             elif not self._quoted:
-                self._depth += 1 if sign in "{[" else -1
-                if self._depth <= 0:
+                self._depth += 1 if sign == "{" else -1
+                if self._depth == 0:
                     return at, True
         return len(text) - (self._quoted and text.endswith("\\") and len(text) > at), False
 
 
 class CallParser:
-    """Tells words and calls of one answer apart; what is no call of one of ``functions`` stays words.
+    """Separates words and calls of one answer; what is no call of one of ``functions`` stays words.
 
-    A machine with one state for each part of a call. A state is a method: it takes what it understands from the front of
-    the unread text, and returns whether to go on at once, with the state that it has entered.
+    A state machine. A state is a method: it takes what it understands from the front of the unread text, and returns whether
+    the next state can go on at once.
     """
 
     def __init__(self, form: ToolFormat, functions: frozenset[str]) -> None:
         self._form = form
         self._functions = functions
+        self._begin = regex.compile(rf"\s{{0,{MAX_BLANKS}}}+" + regex.escape(form.begin))
+        self._head_pattern, self._after_pattern = form.head, form.after
+        self._state: Callable[[], bool] = self._words if form.begin else self._head
         self._unread = ""
         self._ended = False  # the unread text is the last
-        self._state: Callable[[], bool] = self._words
-        self._candidate = ""  # read of what may become a call: words, if it does not
+        self._candidate = ""  # text that becomes words if no call follows it
         self._scanner = ObjectScanner()
-        self._num_scanned = 0  # unread characters that the scanner has seen
-        self._spoken = False  # words were told
         self._num_calls = 0
         self._delta = Delta()
 
@@ -64,146 +179,69 @@ class CallParser:
         """What the next piece of the answer brings; ``ended``: it is the last."""
         self._unread += text
         self._ended = ended
+        self._delta = Delta()
         while self._state():
             pass
-        delta, self._delta = self._delta, Delta()
-        return delta
-
-    # states
+        return self._delta
 
     def _words(self) -> bool:
-        begin = self._form.begin
-        if not begin:
-            return self._words_or_object()
-        words, mark, rest = self._unread.partition(begin)
-        if mark:
-            told = words.rstrip()
-            self._say(told)
-            self._candidate, self._unread = words[len(told) :] + mark, rest
-            return self._enter(self._bracket if self._form.listed else self._name if self._form.named else self._object)
-        told = words if self._ended else words[: len(words) - overlap(words, begin)]
-        if self._num_calls or not self._ended:
-            told = told.rstrip()  # blanks say nothing after calls, or before some that may come
-        self._say(told)
-        self._unread = self._unread[len(told) :]
-        return False
+        """Words up to the next mark of calls; where there is none, all the rest."""
+        found = self._begin.search(self._unread, partial=not self._ended) if self._form.begin else None
+        words, self._candidate = self._cut(found.start() if found else len(self._unread)), ""
+        self._delta.content += words.rstrip() if self._ended and self._num_calls and not found else words
+        if not found or found.partial:
+            return False
+        self._candidate = self._cut(found.end() - found.start())
+        return self._enter(self._head)
 
-    def _words_or_object(self) -> bool:
-        """The begin of a text, or what is after a call, where no mark tells of calls: they are all of a text or none of it."""
-        if not self._spoken and self._unread.lstrip().startswith("{"):
-            return self._enter(self._object)
-        waits = not self._spoken and not self._unread.strip() and (self._num_calls or not self._ended)
-        if not waits:
-            self._say(self._unread)
-            self._unread = ""
-        return False
-
-    def _bracket(self) -> bool:
-        blanks, bracket, rest = self._unread.partition("[")
-        if bracket and not blanks.strip():
-            self._candidate, self._unread = self._candidate + blanks + bracket, rest
-            return self._enter(self._object)
-        return self._no_call() if self._unread.strip() or self._ended else False
-
-    def _object(self) -> bool:
-        """A call up to its arguments if its name comes first, as most models write it, else all of it."""
-        found = HEAD.match(self._unread)
-        if found is None:
-            return self._whole_object()
-        name = json.loads(found[1], strict=False)
-        if name not in self._functions:
-            return self._no_call()
-        self._unread = self._unread[found.end() :]
-        self._begin(name)
-        return self._enter(self._arguments)
-
-    def _whole_object(self) -> bool:
-        blank = len(self._unread) - len(self._unread.lstrip())
-        if self._unread[blank : blank + 1] not in ("", "{"):
-            return self._no_call()
-        end, whole = self._scanner.scan(self._unread, max(blank, self._num_scanned))
-        self._num_scanned = end
-        if not whole:
-            return self._no_call() if self._ended else False
-        call = parsed_call(self._unread[blank:end], bare=bool(self._form.begin))
-        if call is None or call[0] not in self._functions:
-            return self._no_call()
-        self._begin(call[0])
-        self._delta.add_arguments(self._num_calls - 1, call[1])
-        self._unread = self._unread[end:]
-        return self._enter(self._behind)
-
-    def _name(self) -> bool:
-        """The bare name of a function, the mark after it, and the bracket of its arguments."""
-        name, mark, rest = self._unread.partition(self._form.named)
-        if not mark or not rest.strip():
-            possible = len(name) <= MAX_NAME_CHARS and not self._ended
-            return False if possible else self._no_call()
-        name = name.partition(CALL_ID)[0].strip()
-        if name not in self._functions or not rest.lstrip().startswith("{"):
-            return self._no_call()
-        self._begin(name)
-        self._unread = rest.lstrip()
+    def _head(self) -> bool:
+        """The name of a function, up to the bracket of its arguments."""
+        found = self._head_pattern.match(self._unread, partial=not self._ended)
+        if found is not None and found.partial:
+            return False
+        if found is None or found["name"] not in self._functions:
+            self._delta.content += self._candidate
+            return self._enter(self._words)
+        self._cut(found.end() - 1)
+        self._delta.calls.append(CallDelta(self._num_calls, self._form.new_id(), found["name"]))
+        self._num_calls += 1
+        self._argue(self._cut(1))
         return self._enter(self._arguments)
 
     def _arguments(self) -> bool:
         end, whole = self._scanner.scan(self._unread)
-        self._delta.add_arguments(self._num_calls - 1, self._unread[:end])
-        self._unread = self._unread[end:]
-        if not whole:
-            return False
-        return self._enter(self._behind) if self._form.named else self._enter(self._rest_of_object, depth=1)
+        self._argue(self._cut(end))
+        return whole and self._enter(self._after if self._form.named else self._rest_of_object)
 
     def _rest_of_object(self) -> bool:
-        """What the object of a call has after its arguments, which says nothing."""
+        """What the object of a call has after its arguments, which is skipped."""
         end, whole = self._scanner.scan(self._unread)
-        self._unread = self._unread[end:]
-        return self._enter(self._behind) if whole else False
+        self._cut(end)
+        return whole and self._enter(self._after)
 
-    def _behind(self) -> bool:
-        """What may stand after a call."""
-        form, rest = self._form, self._unread.lstrip()
-        signs = [*([",", "]"] if form.listed else []), *filter(None, (form.end, form.again))]
-        for sign in signs:
-            if rest.startswith(sign):
-                self._unread = rest[len(sign) :]
-                return self._enter(self._object if sign in (",", form.again) else self._words)
-        if not self._ended and any(sign.startswith(rest) for sign in signs):
+    def _after(self) -> bool:
+        """What stands after a call, if it is there."""
+        following = self._words if self._form.begin else self._head
+        if self._after_pattern is None:
+            return self._enter(following)
+        found = self._after_pattern.match(self._unread, partial=not self._ended)
+        if found is None:
+            return self._enter(following)
+        if found.partial:
             return False
-        return self._enter(self._words)
+        self._candidate = self._cut(found.end())
+        return self._enter(self._head if found.groupdict().get("more") else following)
 
-    # steps of states
-
-    def _enter(self, state: Callable[[], bool], depth: int = 0) -> bool:
-        self._state, self._scanner, self._num_scanned = state, ObjectScanner(depth), 0
+    def _enter(self, state: Callable[[], bool]) -> bool:
+        self._state, self._scanner = state, ObjectScanner()
         return True
 
-    def _no_call(self) -> bool:
-        self._say(self._candidate)
-        self._spoken = True
-        return self._enter(self._words)
+    def _cut(self, num_chars: int) -> str:
+        cut, self._unread = self._unread[:num_chars], self._unread[num_chars:]
+        return cut
 
-    def _say(self, words: str) -> None:
-        self._spoken = self._spoken or bool(words)
-        self._delta.content += words
-        self._candidate = ""
-
-    def _begin(self, name: str) -> None:
-        self._delta.begin_call(self._num_calls, self._form.new_id(), name)
-        self._num_calls += 1
-        self._candidate = ""
-
-
-def parsed_call(text: str, *, bare: bool) -> tuple[str, str] | None:
-    """Name and arguments of a call, in any order; ``None`` if ``text`` is none. With ``bare`` a name alone will do."""
-    try:
-        call = json.loads(text)
-        name = call["name"]
-        given = call["arguments"] if "arguments" in call else call.get("parameters") if bare else call["parameters"]
-        given = {} if given is None and bare else given
-        arguments = json.loads(given) if isinstance(given, str) else given
-    except (ValueError, KeyError, RecursionError):
-        return None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return None
-    return name, json.dumps(arguments, ensure_ascii=False)
+    def _argue(self, text: str) -> None:
+        """Add to the arguments of the last call."""
+        if not self._delta.calls:
+            self._delta.calls.append(CallDelta(self._num_calls - 1))
+        self._delta.calls[-1].arguments += text

@@ -1,11 +1,8 @@
-"""What OpenAI's clients say in a conversation: messages, the tools that the assistant may call, and its calls."""
+"""Bodies of conversations as OpenAI has them: messages, tools that the assistant may call, and its calls."""
 
 import json
-from collections.abc import Sequence
-from functools import cache
 from typing import Annotated, Any, Literal, Self
 
-from jsonschema_rs import ValidationError, Validator, validator_for
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, PrivateAttr, field_validator, model_validator
 from pydantic import ValidationError as PydanticError
 
@@ -18,11 +15,10 @@ Text = Annotated[str, Field(max_length=4_000_000)]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 CallId = Annotated[str, Field(min_length=1, max_length=128)]
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-DRAFTS = ("draft/2020-12", "draft/2019-09", "draft-07", "draft-06", "draft-04")  # of JSON schema; the first unless one is named
 MAX_TOOLS = 128
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096  # of a message
-MAX_FIELDS = 128  # of an object of our own: more are not looked at, each would be an error of its own
+MAX_FIELDS = 128  # of one object: each unknown one would be an error of its own
 
 
 def parsed_object(text: str) -> dict[str, Any]:
@@ -39,13 +35,6 @@ def parsed_object(text: str) -> dict[str, Any]:
     return parsed
 
 
-@cache
-def _judge(draft: str) -> Validator:
-    """Tells schemas of a draft from others, in a thousandth of Python's time; fetches nothing, whatever they name."""
-    place = f"{'https' if '/' in draft else 'http'}://json-schema.org/{draft}/schema"
-    return validator_for({"$schema": place, "$ref": place})
-
-
 class Body(BaseModel):
     """No unknown fields, no conversions: "5" is no number."""
 
@@ -55,31 +44,31 @@ class Body(BaseModel):
     @classmethod
     def _is_small(cls, value: Any) -> Any:
         if isinstance(value, dict) and len(value) > MAX_FIELDS:
-            raise ValueError(f"it has {len(value)} fields: none is known of more than {MAX_FIELDS}")
+            raise ValueError(f"it has {len(value)} fields: at most {MAX_FIELDS} are taken")
         return value
 
 
 class Sparse(Body):
-    """A part of a request that may be one of an answer sent back: what is null there is not said here."""
+    """A part of a request that may be copied from an answer, where null stands for absent fields."""
 
     @model_validator(mode="before")
     @classmethod
-    def _is_said(cls, value: Any) -> Any:
-        return {name: said for name, said in value.items() if said is not None} if isinstance(value, dict) else value
+    def _drop_nulls(cls, value: Any) -> Any:
+        return {name: one for name, one in value.items() if one is not None} if isinstance(value, dict) else value
 
 
 class Kept(Body):
-    """Keeps what the client sent beside what it means: chat templates get the former, down to the order of fields."""
+    """Keeps the client's own object too: chat templates get it as it was sent, down to the order of fields."""
 
     _given: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="wrap")
     @classmethod
     def _keep(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        made = handler(value)
+        parsed = handler(value)
         if isinstance(value, dict):
-            made._given = value
-        return made
+            parsed._given = value
+        return parsed
 
     @property
     def given(self) -> dict[str, Any]:
@@ -88,7 +77,7 @@ class Kept(Body):
 
 
 def text_of(content: str | list[Any]) -> str:
-    """What a content says, or its parts, each of which has a ``text``."""
+    """The text of a content, or of all its parts."""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
@@ -131,7 +120,7 @@ class ChatMessage(Kept):
     tool_call_id: CallId | None = None
     reasoning_content: Text | None = None  # what the assistant thought
     reasoning: Text | None = None  # the same, as other servers name it
-    # in answers of OpenAI's own client that are sent back as they came; they say nothing
+    # empty fields of messages that OpenAI's client sends back as they came
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -145,15 +134,11 @@ class ChatMessage(Kept):
             raise ValueError(f"tool_calls are given with the role {self.role!r}: only the assistant calls tools")
         if (self.tool_call_id is None) == (self.role == "tool"):
             raise ValueError("tool_call_id is needed with the role 'tool', and with no other")
-        if self.thoughts is not None and self.role != "assistant":
-            raise ValueError(f"reasoning_content is given with the role {self.role!r}: only the assistant thinks")
-        if self.reasoning not in (None, self.thoughts):
-            raise ValueError("reasoning_content and reasoning differ: give one of them")
         return self
 
     @property
     def thoughts(self) -> str | None:
-        """What came before its content, if that is told."""
+        """What the assistant thought before its content, if the client sent it."""
         return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
     @property
@@ -178,19 +163,12 @@ class FunctionBody(Body):
     @field_validator("parameters")
     @classmethod
     def _is_schema(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        if value is None:
-            return value
-        if value.get("type", "object") != "object":
+        if value is not None and value.get("type", "object") != "object":
             raise ValueError("the schema must be that of an object")
-        named = str(value.get("$schema", ""))
-        draft = next((draft for draft in DRAFTS if named.rstrip("#").endswith(f"json-schema.org/{draft}/schema")), DRAFTS[0])
         try:
-            _judge(draft).validate(value)
-        except ValidationError as error:
-            where = ".".join(map(str, error.instance_path)) or "the schema"
-            raise ValueError(f"no JSON schema, {where[:60]}: {error.message[:120]}") from None
-        except Exception:  # whatever else a validator stumbles over: numbers, depth
-            raise ValueError("no JSON schema") from None
+            json.dumps(value)
+        except (ValueError, RecursionError):
+            raise ValueError("the schema is too deep") from None
         return value
 
     @property
@@ -249,7 +227,7 @@ class StyleBody(Body):
 
 
 class Conversation(StyleBody):
-    """What is said so far, and what the assistant may call; whatever protocol it comes by."""
+    """What was said so far and what the assistant may call, over any protocol."""
 
     messages: Messages
     tools: Tools | None = None
@@ -259,48 +237,30 @@ class Conversation(StyleBody):
     separate_reasoning: bool | None = None  # as in SGLang; false: thoughts stay in the content, with their tags
 
     @model_validator(mode="after")
-    def _answers_calls(self) -> Self:
+    def _fits(self) -> Self:
         if self.include_reasoning is False and self.separate_reasoning is False:
             raise ValueError("include_reasoning and separate_reasoning are both false: leave one out")
-        check_results(self.messages)
         self.check_style(self.messages)
         return self
 
     @classmethod
-    def of(cls, said: dict[str, Any]) -> Self:
-        """A conversation that another API's words were turned into; raises `InvalidRequest`."""
+    def of(cls, body: dict[str, Any]) -> Self:
+        """Parse a conversation that was translated from another API; raises `InvalidRequest`."""
         try:
-            return cls.model_validate(said)
+            return cls.model_validate(body)
         except PydanticError as error:
             placed = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
             raise InvalidRequest(mistake(placed, "The request")[1]) from None
 
     @property
     def chosen_tool(self) -> ToolChoice:
-        """The choice, or the one that is meant where nothing is said; raises `InvalidRequest`."""
+        """The choice, or the default where there is none; raises `InvalidRequest`."""
         choice = self.tool_choice
         if self.tools is None:
-            odd = "tool_choice" if choice not in (None, "none") else "parallel_tool_calls"
-            if choice not in (None, "none") or self.parallel_tool_calls is not None:
-                raise InvalidRequest(f"{odd} is given without tools: add tools, or leave it out")
+            if choice not in (None, "none"):
+                raise InvalidRequest("tool_choice is given without tools: add tools, or leave it out")
             return "none"
         names = [tool.function.name for tool in self.tools]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise InvalidRequest(f"tools have two functions named {twice!r}: give each its own name")
-        if choice is None or isinstance(choice, str):
-            return choice or "auto"
-        name = choice.function.name
-        if name not in names:
-            raise InvalidRequest(f"tool_choice names {name!r}: tools have {', '.join(names)[:200]}")
-        return choice
-
-
-def check_results(messages: Sequence[ChatMessage]) -> None:
-    """Raise `ValueError` if a tool answers what nobody asked."""
-    asked: set[str] = set()
-    for index, message in enumerate(messages):
-        if message.tool_call_id is not None and message.tool_call_id not in asked:
-            name = message.tool_call_id[:60]
-            raise ValueError(f"messages.{index}.tool_call_id is {name!r}: no call before it has this id")
-        asked |= {call.id for call in message.tool_calls or ()}
+        if isinstance(choice, NamedChoice) and choice.function.name not in names:
+            raise InvalidRequest(f"tool_choice names {choice.function.name!r}: tools have {', '.join(names)[:200]}")
+        return choice or "auto"

@@ -1,24 +1,24 @@
-"""Grammars that hold a text to calls of tools, in the format that a model knows, and texts after thoughts."""
+"""Grammars for enforced calls of tools, in the format that a model knows, and for enforced texts after thoughts."""
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import cached_property
 from typing import Any
 
 from tokenizers import AddedToken
 
-from cascade.engine.grammar import JSON_OPTIONS
+from cascade.engine.grammar import JSON_OPTIONS, UNFORCED, source
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import InvalidRequest
 from cascade.params import MAX_GRAMMAR_CHARS, Structured
-from deployments.gateway.chat.formats import ToolFormat
-from deployments.gateway.chat.thoughts import CLOSE
+from deployments.gateway.chat.calls import ToolFormat
+from deployments.gateway.chat.reader import CLOSE
 
 MAX_CALLS = 16  # in one answer whose calls are enforced
 
 
-class Grammars:
+class GrammarWriter:
     """Writes grammars, in llguidance's Lark, for the tokens of a tokenizer.
 
     A mark that is an added token is that token; others are spelled. Special tokens among free words are allowed by their ids,
@@ -29,7 +29,7 @@ class Grammars:
         self._tokenizer = tokenizer
 
     def hidden(self, marks: Sequence[str]) -> dict[int, str]:
-        """Those of the ``marks`` that decoding leaves out, special tokens, by their ids."""
+        """Those of the ``marks`` that are special tokens, which decoding leaves out, by their ids."""
         return {id: token.content for id, token in self._added.items() if token.special and token.content in marks}
 
     def calls(
@@ -40,11 +40,21 @@ class Grammars:
         Names and ``schemas`` of arguments go by the index of the tool; without a schema these are any object. Raises
         `InvalidRequest` if the grammar becomes too long.
         """
-        rules = self._words(form) if free else [f"start: {self._mark(form.begin)} calls"]
-        rules += [f"calls: {self._sequence(form, several)}", "call: " + " | ".join(f"call_{index}" for index in functions)]
+        begin, end = self._mark(form.begin), self._mark(form.end)
+        if form.listed:
+            opening, between, closing = '" "? "["', '", "', '"]"'
+        elif form.end:
+            opening, between, closing = r'"\n"', rf'"\n" {end} "\n" {begin} "\n"', rf'"\n" {end}'
+        else:
+            opening, between, closing = "", begin if form.named else f'"{form.again} "', ""
+        more = f"({between} call){{0,{MAX_CALLS - 1}}}" if several else ""
+        rules = self._words(form) if free else [f"start: {begin} calls"]
+        rules += [f"calls: {opening} call {more} {closing}", "call: " + " | ".join(f"call_{index}" for index in functions)]
         for index, name in functions.items():
             schema = {**schemas.get(index, {"type": "object"}), "x-guidance": JSON_OPTIONS}
-            rules += [self._call(index, form, name), f"args_{index}: %json {json.dumps(schema)}"]
+            head = json.dumps(f'{{"name": {json.dumps(name)}, "{form.key}": ')
+            call = f"{json.dumps(name)} {self._mark(form.named)} args_{index}" if form.named else f'{head} args_{index} "}}"'
+            rules += [f"call_{index}: {call}", f"args_{index}: %json {json.dumps(schema)}"]
         return _checked(rules, "tools need")
 
     def after_thoughts(self, structured: Structured, tools: bool) -> Structured:
@@ -52,33 +62,21 @@ class Grammars:
 
         ``tools``: it is a grammar of calls, such as `calls` makes.
         """
+        close = self._id(CLOSE)
+        if close is None or (structured.grammar is not None and not tools):
+            cause = "is no token of the model" if close is None else "has no place before structured.grammar"
+            raise InvalidRequest(
+                f"The prompt has begun the model's thoughts, whose end {CLOSE} {cause}: turn them off with "
+                "chat_template_kwargs, or set separate_reasoning to false to hold the text from its first token"
+            )
         other = self._others(CLOSE)
-        other = f"(THOUGHTS? {other})*" if other else ""
-        free, close = "/(?s:{})/ & ~/(?s:.*" + CLOSE.replace("/", r"\/") + ".*)/", self._id(CLOSE)
-        thoughts = f"THOUGHTS: {free.format('.+')}"
-        if close is None:  # two terminals in a row could spell the tag between them
-            rules = [f"start: {other} LAST BLANKS? body", thoughts, f'LAST: ({free.format(".*")}) "{CLOSE}"']
-        else:
-            rules = [f"start: {other} THOUGHTS? <[{close}]> BLANKS? body", thoughts]
-        body = (structured.grammar or "").replace("start:", "body:", 1) if tools else _body(structured)
-        return _checked([*rules, r"BLANKS: /[ \t\r\n]{1,4}/", body], "Behind thoughts this needs")
-
-    def _sequence(self, form: ToolFormat, several: bool) -> str:
-        """One call or several, after the mark that begins them."""
-        begin, end, more = self._mark(form.begin), self._mark(form.end), f"{{0,{MAX_CALLS - 1}}}"
-        if form.listed:
-            return '" "? "[" call ' + (f'(", " call){more} "]"' if several else '"]"')
-        if form.named:
-            return "call" + (f" ({begin} call){more}" if several else "")
-        if form.begin:
-            return rf'"\n" call "\n" {end}' + (rf' ("\n" {begin} "\n" call "\n" {end}){more}' if several else "")
-        return "call" + (f' ("{form.again} " call){more}' if several else "")
-
-    def _call(self, index: int, form: ToolFormat, name: str) -> str:
-        if form.named:
-            return f"call_{index}: {json.dumps(name)} {self._mark(form.named)} args_{index}"
-        head = f'{{"name": {json.dumps(name)}, "{form.key}": '
-        return f'call_{index}: {json.dumps(head)} args_{index} "}}"'
+        rules = [
+            f"start: {f'(THOUGHTS? {other})*' if other else ''} THOUGHTS? <[{close}]> BLANKS? body",
+            f"THOUGHTS: {_free(CLOSE)}",
+            r"BLANKS: /[ \t\r\n]{1,4}/",
+        ]
+        body = structured.grammar or source(structured).removeprefix(UNFORCED)
+        return _checked([*rules, body.replace("start:", "body:", 1)], "Behind thoughts this needs")
 
     def _words(self, form: ToolFormat) -> list[str]:
         """Rules for words without the mark of calls, special tokens among them, and then calls or none.
@@ -87,21 +85,18 @@ class Grammars:
         """
         other = self._others(form.begin)
         if not form.begin:  # special tokens before a bracket do not make words of it: decoding leaves them out
-            text, unseen = (f"{other}* (FIRST ({other} WORDS?)*)?", f"{other}* ") if other else ("FIRST?", "")
-            return [f"start: {text} | {unseen}calls", r"FIRST: /\s*[^{\s](?s:.*)/", "WORDS: /(?s:.+)/"]
-        text = f"FIRST? ({other} WORDS?)*" if other else "FIRST?"
-        mark = re.escape(form.begin).replace("/", r"\/")
-        free = f"/(?s:.+)/ & ~/(?s:.*{mark}.*)/"
-        rules = [f"FIRST: {free}", f"WORDS: {free}"]
+            text, unseen = (f"{other}* (FIRST ({other} WORDS?)*)?", f"{other}*") if other else ("FIRST?", "")
+            return [f"start: {text} | {unseen} calls", r"FIRST: /\s*[^{\s](?s:.*)/", "WORDS: /(?s:.+)/"]
+        text, before = (f"WORDS? ({other} WORDS?)*", f"(WORDS? {other})*") if other else ("WORDS?", "")
+        words = f"WORDS: {_free(form.begin)}"
         if self._id(form.begin) is not None:
-            return [f"start: text | text {self._mark(form.begin)} calls", f"text: {text}", *rules]
-        before = f"(FIRST? {other})* " if other else ""
-        spelled = f"BEFORE: (/(?s:.*)/ & ~/(?s:.*{mark}.*)/) {json.dumps(form.begin)}"
-        return [f"start: {text} | {before}BEFORE calls", *rules, spelled]
+            return [f"start: text | text {self._mark(form.begin)} calls", f"text: {text}", words]
+        spelled = f"BEFORE: (/(?s:.*)/ & ~/{_spelling(form.begin)}/) {json.dumps(form.begin)}"
+        return [f"start: {text} | {before} BEFORE calls", words, spelled]
 
     def _others(self, mark: str) -> str:
         """Any added token but the ``mark`` and those that end a text; "" if there is none."""
-        kept = [id for id, one in self._added.items() if one.content != mark and id not in self._tokenizer.end_ids]
+        kept = {id for id, one in self._added.items() if one.content != mark} - set(self._tokenizer.end_ids)
         return f"<[{_ranges(kept)}]>" if kept else ""
 
     def _mark(self, text: str) -> str:
@@ -117,27 +112,17 @@ class Grammars:
         return dict(self._tokenizer.backend.added_tokens_decoder)
 
 
-def _body(structured: Structured) -> str:
-    """What is enforced as a rule of a grammar; raises `InvalidRequest`."""
-    if structured.json_object or structured.json_schema is not None:
-        schema: Any = {"type": "object"} if structured.json_object else json.loads(structured.schema)
-        if not isinstance(schema, dict):
-            raise InvalidRequest(f"structured.json_schema is {structured.schema[:40]}: behind thoughts it must be an object")
-        return f"body: %json {json.dumps({'x-guidance': JSON_OPTIONS, **schema})}"
-    if structured.choice:
-        return "body: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in structured.choice)
-    if structured.regex is not None:
-        sound = re.sub(
-            r"\\.|[/\n]", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), structured.regex, flags=re.DOTALL
-        )
-        return f"body: BODY\nBODY: /{sound}/"
-    raise InvalidRequest(
-        "structured.grammar is given and the prompt has begun the model's thoughts, which it has no room for: turn them off "
-        "with chat_template_kwargs, or set separate_reasoning to false to hold the text from its first token"
-    )
+def _spelling(mark: str) -> str:
+    """A regular expression of texts that have the ``mark``."""
+    return rf"(?s:.*{re.escape(mark)}.*)".replace("/", r"\/")
 
 
-def _ranges(ids: Sequence[int]) -> str:
+def _free(mark: str) -> str:
+    """A terminal of any text that does not spell the ``mark``."""
+    return f"/(?s:.+)/ & ~/{_spelling(mark)}/"
+
+
+def _ranges(ids: Set[int]) -> str:
     begins = [id for id in sorted(ids) if id - 1 not in ids]
     ends = [id for id in sorted(ids) if id + 1 not in ids]
     return ",".join(f"{begin}-{end}" for begin, end in zip(begins, ends, strict=True))

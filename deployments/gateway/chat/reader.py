@@ -1,70 +1,135 @@
 """An answer taken apart as it comes: thoughts, words, and calls of tools."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
-from cascade.answer import Chunk, Completion
-from deployments.gateway.chat.calls import CallParser
-from deployments.gateway.chat.delta import Delta
-from deployments.gateway.chat.thoughts import ThoughtSplitter
+from cascade.answer import Chunk, Completion, overlap
+from deployments.gateway.chat.calls import CallParser, Delta
+
+OPEN, CLOSE = "<think>", "</think>"  # around thoughts
+TAIL = 32  # tokens of a prompt's end, in which a tag has room however it is spelled
+
+
+class ThoughtSplitter:
+    """Takes the thoughts out of one answer, which has them once; a later tag is the model's talk of tags.
+
+    ``within``: the prompt has opened them. Blanks stay where they are: thoughts, tags and words joined are the text.
+    """
+
+    def __init__(self, within: bool) -> None:
+        self._tags = [CLOSE] if within else [OPEN, CLOSE]  # that are still to come
+        self._held = ""  # what may begin a tag
+
+    @property
+    def within(self) -> bool:
+        """The text so far ends within thoughts."""
+        return self._tags == [CLOSE]
+
+    def take(self, text: str, ended: bool) -> tuple[str, str]:
+        """What one more piece brings: thoughts, and words."""
+        self._held += text
+        thoughts = words = ""
+        while True:
+            tag = self._tags[0] if self._tags else ""
+            before, found, rest = self._held.partition(tag) if tag else (self._held, "", "")
+            if not found:
+                certain = len(before) - (0 if ended else overlap(before, tag))
+                before, rest = before[:certain], before[certain:]
+            if self.within:
+                thoughts += before
+            else:
+                words += before
+            self._held = rest
+            if not found:
+                return thoughts, words
+            del self._tags[0]
+
+
+def opened(text: str) -> bool | None:
+    """Whether ``text`` ends within thoughts; ``None`` if it ends after them."""
+    opening, closing = text.rfind(OPEN), text.rfind(CLOSE)
+    if closing > opening:
+        return None
+    return opening >= 0
+
+
+def prompted(text: str) -> bool | None:
+    """The same of a prompt, whose end opens or closes the thoughts of the turn that it begins."""
+    end = text.rstrip()
+    return True if end.endswith(OPEN) else None if end.endswith(CLOSE) else False
 
 
 class TurnReader:
-    """Reads one answer. Calls are read with a ``parser``, thoughts with a ``splitter``; calls in thoughts are thoughts.
+    """Reads one answer: calls with a ``parser``, thoughts with a ``splitter``; without both the answer is words.
 
-    ``hidden`` are texts of special tokens that one of both needs, and that decoding leaves out. Thoughts are left out of what
-    is read if they are not ``told``.
+    ``hidden`` are texts of special tokens that the two need and that decoding leaves out. Calls within thoughts are thoughts.
+    Without ``show_thoughts`` thoughts are counted and left out.
     """
 
     def __init__(
-        self, parser: CallParser | None, hidden: Mapping[int, str], splitter: ThoughtSplitter | None = None, told: bool = True
+        self,
+        parser: CallParser | None = None,
+        hidden: Mapping[int, str] = MappingProxyType({}),
+        splitter: ThoughtSplitter | None = None,
+        show_thoughts: bool = True,
     ) -> None:
         self._parser = parser
         self._hidden = hidden
         self._splitter = splitter
-        self._told = told
-        self._begins: list[int] = []  # of tokens, in characters with what is hidden; only if thoughts are told apart
-        self._num_chars = 0
+        self._show_thoughts = show_thoughts
+        self._num_thought_tokens = 0
 
     @property
-    def called(self) -> bool:
-        return self._parser is not None and self._parser.finished
+    def plain(self) -> bool:
+        """All of the text is words."""
+        return self._parser is None and self._splitter is None
 
     @property
     def num_thought_tokens(self) -> int | None:
-        """Tokens so far that begin within the thoughts, tags included; ``None`` if thoughts are not told apart."""
-        return None if self._splitter is None else sum(map(self._splitter.holds, self._begins))
+        """Tokens of the thoughts so far, tags included; ``None`` if thoughts are not told apart."""
+        return None if self._splitter is None else self._num_thought_tokens
 
     def take(self, chunk: Chunk) -> Delta:
         """What the next piece of the answer adds."""
-        ended, thoughts, words = chunk.completion is not None, "", self._spelled(chunk)
-        if self._splitter is not None:
-            thoughts, words = self._splitter.take(words, ended)
+        ended = chunk.completion is not None
+        thoughts, words = ("", chunk.text) if self.plain else self._split(chunk, ended)
         delta = Delta(words) if self._parser is None else self._parser.take(words, ended)
-        delta.thoughts = thoughts if self._told else ""
+        delta.thoughts = thoughts if self._show_thoughts else ""
         return delta
 
-    def _spelled(self, chunk: Chunk) -> str:
-        """The text of a piece with the texts of hidden tokens in their places."""
-        if not self._hidden and not self._splitter:
-            return chunk.text
-        parts, at = [], 0
+    def finish_reason(self, completion: Completion) -> str:
+        """Why the answer ended: `tool_calls` if it stopped after a whole call."""
+        called = self._parser is not None and self._parser.finished and completion.finish_reason == "stop"
+        return "tool_calls" if called else completion.finish_reason
+
+    def _split(self, chunk: Chunk, ended: bool) -> tuple[str, str]:
+        """Thoughts and words of a piece."""
+        if self._splitter is None:
+            return "", "".join(self._spelled(chunk))
+        thoughts = words = ""
+        for number, text in enumerate(self._spelled(chunk)):
+            within = self._splitter.within
+            more = self._splitter.take(text, False)
+            thoughts, words = thoughts + more[0], words + more[1]
+            self._num_thought_tokens += number < len(chunk.token_ids) and (within or self._splitter.within)
+        more = self._splitter.take("", ended)
+        return thoughts + more[0], words + more[1]
+
+    def _spelled(self, chunk: Chunk) -> Iterator[str]:
+        """The text of each token, that of hidden ones too, and the text behind them."""
+        at = 0
         for token, end in zip(chunk.token_ids, chunk.ends, strict=True):
-            self._begins += [self._num_chars] if self._splitter else []
-            parts.append(chunk.text[at:end] + self._hidden.get(token, ""))
-            self._num_chars += len(parts[-1])
+            yield chunk.text[at:end] + self._hidden.get(token, "")
             at = end
-        self._num_chars += len(chunk.text) - at
-        return "".join(parts) + chunk.text[at:]
+        yield chunk.text[at:]
 
 
-def read(chunks: Iterable[Chunk], completion: Completion, reader: TurnReader | None) -> tuple[Delta, str]:
-    """What a whole answer says, and why it ended; without a reader it is words."""
-    if reader is None:
-        return Delta(completion.text), completion.finish_reason
+def read(chunks: Sequence[Chunk], reader: TurnReader) -> Delta:
+    """What a whole answer says."""
     said = Delta()
     for chunk in chunks:
         said.add(reader.take(chunk))
-    return said, finish_reason(completion, reader)
+    return said
 
 
 def ending(chunks: Sequence[Chunk]) -> Completion:
@@ -72,9 +137,3 @@ def ending(chunks: Sequence[Chunk]) -> Completion:
     completion = chunks[-1].completion
     assert completion is not None, "the last piece brings the completion"
     return completion
-
-
-def finish_reason(completion: Completion, reader: TurnReader | None) -> str:
-    """Why an answer ended: `tool_calls` if it stopped after a whole call."""
-    called = reader is not None and reader.called and completion.finish_reason == "stop"
-    return "tool_calls" if called else completion.finish_reason

@@ -3,23 +3,34 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from inspect import signature
 from typing import Any
 
-from jinja2 import Environment, meta, nodes
 from jinja2.defaults import DEFAULT_NAMESPACE
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
+from transformers.utils.chat_template_utils import _get_template_variables
 
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import InvalidRequest
-from deployments.gateway.chat.omissions import MessageDict, omission
-from deployments.gateway.chat.probes import PROBE_NAME, PROBE_TOOL, PROBE_WORDS, QUESTION, RESULT, probe_call, saying
-from deployments.gateway.chat.thoughts import CLOSE, OPEN
+from deployments.gateway.chat.reader import CLOSE, OPEN
+
+MessageDict = dict[str, Any]
 
 OWN_NAMES = {"messages", "raise_exception", "strftime_now", *DEFAULT_NAMESPACE}  # of every template, not for clients
-PYTHON_OBJECT = "{'a': 1}"  # arguments of a probe, printed by a template that wants them as text
+# A conversation that no client has: what a template makes of it says what it takes.
+PROBE_ID = "probe1234"  # some templates want nine letters and digits
+PROBE_NAME, PROBE_WORDS, PROBE_ARGUMENT = "probe_tool", "probe_words", "probe_argument"
+PROBE_TOOL: MessageDict = {
+    "type": "function",
+    "function": {
+        "name": PROBE_NAME,
+        "description": "Nothing.",
+        "parameters": {"type": "object", "properties": {PROBE_ARGUMENT: {"type": "integer"}}, "required": [PROBE_ARGUMENT]},
+    },
+}
+QUESTION: MessageDict = {"role": "user", "content": "probe_question"}
+RESULT: MessageDict = {"role": "tool", "content": "probe_result", "tool_call_id": PROBE_ID, "name": PROBE_NAME}
+PRINTED = f"{{'{PROBE_ARGUMENT}': 1}}"  # the probe's arguments, printed by a template that wants them as text
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +51,8 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._backend = tokenizer.backend
+        self._content_form = cache(self._probe_content)
+        self._drops_calls = cache(self._probe_calls)
 
     def encode(
         self, messages: Sequence[MessageDict], tools: Sequence[MessageDict] | None = None, style: Style = Style()
@@ -48,33 +61,42 @@ class ChatTemplate:
 
         Raises:
             InvalidRequest: there is no template, it does not read a variable of ``style``, does not take these messages, or
-                leaves out a part of them.
+                writes no tools, no calls, or nothing of a role.
         """
         self._check(style)
-        said = [self._translated(message) for message in messages]
+        if tools and not self.shows_tools:
+            raise InvalidRequest("The model's chat template shows no tools: give none, or say in a message what may be called")
+        said = [self._translated(index, message, bool(tools)) for index, message in enumerate(messages)]
         try:
             text = self._render(said, tools, style)
         except Exception as error:  # templates are programs
             reason = " ".join(str(error).split())[:200]
             raise InvalidRequest(f"The model's chat template does not take these messages: {reason}") from None
-        lost = omission(said, tools, lambda messages, tools: self._written(messages, tools, style))
-        if lost is not None:
-            raise InvalidRequest(lost)
         return self._backend.encode(text, add_special_tokens=False)
 
-    def _translated(self, message: MessageDict) -> MessageDict:
+    def _translated(self, index: int, message: MessageDict, tools: bool) -> MessageDict:
         """OpenAI's message in the form that Transformers documents for templates; nothing is added, moved or lost.
 
-        Fields that are null are absent; arguments of calls are objects rather than JSON in a text, and contents of several
-        parts one text, each unless the template takes them as they came; thoughts bear the name that templates read.
+        Fields that are null are absent; arguments of calls are objects rather than JSON in a text, unless the template wants
+        text; contents of several parts are one text, unless it wants parts; thoughts bear the name that templates read.
         """
         said = {name: value for name, value in message.items() if value is not None}
+        form, content = self._content_form(said["role"], tools), said.get("content", "")
+        if form is None and content:
+            raise InvalidRequest(
+                f"The model's chat template leaves out messages.{index}, whose role is {said['role']!r}: use another role"
+            )
         if "reasoning" in said:
             said.setdefault("reasoning_content", said["reasoning"])
-        if isinstance(said.get("content"), list) and said["role"] not in self._roles_in_parts:
-            said["content"] = "".join(part["text"] for part in said["content"])
-        if "tool_calls" in said and self._takes_objects:
-            said["tool_calls"] = [_with_object(call) for call in said["tool_calls"]]
+        if form == "parts" and content and isinstance(content, str):
+            said["content"] = [{"type": "text", "text": content}]
+        elif form == "text" and isinstance(content, list):
+            said["content"] = "".join(part["text"] for part in content)
+        if "tool_calls" in said:
+            if self._drops_calls(tools):
+                raise InvalidRequest(f"The model's chat template leaves out messages.{index}.tool_calls: say them in words")
+            if self._takes_objects:
+                said["tool_calls"] = [_with_object(call) for call in said["tool_calls"]]
         return said
 
     def _check(self, style: Style) -> None:
@@ -93,16 +115,13 @@ class ChatTemplate:
     @cached_property
     def variables(self) -> tuple[str, ...]:
         """Names that it reads and that clients may set."""
-        environment = Environment(extensions=[loopcontrols, Generation])
-        names: set[str] = set()
-        for source in self._sources:
-            names |= meta.find_undeclared_variables(environment.parse(source))
+        names = set[str]().union(*map(_get_template_variables, self._sources))
         own = OWN_NAMES | set(signature(self._backend.apply_chat_template).parameters) | set(self._backend.special_tokens_map)
         return tuple(sorted(names - own))
 
     @cached_property
     def thinks(self) -> bool:
-        """Whether the assistant may think out loud: the template names the tags around thoughts."""
+        """Whether the assistant may write thoughts: the template names the tags around them."""
         text = "\n".join(self._sources)
         return OPEN in text and CLOSE in text
 
@@ -115,45 +134,51 @@ class ChatTemplate:
 
     @cached_property
     def shows_tools(self) -> bool:
-        return PROBE_NAME in self._probe([QUESTION])
+        return PROBE_NAME in (self._probe([QUESTION], Style()) or "")
 
     @cached_property
     def written_call(self) -> str:
-        """What stands where the assistant's words would, if it calls a tool; "" if nothing does."""
-        said = self._probe([QUESTION, saying("assistant")], style=Style(prompts=False))
-        before = said.partition(PROBE_WORDS)[0].rstrip()
-        called = self._called(as_object=self._takes_objects)
+        """How it writes the assistant's call of a tool, in place of words; "" if it writes none."""
+        said = self._probe([QUESTION, {"role": "assistant", "content": PROBE_WORDS}]) or ""
+        before, called = said.partition(PROBE_WORDS)[0].rstrip(), self._called(self._takes_objects)
         return called[len(before) :].strip() if called.startswith(before) else called
 
     @cached_property
     def _takes_objects(self) -> bool:
         """Whether arguments of calls are objects for it, as Transformers has them, rather than JSON in a text, as OpenAI."""
         written = self._called(as_object=True)
-        return PYTHON_OBJECT not in written if written else not self._called(as_object=False)
+        return PRINTED not in written if written else not self._called(as_object=False)
 
-    def _called(self, *, as_object: bool) -> str:
+    def _probe_calls(self, tools: bool) -> bool:
+        """Whether it leaves out calls without an error."""
+        written = self._called(self._takes_objects, tools)
+        return bool(written) and PROBE_ARGUMENT not in written.rpartition("probe_question")[2]
+
+    def _called(self, as_object: bool, tools: bool = True) -> str:
         """A conversation in which the assistant calls a tool; some templates want the result, too."""
-        asked, style = [QUESTION, probe_call(as_object)], Style(prompts=False)
-        return self._probe(asked, style=style) or self._probe([*asked, RESULT], style=style)
+        asked = [QUESTION, _probe_call(as_object)]
+        return self._probe(asked, tools=tools) or self._probe([*asked, RESULT], tools=tools) or ""
 
-    @cached_property
-    def _roles_in_parts(self) -> frozenset[str]:
-        """Roles whose contents it takes as lists of parts; others print the list, or fail."""
-        first = {role: [saying(role, in_parts=True), QUESTION] for role in ("system", "developer")}
-        then = {"user": [], "assistant": [QUESTION], "tool": [QUESTION, probe_call(self._takes_objects)]}
-        probes = first | {role: [*before, saying(role, in_parts=True)] for role, before in then.items()}
-        written = {role: self._probe(probe, style=Style(prompts=False)) for role, probe in probes.items()}
-        printed = (f"'text': '{PROBE_WORDS}", f'"text": "{PROBE_WORDS}')  # as it is, by Python or as JSON
-        return frozenset(r for r, text in written.items() if PROBE_WORDS in text and not any(one in text for one in printed))
+    def _probe_content(self, role: str, tools: bool) -> str | None:
+        """Whether it takes contents of a role as "text" or as "parts"; ``None`` if it leaves both out without an error.
 
-    def _probe(self, messages: Sequence[MessageDict], *, style: Style = Style()) -> str:
-        """What it writes, told of the probe's tool; "" if it refuses."""
-        return self._written(messages, [PROBE_TOOL], style) or ""
+        A tokenizer may have another template for conversations with ``tools``.
+        """
+        before = {"assistant": [QUESTION], "tool": [QUESTION, _probe_call(self._takes_objects)]}.get(role, [])
+        after = [QUESTION] if role in ("system", "developer") else []
+        named = {"tool_call_id": PROBE_ID, "name": PROBE_NAME} if role == "tool" else {}
+        refused = False
+        for form, content in (("text", PROBE_WORDS), ("parts", [{"type": "text", "text": PROBE_WORDS}])):
+            written = self._probe([*before, {"role": role, "content": content, **named}, *after], tools=tools)
+            if PROBE_WORDS in (written or ""):
+                return form
+            refused = refused or written is None
+        return "text" if refused else None  # it says itself what it refuses
 
-    def _written(self, messages: Sequence[MessageDict], tools: Sequence[MessageDict] | None, style: Style) -> str | None:
-        """What it writes; ``None`` if it refuses."""
+    def _probe(self, messages: Sequence[MessageDict], style: Style = Style(prompts=False), *, tools: bool = True) -> str | None:
+        """What it writes, told of the probe's tool if there are ``tools``; ``None`` if it refuses."""
         try:
-            return self._render(messages, tools, style)
+            return self._render(messages, [PROBE_TOOL] if tools else None, style)
         except Exception:  # a template says no as it likes
             return None
 
@@ -172,14 +197,11 @@ class ChatTemplate:
         return text
 
 
-class Generation(Extension):
-    """Transformers' own block, which marks what the assistant says and changes nothing."""
-
-    tags = {"generation"}  # noqa: RUF012  # as in jinja2
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+def _probe_call(as_object: bool) -> MessageDict:
+    """A call of the probe's tool, its arguments an object or JSON in a text."""
+    arguments = {PROBE_ARGUMENT: 1}
+    function = {"name": PROBE_NAME, "arguments": arguments if as_object else json.dumps(arguments)}
+    return {"role": "assistant", "content": "", "tool_calls": [{"id": PROBE_ID, "type": "function", "function": function}]}
 
 
 def _with_object(call: MessageDict) -> MessageDict:

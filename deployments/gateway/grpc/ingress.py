@@ -1,4 +1,4 @@
-"""What Ray Serve's gRPC proxies run to know our service: the name to give as ``grpc_servicer_functions``."""
+"""What Ray Serve's gRPC proxies call to serve the protocol: `SERVICER` is its name for ``grpc_servicer_functions``."""
 
 import asyncio
 from typing import Any
@@ -21,12 +21,10 @@ def add_CascadeServicer_to_server(servicer: serving_pb2_grpc.CascadeServicer, se
 
 
 def patch_proxies() -> None:
-    """Let the proxy cancel a request whose client leaves while a piece of the answer is being written to it, and say in plain
-    words that a router is gone.
+    """Let the proxy cancel a request whose client leaves during a write, and say in plain words that a router is gone.
 
-    The proxy of Ray 2.60 notices only while it waits for the next piece, so that the requests of one client in five went on to
-    their end; and clients were told of actors. Ray has no public way to tell it; where the private class is missing the proxy
-    does as before.
+    The proxy of Ray 2.60 notices such a client only while it waits for the next piece: one request in five went on to its end.
+    It also told clients of actors. Ray has no public way to change either; without the private class the proxy does as before.
     """
     original = getattr(proxy, "ProxyResponseGenerator", None)
     if isinstance(original, type) and not issubclass(original, _EndsWithItsCall):
@@ -34,7 +32,7 @@ def patch_proxies() -> None:
 
 
 class RouterGone(DeploymentUnavailableError):  # type: ignore[misc]  # Ray is not typed
-    """Of a kind that the proxy tells its clients as UNAVAILABLE, or 503."""
+    """An error that the proxy reports as UNAVAILABLE, or 503."""
 
     def __init__(self) -> None:
         super().__init__(DeploymentID("router"))
@@ -45,7 +43,7 @@ class RouterGone(DeploymentUnavailableError):  # type: ignore[misc]  # Ray is no
 
 
 class _EndsWithItsCall:
-    """Mixed into the proxy's answers: the request ends with the call in whose task it was made."""
+    """Mixed into the proxy's answers: ends the request with the call in whose task it was made."""
 
     _response: Any
     _done: bool

@@ -1,81 +1,181 @@
-"""From messages of the client's protocol to the library's parameters, and from its pieces of an answer back."""
+"""gRPC requests as the library's values, and pieces of an answer as messages; conversations in the form of OpenAI's JSON."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+import contextlib
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any, TypeAlias, TypeVar
 
+import grpc
 from google.protobuf.message import Message as ProtoMessage
 from google.protobuf.unknown_fields import UnknownFieldSet
+from ray.serve.grpc_util import RayServegRPCContext
 
 from cascade.answer import Chunk, Completion
-from cascade.client.wire import decode_sampling, encode_edge, encode_lane
+from cascade.capabilities import Task
+from cascade.client.chat import UNCONVERTED
+from cascade.client.wire import decode_handling, decode_sampling, decode_speculation, encode_edge, encode_lane, values
 from cascade.errors import InvalidRequest
 from cascade.messages import origin_corrected, origin_level
-from cascade.params import Handling, SamplingParams, Speculation
+from cascade.params import SamplingParams
 from cascade.v1 import serving_pb2 as pb
-from deployments.gateway.chat.reader import ending
+from deployments.gateway.admission.status import refusal
+from deployments.gateway.chat.assistant import Assistant
+from deployments.gateway.chat.calls import CallDelta
+from deployments.gateway.chat.conversation import MAX_MESSAGES, MAX_TOOLS, Conversation, parsed_object
+from deployments.gateway.chat.reader import TurnReader, ending, read
 
+T = TypeVar("T")
 Asked: TypeAlias = pb.GenerateRequest | pb.ChatRequest
 
 
-def parse_input(request: pb.GenerateRequest) -> str | list[int]:
-    """The prompt, as text or token ids; raises `InvalidRequest`."""
-    refuse_unknown(request, "the request")
-    kind = request.WhichOneof("input")
-    if kind is None:
-        raise InvalidRequest("The request has neither prompt nor token_ids: set one of them")
-    if kind == "token_ids":
-        refuse_unknown(request.token_ids, "token_ids")
-        return list(request.token_ids.ids)
-    return request.prompt
+@contextlib.contextmanager
+def reported(context: RayServegRPCContext, count: Callable[[str], object]) -> Iterator[None]:
+    """Give a call that fails in here its gRPC status and sentence, and ``count`` the error's code."""
+    try:
+        yield
+    except Exception as error:
+        refused = refusal(error)
+        count(refused.kind.code)
+        context.set_code(grpc.StatusCode[refused.kind.grpc])
+        context.set_details(refused.message)
+        context.set_trailing_metadata(refused.metadata)
+        raise
+
+
+def metadata(context: RayServegRPCContext) -> dict[str, str]:
+    """The call's metadata without binary values; the first value of a repeated key."""
+    pairs = context.invocation_metadata() or ()
+    return {key: value for key, value in reversed([*pairs]) if isinstance(value, str)}
+
+
+class TextRequest:
+    """A request for the text after a prompt, whose tokens ``encode`` tells."""
+
+    def __init__(self, request: pb.GenerateRequest, encode: Callable[[str | Sequence[int]], Awaitable[Sequence[int]]]) -> None:
+        self.request = request
+        self._encode = encode
+
+    async def task(self) -> Task:
+        """What the full tier is asked; raises `InvalidRequest`."""
+        request = self.request
+        refuse_unknown(request)
+        kind = request.WhichOneof("input")
+        if kind is None:
+            raise InvalidRequest("The request has neither prompt nor token_ids: set one of them")
+        params = parse_sampling(request)
+        ids = await self._encode(request.prompt if kind == "prompt" else list(request.token_ids.ids))
+        return parse_task(request, ids, params)
+
+    def resume(self, known: Chunk) -> None:
+        """The client has this of the answer; nothing that follows depends on it."""
+
+    def piece(self, chunk: Chunk) -> pb.GenerateResponse:
+        """The next piece of the answer."""
+        return pb.GenerateResponse(
+            text=chunk.text,
+            tokens=tokens(chunk),
+            finish=None if chunk.completion is None else finish(chunk.completion),
+            prompt=prompt(chunk),
+            lanes=map(encode_lane, chunk.lanes),
+            seed=chunk.seed,
+        )
+
+    def whole(self, chunks: Sequence[Chunk]) -> pb.CompleteResponse:
+        """The answer of these pieces."""
+        end = ending(chunks)
+        return pb.CompleteResponse(text=end.text, tokens=all_tokens(chunks), finish=finish(end), prompt=prompt(chunks[0]))
+
+
+class TurnRequest:
+    """A request for the assistant's next turn: its `task` comes first, then the pieces of the answer."""
+
+    def __init__(self, request: pb.ChatRequest, assistant: Assistant) -> None:
+        self.request = request
+        self._assistant = assistant
+        self._reader = TurnReader()
+
+    async def task(self) -> Task:
+        """What the full tier is asked; raises `InvalidRequest`."""
+        task = await self._assistant.task(conversation(self.request), partial(parse_sampling, self.request))
+        self._reader = task.reader()
+        return parse_task(self.request, task.ids, task.params)
+
+    def resume(self, known: Chunk) -> None:
+        """Read what the client has of the answer, without sending it again."""
+        self._reader.take(known)
+
+    def piece(self, chunk: Chunk) -> pb.ChatResponse:
+        """The next piece of the answer."""
+        reader, end = self._reader, chunk.completion
+        delta = reader.take(chunk)
+        return pb.ChatResponse(
+            content=delta.content,
+            tool_calls=map(_called, delta.calls),
+            tokens=tokens(chunk),
+            finish=None if end is None else _finish(end, reader),
+            prompt=prompt(chunk),
+            lanes=map(encode_lane, chunk.lanes),
+            text=None if reader.plain else chunk.text,
+            reasoning_content=delta.thoughts,
+            seed=chunk.seed,
+        )
+
+    def whole(self, chunks: Sequence[Chunk]) -> pb.CompleteChatResponse:
+        """The answer of these pieces."""
+        end = ending(chunks)
+        turn = read(chunks, self._reader)
+        return pb.CompleteChatResponse(
+            message=pb.ChatMessage(
+                role="assistant",
+                content=turn.whole_content,
+                tool_calls=map(_called, turn.calls),
+                reasoning_content=turn.thoughts or None,
+            ),
+            tokens=all_tokens(chunks),
+            finish=_finish(end, self._reader),
+            prompt=prompt(chunks[0]),
+            text=None if self._reader.plain else end.text,
+        )
 
 
 def parse_sampling(request: Asked, room: int | None = None) -> SamplingParams:
     """Sampling parameters, defaults where nothing is set, ``room`` that of ``max_tokens``; raises `InvalidRequest`."""
     sampling = request.sampling
-    refuse_unknown(sampling, "sampling")
-    refuse_unknown(sampling.structured, "structured")
-    if room is None or sampling.HasField("max_tokens"):
-        return decode_sampling(sampling)
-    roomy = pb.Sampling(max_tokens=room)
-    roomy.MergeFrom(sampling)
-    return decode_sampling(roomy)
+    if room is not None and not sampling.HasField("max_tokens"):
+        sampling = pb.Sampling(max_tokens=room)
+        sampling.MergeFrom(request.sampling)
+    return decode_sampling(sampling)
 
 
-def parse_speculation(request: Asked) -> Speculation:
-    """How drafts may be used for it; raises `InvalidRequest`."""
-    speculation = request.speculation
-    refuse_unknown(speculation, "speculation")
-    names = ("mode", "window", "schedule", "branches", "rule", "draft_top_k")
-    chosen: dict[str, Any] = {name: getattr(speculation, name) for name in names if speculation.HasField(name)}
-    return Speculation(tiers=tuple(speculation.tiers) or None, **chosen)
-
-
-def parse_handling(request: Asked) -> Handling:
-    """How it is treated beside others; raises `InvalidRequest`."""
-    train = request.train if request.HasField("train") else True
-    return Handling(request.priority, request.cache_salt, request.watch, train)
-
-
-def parse_known(request: Asked) -> Sequence[int]:
-    """Tokens that the client has of the answer; raises `InvalidRequest`."""
-    refuse_unknown(request.resume, "resume")
-    return request.resume.token_ids
+def parse_task(request: Asked, ids: Sequence[int], params: SamplingParams) -> Task:
+    """What the full tier is asked after the tokens ``ids``; raises `InvalidRequest`."""
+    speculation, handling = decode_speculation(request.speculation), decode_handling(request)
+    return Task(ids, params, speculation, handling, request.resume.token_ids)
 
 
 def refuse_streaming(request: Asked, rpc: str) -> None:
-    """Raise `InvalidRequest` if a request for a whole answer wants what streams alone have; ``rpc`` has it."""
+    """Raise `InvalidRequest` if a request for a whole answer asks for what only the streaming ``rpc`` has."""
     if request.watch:
         raise InvalidRequest(f"watch is true: only streams tell of guesses, so ask for {rpc}")
     if request.HasField("resume"):
         raise InvalidRequest(f"resume is set: only streams go on where they broke off, so ask for {rpc}")
 
 
-def refuse_unknown(message: ProtoMessage, where: str) -> None:
-    """A parameter is honoured or refused: raises `InvalidRequest` if there are fields that this version does not know."""
+def refuse_unknown(message: ProtoMessage, where: str = "the request") -> None:
+    """Raise `InvalidRequest` if a message, or one in it, has fields that this version does not know.
+
+    Every parameter is honoured or refused. Of lists that are too long only the beginning is looked at.
+    """
     unknown = [field.field_number for field in UnknownFieldSet(message)]  # type: ignore[attr-defined]
     if unknown:
         numbers = ", ".join(map(str, unknown))
         raise InvalidRequest(f"There are unknown fields in {where} (numbers {numbers}): is the client newer than the server?")
+    for field, value in message.ListFields():
+        kind = field.message_type
+        if kind is not None and not kind.GetOptions().map_entry:
+            for part in islice(value, MAX_MESSAGES + 1) if field.is_repeated else [value]:
+                refuse_unknown(part, field.name)
 
 
 def tokens(chunk: Chunk, num_chars: int = 0) -> list[pb.Token]:
@@ -85,9 +185,9 @@ def tokens(chunk: Chunk, num_chars: int = 0) -> list[pb.Token]:
         for id, byte, end in zip(chunk.token_ids, chunk.origins, chunk.ends, strict=True)
     ]
     if chunk.logprobs:
-        for token, said in zip(tokens, chunk.logprobs, strict=True):
-            token.logprob = said.logprob
-            token.top.extend(pb.TopToken(id=id, logprob=value) for id, value in said.top)
+        for token, logprobs in zip(tokens, chunk.logprobs, strict=True):
+            token.logprob = logprobs.logprob
+            token.top.extend(_likeliest(logprobs.top))
     return tokens
 
 
@@ -101,42 +201,90 @@ def all_tokens(chunks: Iterable[Chunk]) -> Iterator[pb.Token]:
 
 def prompt(chunk: Chunk) -> list[pb.PromptToken]:
     """Tokens of the prompt, with the first piece if they were asked for."""
-    return [
-        pb.PromptToken(id=one.id, logprob=one.logprob, top=[pb.TopToken(id=id, logprob=value) for id, value in one.top])
-        for one in chunk.prompt
-    ]
+    return [pb.PromptToken(id=token.id, logprob=token.logprob, top=_likeliest(token.top)) for token in chunk.prompt]
 
 
-def response(chunk: Chunk) -> pb.GenerateResponse:
-    """One piece of an answer."""
-    return pb.GenerateResponse(
-        text=chunk.text,
-        tokens=tokens(chunk),
-        finish=None if chunk.completion is None else finish(chunk.completion),
-        prompt=prompt(chunk),
-        lanes=map(encode_lane, chunk.lanes),
-        seed=chunk.seed,
-    )
-
-
-def whole(chunks: Sequence[Chunk]) -> pb.CompleteResponse:
-    """The answer of these pieces."""
-    end = ending(chunks)
-    return pb.CompleteResponse(text=end.text, tokens=all_tokens(chunks), finish=finish(end), prompt=prompt(chunks[0]))
+def _likeliest(top: Iterable[tuple[int, float]]) -> list[pb.TopToken]:
+    return [pb.TopToken(id=id, logprob=logprob) for id, logprob in top]
 
 
 def finish(completion: Completion, reason: str | None = None) -> pb.Finish:
     """How the answer ended, with the last message; ``reason`` overrules the completion's own."""
-    edges = [pb.Edge(**encode_edge(edge), mean_accepted_len=edge.mean_accepted_len) for edge in completion.stats.edges]
+    stats = completion.stats
     return pb.Finish(
         reason=reason or completion.finish_reason,
         seed=completion.seed,
-        prompt_tokens=completion.stats.prompt_tokens,
-        completion_tokens=completion.stats.completion_tokens,
-        edges=edges,
-        first_token_s=completion.stats.first_token_s,
-        undrafted=completion.stats.undrafted,
-        rule=completion.stats.rule,
-        cached_tokens=completion.stats.cached_tokens,
+        prompt_tokens=stats.prompt_tokens,
+        completion_tokens=stats.completion_tokens,
+        edges=[pb.Edge(**encode_edge(edge), mean_accepted_len=edge.mean_accepted_len) for edge in stats.edges],
+        first_token_s=stats.first_token_s,
+        undrafted=stats.undrafted,
+        cached_tokens=stats.cached_tokens,
         stop_string=completion.stop_string,
     )
+
+
+def conversation(request: pb.ChatRequest) -> Conversation:
+    """What is said and may be called; raises `InvalidRequest`, with the sentences that HTTP clients get."""
+    refuse_unknown(request)
+    body = values(request, UNCONVERTED)
+    body["messages"] = _listed(_message, request.messages, MAX_MESSAGES)
+    if request.tools:
+        body["tools"] = _listed(_tool, list(enumerate(request.tools)), MAX_TOOLS)
+    if request.HasField("tool_choice"):
+        body["tool_choice"] = _choice(request.tool_choice)
+    if request.HasField("chat_template_kwargs"):
+        body["chat_template_kwargs"] = _object(request.chat_template_kwargs, "chat_template_kwargs")
+    return Conversation.of(body)
+
+
+def _listed(form: Callable[[T], Any], given: Sequence[T], most: int) -> list[Any]:
+    """Each element in OpenAI's form; a list that is too long is refused for its length, whatever is at its end."""
+    return [form(one) for one in given[:most]] + [None] * (len(given) - most)
+
+
+def _message(message: pb.ChatMessage) -> dict[str, Any]:
+    body = values(message)
+    calls = body.pop("tool_calls")
+    if calls:
+        body["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": call.function.arguments}}
+            for call in calls
+        ]
+    return body
+
+
+def _tool(numbered: tuple[int, pb.Tool]) -> dict[str, Any]:
+    index, tool = numbered
+    function = values(tool.function)
+    if "parameters" in function:
+        function["parameters"] = _object(tool.function.parameters, f"tools.{index}.function.parameters")
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: pb.ToolChoice) -> str | dict[str, Any]:
+    kind = choice.WhichOneof("kind")
+    if kind is None:
+        raise InvalidRequest("tool_choice has neither mode nor function: set one of them")
+    return choice.mode if kind == "mode" else {"type": "function", "function": {"name": choice.function}}
+
+
+def _object(text: str, where: str) -> dict[str, Any]:
+    try:
+        return parsed_object(text)
+    except ValueError as error:
+        raise InvalidRequest(f"{where}: {error}") from None
+
+
+def _finish(end: Completion, reader: TurnReader) -> pb.Finish:
+    """How the answer ended, with the tokens of its thoughts if they are told apart."""
+    ended = finish(end, reader.finish_reason(end))
+    if (num_tokens := reader.num_thought_tokens) is not None:
+        ended.reasoning_tokens = num_tokens
+    return ended
+
+
+def _called(call: CallDelta) -> pb.ToolCall:
+    """A call, or a piece of one."""
+    function = pb.CalledFunction(name=call.name or None, arguments=call.arguments)
+    return pb.ToolCall(id=call.id or None, function=function, index=call.index)

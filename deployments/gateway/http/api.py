@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 from fastapi import Depends, FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
@@ -26,12 +26,10 @@ from deployments.gateway.admission.metrics import CONTENT_TYPE
 from deployments.gateway.admission.status import Refusal, mistake, refusal
 from deployments.gateway.chat.assistant import LONG_PROMPT, Assistant, ChatTask
 from deployments.gateway.chat.reader import TurnReader
-from deployments.gateway.http.events import Events, attended
-from deployments.gateway.http.merge import Reply, gathered, merged, streamed
+from deployments.gateway.http.events import Events, Reply, attended, gathered, merged, streamed
 from deployments.gateway.http.messages import MessageReply, MessagesBody, PromptBody, body_of
 from deployments.gateway.http.middleware import Middleware, route_of
 from deployments.gateway.http.openai import (
-    DEFAULT_COMPLETION_TOKENS,
     AnswersBody,
     ChatBody,
     CompletionBody,
@@ -40,22 +38,16 @@ from deployments.gateway.http.openai import (
     StreamOptions,
     TokenizeBody,
 )
-from deployments.gateway.http.reply import CompletionReply, Echo, Form
+from deployments.gateway.http.reply import CompletionReply, Echo, Form, Kind
 from deployments.gateway.http.responses import ResponseReply, ResponsesBody
 
 PAGE_FILE = Path(__file__).with_name("page.html")
-PAGE_POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        "style-src 'unsafe-inline'",
-        "script-src 'unsafe-inline'",
-        "connect-src 'self'",
-        "img-src data:",
-        "base-uri 'none'",
-    )
+PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'"
 )
 Asked = TypeVar("Asked", bound=SamplingBody)
-Turning = TypeVar("Turning", ResponsesBody, MessagesBody)
+Talking = TypeVar("Talking", ChatBody, ResponsesBody, MessagesBody)
 STARTED = int(time.time())
 BEARER = HTTPBearer(auto_error=False)  # only for the schema: `Middleware` looks at the key
 Timeout = Annotated[float | None, Header(alias="x-request-timeout-seconds", gt=0, allow_inf_nan=False)]
@@ -71,8 +63,21 @@ STREAMED: dict[int | str, dict[str, Any]] = {
 }
 
 
+class Caller:
+    """The HTTP side of a request."""
+
+    def __init__(self, request: Request, timeout_s: Timeout = None) -> None:
+        self.request = request
+        self.timeout_s = timeout_s
+        self.id: str = request.state.request_id
+
+
+Asking = Annotated[Caller, Depends()]
+Replying = Callable[[Sequence[Chunk]], Reply]  # what writes the answers, given what the client has of them
+
+
 class Backend(Protocol):
-    """What of the router the API needs."""
+    """The part of the router that the API uses."""
 
     admission: Admission
     tokenizer: Tokenizer
@@ -136,7 +141,7 @@ class Api:
     # answered without a tier
 
     async def page(self) -> Response:
-        """The page to look at."""
+        """The chat page."""
         return HTMLResponse(PAGE_FILE.read_text(encoding="utf-8"), headers={"content-security-policy": PAGE_POLICY})
 
     async def health(self) -> Response:
@@ -150,12 +155,12 @@ class Api:
         return Response(await self._backend.metrics(), media_type=CONTENT_TYPE)
 
     async def models(self, request: Request) -> Response:
-        """What is served, by all its names, and its adapters."""
+        """All names of the model, and its adapters."""
         names = (*self._backend.model_names, *await self._backend.adapters())
         return JSONResponse({"object": "list", "data": [self._model(name, request) for name in names]})
 
     async def describe_model(self, name: str, request: Request) -> Response:
-        """The model, if it is this one, or an adapter of it."""
+        """One of these names."""
         return JSONResponse(self._model(await self._named(name), request))
 
     async def tokenize(self, body: TokenizeBody) -> Response:
@@ -178,113 +183,115 @@ class Api:
 
     # completions
 
-    async def complete(self, body: CompletionBody, request: Request, timeout_s: Timeout = None) -> Any:
-        """Go on with one or more prompts."""
-        self._admission.places.check()  # before the work of reading it
-        body = await self._adapted(body)
+    async def complete(self, body: CompletionBody, caller: Asking) -> Any:
+        """Continue one or more prompts."""
+        body = await self._received(body)
         prompts, most = body.prompts, self._admission.limits.max_prompts
         if len(prompts) > most:
             raise InvalidRequest(f"prompt has {len(prompts)} prompts: this server takes {most}")
         ids = [await self._backend.encode(prompt) for prompt in prompts]
-        params = body.params(body.max_tokens or DEFAULT_COMPLETION_TOKENS)
+        params = body.params(body.limit)
         echoes = [await self._echo(*both, params) if body.echo else Echo() for both in zip(prompts, ids, strict=True)]
-        return await self._complete("text", body, params, ids, echoes, request, timeout_s)
+        form = self._form("text", body, params, f"cmpl-{caller.id}", sum(map(len, ids)))
+        repeated = [echo for echo in echoes for _ in range(body.answers)]
+        return await self._answer(caller, body, params, ids, lambda known: CompletionReply(form, repeated, known))
 
-    async def chat(self, body: ChatBody, request: Request, timeout_s: Timeout = None) -> Any:
+    async def chat(self, body: ChatBody, caller: Asking) -> Any:
         """The assistant's next turn."""
-        self._admission.places.check()
-        body = await self._adapted(body)
-        task = await self._backend.assistant.task(body, lambda room: body.params(body.limit or room))
-        return await self._complete("chat", body, task.params, [task.ids], [Echo()], request, timeout_s, task.reader)
+        body, task = await self._task(body)
+        form = self._form("chat", body, task.params, f"chatcmpl-{caller.id}", len(task.ids), task.reader)
+        return await self._turn(caller, body, task, lambda known: CompletionReply(form, [Echo()] * body.answers, known))
 
-    async def respond(self, body: ResponsesBody, request: Request, timeout_s: Timeout = None) -> Any:
+    async def respond(self, body: ResponsesBody, caller: Asking) -> Any:
         """The assistant's next turn, in the Responses API."""
         body, task = await self._task(body)
-        reply = ResponseReply(body, task, request.state.request_id, self._answering(body))
-        return await self._answer(body, await self._openings(body, task.params, [task.ids]), request, timeout_s, reply)
+        return await self._turn(caller, body, task, lambda known: ResponseReply(body, task, caller.id, self._answering(body)))
 
-    async def message(self, body: MessagesBody, request: Request, timeout_s: Timeout = None) -> Any:
+    async def message(self, body: MessagesBody, caller: Asking) -> Any:
         """The assistant's next turn, in Anthropic's Messages API."""
         body, task = await self._task(body)
-        reply = MessageReply(task, request.state.request_id, self._answering(body))
-        return await self._answer(body, await self._openings(body, task.params, [task.ids]), request, timeout_s, reply)
+        return await self._turn(caller, body, task, lambda known: MessageReply(task, caller.id, self._answering(body)))
 
     async def count_tokens(self, body: PromptBody) -> Response:
         """Tokens of the prompt that a message would have."""
         await self._named(body.model)
-        said = body.conversed(self._reads)
-        task = await self._backend.assistant.task(said, lambda room: SamplingParams())
+        assistant = self._backend.assistant
+        task = await assistant.task(body.as_chat(assistant.template.variables), lambda room: SamplingParams())
         return JSONResponse({"input_tokens": len(task.ids)})
 
-    async def _task(self, body: Turning) -> tuple[Turning, ChatTask]:
-        """What a request of another API asks of the full tier; with the adapter that its model names."""
-        self._admission.places.check()
-        body, assistant = await self._adapted(body), self._backend.assistant
-        return body, await assistant.task(body.conversed(self._reads), lambda room: body.params(body.limit or room))
+    async def _received(self, body: Asked) -> Asked:
+        """``body`` with the adapter that its model names, if it names one; raises `NotFound` or `InvalidRequest`."""
+        self._admission.places.check()  # before the work of reading it
+        named = await self._named(body.model)
+        if named in self._backend.model_names:
+            return body
+        if body.adapter not in (None, named):
+            raise InvalidRequest(f"model names the adapter {named!r}, and adapter is {body.adapter!r}: leave one out")
+        return body.model_copy(update={"adapter": named, "model": named})
 
-    async def _complete(
+    async def _task(self, body: Talking) -> tuple[Talking, ChatTask]:
+        """The body as `_received` gives it, with the task of its conversation."""
+        body, assistant = await self._received(body), self._backend.assistant
+        said = body.as_chat(assistant.template.variables)
+        return body, await assistant.task(said, lambda room: body.params(body.limit or room))
+
+    def _form(
         self,
-        kind: Literal["chat", "text"],
+        kind: Kind,
         body: AnswersBody,
         params: SamplingParams,
-        ids: Sequence[Sequence[int]],
-        echoes: Sequence[Echo],
-        request: Request,
-        timeout_s: float | None,
-        reader: Callable[[], TurnReader] | None = None,
-    ) -> Any:
-        """The answers of both kinds of completions."""
-        if body.answers > self._admission.limits.max_n:
-            raise InvalidRequest(f"n is {body.answers}: this server takes at most {self._admission.limits.max_n}")
-        if body.stream_options is not None and not body.stream:
-            raise InvalidRequest("stream_options is given without stream: set stream to true")
-        if body.watch and not body.stream:
-            raise InvalidRequest("watch is given without stream: set stream to true")
-        openings = await self._openings(body, params, ids)
-        known = [] if body.resume is None else await self._backend.known(openings)
+        id: str,
+        prompt_tokens: int,
+        reader: Callable[[], TurnReader] = TurnReader,
+    ) -> Form:
         options = body.stream_options or StreamOptions()
-        form = Form(
-            kind,
-            f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{request.state.request_id}",
-            self._answering(body),
-            history=body.history,
-            usage=options.include_usage,
-            prompt_tokens=sum(map(len, ids)) if options.continuous_usage_stats else None,
-            name=None if params.logprobs is None else self._name,
-            reader=reader,
-        )
-        reply = CompletionReply(form, [echo for echo in echoes for _ in range(body.answers)], known)
-        return await self._answer(body, openings, request, timeout_s, reply)
+        continuous = prompt_tokens if options.continuous_usage_stats else None
+        name = None if params.logprobs is None else self._name
+        return Form(kind, id, self._answering(body), body.history, options.include_usage, continuous, name, reader)
+
+    async def _turn(self, caller: Caller, body: SamplingBody, task: ChatTask, reply: Replying) -> Any:
+        return await self._answer(caller, body, task.params, [task.ids], reply, task.unread)
 
     async def _answer(
-        self, body: SamplingBody, openings: Sequence[Open], request: Request, timeout_s: float | None, reply: Reply
+        self,
+        caller: Caller,
+        body: SamplingBody,
+        params: SamplingParams,
+        ids: Sequence[Sequence[int]],
+        reply: Replying,
+        unread: Sequence[str] = (),
     ) -> Any:
-        """Admit everything at once, then write it, whole or in pieces."""
-        ignored = body.ignored(self._reads)
-        warning = {"warning": f'299 - "No effect here: {", ".join(ignored)}"'} if ignored else {}
+        """Admit all answers at once, then write them; a header names the fields without effect, ``unread`` among them."""
+        if body.answers > self._admission.limits.max_n:
+            raise InvalidRequest(f"n is {body.answers}: this server takes at most {self._admission.limits.max_n}")
+        openings = await self._openings(body, params, ids)
+        resumes = any(len(opening.tokens) > opening.prompt_len for opening in openings)
+        writer = reply(await self._backend.known(openings) if resumes else [])
+        ignored = ", ".join((*body.ignored, *unread))
+        warning = {"warning": f'299 - "No effect here: {ignored}"'} if ignored else {}
+        asked = caller.request
         with contextlib.ExitStack() as held:
-            said, headers = request.state, request.headers.items()
-            limits = said.account, said.request_id, timeout_s, openings
-            active = held.enter_context(self._admission.admitted(*limits, since=said.since, headers=headers))
+            limits = asked.state.account, caller.id, caller.timeout_s, openings
+            admitted = self._admission.admitted(*limits, since=asked.state.since, headers=asked.headers.items())
+            active = held.enter_context(admitted)
             sources = [self._backend.chunks(opening, active, index // body.answers) for index, opening in enumerate(openings)]
             if not body.stream:
-                return JSONResponse(await attended(request.receive, gathered(reply, merged(sources))), headers=warning)
-            events = streamed(reply, merged(sources))
-            first = await attended(request.receive, anext(events))  # so that what fails at once has its own status
+                return JSONResponse(await attended(asked.receive, gathered(writer, merged(sources))), headers=warning)
+            events = streamed(writer, merged(sources))
+            first = await attended(asked.receive, anext(events))  # so that what fails at once has its own status
             return Events(events, first, held.pop_all(), warning)
 
     async def _openings(self, body: SamplingBody, params: SamplingParams, ids: Sequence[Sequence[int]]) -> list[Open]:
-        """One for each answer; the seeds of several answers follow each other."""
+        """One for each answer; several answers have consecutive seeds."""
         known = body.known(len(ids) * body.answers)
         params = params.seeded()
         assert params.seed is not None
         seeded = [replace(params, seed=(params.seed + index) % (MAX_SEED + 1)) for index in range(body.answers)]
-        drafts, handling = body.drafts(), body.handling()
         asked = zip([(prompt, one) for prompt in ids for one in seeded], known, strict=True)
-        return [await self._backend.admit(Task(prompt, one, drafts, handling, had)) for (prompt, one), had in asked]
+        return [await self._backend.admit(Task(prompt, one, body.drafts, body.handling, had)) for (prompt, one), had in asked]
 
     async def _echo(self, prompt: str | Sequence[int], ids: Sequence[int], params: SamplingParams) -> Echo:
-        """The prompt to repeat, with the places of its tokens if log-probabilities are asked for."""
+        """The prompt to repeat, with the offsets of its tokens if log-probabilities are asked for."""
         text = prompt if isinstance(prompt, str) else await self._decode(prompt)
         if params.prompt_logprobs is None:
             return Echo(text)
@@ -304,24 +311,11 @@ class Api:
         return str(self._backend.tokenizer.backend.decode([token], skip_special_tokens=False))
 
     def _answering(self, body: SamplingBody) -> str:
-        """The name of what answers: the model, or the adapter that is asked for by its name."""
+        """The model's name, or the adapter's if the request named it as its model."""
         return body.model if body.model and body.model == body.adapter else self._backend.model_names[0]
 
-    def _reads(self, variable: str) -> bool:
-        """Whether the chat template does."""
-        return variable in self._backend.assistant.variables
-
-    async def _adapted(self, body: Asked) -> Asked:
-        """``body`` with the adapter that its model names, if it names one; raises `NotFound` or `InvalidRequest`."""
-        named = await self._named(body.model)
-        if named in self._backend.model_names:
-            return body
-        if body.adapter not in (None, named):
-            raise InvalidRequest(f"model names the adapter {named!r}, and adapter is {body.adapter!r}: leave one out")
-        return body.model_copy(update={"adapter": named, "model": named})
-
     async def _named(self, name: str | None) -> str:
-        """A name of the model, or an adapter's own, also of MODEL:ADAPTER as Ray Serve LLM writes it; raises `NotFound`."""
+        """``name`` if the model or an adapter has it, and ADAPTER for Ray Serve LLM's MODEL:ADAPTER; raises `NotFound`."""
         backend = self._backend
         if name is None or name in backend.model_names:
             return name or backend.model_names[0]
@@ -333,7 +327,7 @@ class Api:
         return named
 
     def _model(self, name: str, request: Request) -> dict[str, Any]:
-        """As OpenAI describes one, with what is ours, and what the caller's key may ask for."""
+        """OpenAI's description of a model, with tiers, context length, and the limits of the caller's key."""
         backend, account = self._backend, request.state.account
         key = {"name": account.name, **account.limits.model_dump()}
         chat = backend.tokenizer.backend.chat_template is not None

@@ -1,21 +1,25 @@
-"""Server-sent events, and answers that end with whoever waits for them.
+"""Answers as they come: pieces of several in one stream, server-sent events, and work that ends when the client leaves.
 
-By hand, since `fastapi.sse` streams what a path operation yields: the status is sent before the first piece is there, so that
-a request could no longer be refused with 429 or 503; the same path could not give whole answers; and a piece costs four
-times as much (docs/log.md).
+The events are made by hand, since `fastapi.sse` streams what a path operation yields: the status is sent before the first
+piece is there, so that a request could no longer be refused with 429 or 503; the same path could not give whole answers; and
+a piece costs four times as much (docs/log.md).
 """
 
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Coroutine, Mapping
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 from pydantic_core import from_json, to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from cascade.answer import Chunk
+from deployments.gateway.admission.status import Refusal, refusal
+
 T = TypeVar("T")
+Pieces = AsyncGenerator[tuple[int, Chunk], None]  # with the index of their answer
 
 
 def event(content: dict[str, Any], name: str = "") -> bytes:
@@ -25,12 +29,12 @@ def event(content: dict[str, Any], name: str = "") -> bytes:
 
 
 def finite(value: Any) -> Any:
-    """``value`` with null for numbers that JSON does not have, which clients and models may write nevertheless."""
+    """``value`` with null in place of NaN and infinities, which Python reads and JSON lacks."""
     return from_json(to_json(value, inf_nan_mode="null"))
 
 
 class ClientLeft(Exception):
-    """Nobody is there to be answered."""
+    """The client closed the connection, or stopped reading."""
 
 
 class Events(Response):
@@ -76,3 +80,75 @@ async def attended(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 async def _left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+class Reply(Protocol):
+    """Writes the answers to one request in the form of an API: whole, or as server-sent events; a piece may have none."""
+
+    def whole(self, pieces: Sequence[tuple[int, Chunk]]) -> dict[str, Any]: ...
+
+    def piece(self, index: int, chunk: Chunk) -> bytes: ...
+
+    def end(self) -> bytes: ...
+
+    def failed(self, refused: Refusal) -> bytes: ...
+
+
+async def merged(sources: Sequence[AsyncGenerator[Chunk, None]]) -> Pieces:
+    """The pieces of all answers as they come, with the index of their answer. One that fails ends them all."""
+    if len(sources) == 1:
+        async with contextlib.aclosing(sources[0]) as chunks:
+            async for chunk in chunks:
+                yield 0, chunk
+        return
+    queue: asyncio.Queue[tuple[int, Chunk | Exception | None]] = asyncio.Queue(1)  # a client that does not read stalls them all
+
+    async def feed(index: int, source: AsyncGenerator[Chunk, None]) -> None:
+        last = None
+        try:
+            async with contextlib.aclosing(source) as chunks:
+                async for chunk in chunks:
+                    await queue.put((index, chunk))
+        except Exception as error:
+            last = error
+        await queue.put((index, last))
+
+    tasks = [asyncio.create_task(feed(index, source)) for index, source in enumerate(sources)]
+    try:
+        left = len(tasks)
+        while left:
+            index, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def gathered(reply: Reply, pieces: Pieces) -> dict[str, Any]:
+    """The whole answer."""
+    async with contextlib.aclosing(pieces):
+        return reply.whole([piece async for piece in pieces])
+
+
+async def streamed(reply: Reply, pieces: Pieces) -> AsyncGenerator[bytes, None]:
+    """The answer as server-sent events. What fails after the first one is an event too."""
+    told = False
+    try:
+        async with contextlib.aclosing(pieces):
+            async for index, chunk in pieces:
+                if events := reply.piece(index, chunk):
+                    told = True
+                    yield events
+    except Exception as error:
+        if not told:
+            raise
+        yield reply.failed(refusal(error))
+        return
+    if end := reply.end():
+        yield end

@@ -1,10 +1,10 @@
 """Anthropic's Messages API on the chat path: its blocks become a conversation, and the assistant's turn becomes blocks."""
 
 import json
-from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Collection, Iterator
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 from pydantic_core import from_json
 
 from cascade.answer import Completion
@@ -12,16 +12,16 @@ from cascade.errors import InvalidRequest
 from cascade.params import Structured
 from deployments.gateway.admission.status import Refusal
 from deployments.gateway.chat.assistant import ChatTask
+from deployments.gateway.chat.calls import CallDelta
 from deployments.gateway.chat.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body, Conversation, Sparse, Text, text_of
-from deployments.gateway.chat.reader import finish_reason
 from deployments.gateway.http.events import event, finite
-from deployments.gateway.http.openai import SamplingBody, Stops
-from deployments.gateway.http.parts import PartsReply, Said
+from deployments.gateway.http.openai import Limit, SamplingBody, Stops
+from deployments.gateway.http.parts import Events, PartsReply, named_tool, tool_fields
 from deployments.gateway.http.reply import report, usage
 
 PATH = "/v1/messages"
-KINDS = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "tool_use"), "system": ("text",)}  # of blocks
 SWITCHES = ("enable_thinking", "thinking")  # variables by which chat templates let a model think, or not
+FUNCTION = {"name", "description", "parameters", "strict"}  # fields of a tool that chat completions have
 STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
 ERROR_TYPES = {  # of statuses, as Anthropic names them
     401: "authentication_error",
@@ -66,6 +66,15 @@ class CallBlock(Block):
     input: dict[str, Any]
     caller: dict[str, Any] | None = None  # it says nothing: only the assistant calls here
 
+    @property
+    def called(self) -> dict[str, Any]:
+        """The call as chat completions have it; raises `InvalidRequest`."""
+        try:
+            arguments = json.dumps(self.input, ensure_ascii=False)
+        except (ValueError, RecursionError):
+            raise InvalidRequest(f"The input of the call {self.id[:60]!r} is no JSON object: mend it") from None
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
+
 
 Texts = Text | Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True)]
 
@@ -79,22 +88,54 @@ class ResultBlock(Block):
     is_error: bool | None = None  # no effect: the content says so
 
 
-AnyBlock = Annotated[TextBlock | ThinkingBlock | CallBlock | ResultBlock, Field(discriminator="type")]
+UserBlock = Annotated[TextBlock | ResultBlock, Field(discriminator="type")]
+AssistantBlock = Annotated[TextBlock | ThinkingBlock | CallBlock, Field(discriminator="type")]
 
 
-class TurnBody(Body):
-    """One turn of a conversation."""
+class UserTurn(Body):
+    """Words, and results of calls, which are messages of their own in chat completions."""
 
-    role: Literal["user", "assistant", "system"]
-    content: Text | Annotated[list[AnyBlock], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
+    role: Literal["user"]
+    content: Text | Annotated[list[UserBlock], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
 
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        kinds = KINDS[self.role]
-        for block in self.content if isinstance(self.content, list) else ():
-            if block.type not in kinds:
-                raise ValueError(f"content has a {block.type}: a turn of the {self.role} has {', '.join(kinds)}")
-        return self
+    def messages(self) -> Iterator[dict[str, Any]]:
+        words: list[TextBlock] = []
+        for block in [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content:
+            if isinstance(block, TextBlock):
+                words.append(block)
+                continue
+            if words:
+                yield {"role": "user", "content": text_of(words)}
+            words = []
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text_of(block.content)}
+        if words:
+            yield {"role": "user", "content": text_of(words)}
+
+
+class AssistantTurn(Body):
+    """What the assistant thought, said and called."""
+
+    role: Literal["assistant"]
+    content: Text | Annotated[list[AssistantBlock], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        blocks = [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+        yield {
+            "role": "assistant",
+            "content": text_of([one for one in blocks if isinstance(one, TextBlock)]),
+            "reasoning_content": "".join(one.thinking for one in blocks if isinstance(one, ThinkingBlock)) or None,
+            "tool_calls": [one.called for one in blocks if isinstance(one, CallBlock)] or None,
+        }
+
+
+class SystemTurn(Body):
+    """What holds from here on."""
+
+    role: Literal["system"]
+    content: Texts
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        yield {"role": "system", "content": text_of(self.content)}
 
 
 class MessageTool(Block):
@@ -103,9 +144,9 @@ class MessageTool(Block):
     type: Literal["custom"] | None = None
     name: str
     description: Text | None = None
-    input_schema: dict[str, Any]
+    parameters: dict[str, Any] = Field(alias="input_schema")
     strict: bool | None = None
-    eager_input_streaming: bool | None = None  # it always streams so
+    eager_input_streaming: bool | None = None  # no effect: calls always stream as they come
 
 
 class Choice(Body):
@@ -120,7 +161,7 @@ class Thinking(Body):
     """Whether the assistant thinks, where its chat template can be told so, and whether the client hears of it."""
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None  # no effect
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -138,11 +179,14 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
+Turn = Annotated[UserTurn | AssistantTurn | SystemTurn, Field(discriminator="role")]
+
+
 class PromptBody(Body):
     """POST /v1/messages/count_tokens: all of a request that becomes its prompt."""
 
     model: str | None = None
-    messages: Annotated[list[TurnBody], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: Texts | None = None
     tools: Annotated[list[MessageTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Choice | None = None
@@ -151,24 +195,21 @@ class PromptBody(Body):
     cache_control: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def conversed(self, reads: Callable[[str], bool]) -> Conversation:
-        """The conversation as chat completions have it, see `SamplingBody.ignored`; raises `InvalidRequest`."""
-        said: dict[str, Any] = {"messages": [message for turn in self.messages for message in _messages(turn)]}
-        if self.system:
-            said["messages"].insert(0, {"role": "system", "content": text_of(self.system)})
-        said["continue_final_message"] = said["messages"][-1]["role"] == "assistant"
-        choice, thinking = self.tool_choice or Choice(type="auto"), self.thinking
-        if self.tools:
-            said["tools"] = [{"type": "function", "function": _function(tool)} for tool in self.tools]
-            said["parallel_tool_calls"] = False if choice.disable_parallel_tool_use else None
-        if self.tools or choice.type != "auto":
-            named = {"type": "function", "function": {"name": choice.name or ""}}
-            said["tool_choice"] = named if choice.type == "tool" else "required" if choice.type == "any" else choice.type
+    def as_chat(self, variables: Collection[str]) -> Conversation:
+        """As chat completions have it, for a chat template that reads these ``variables``; raises `InvalidRequest`."""
+        messages = [message for turn in self.messages for message in turn.messages()]
+        system = [{"role": "system", "content": text_of(self.system)}] if self.system else []
+        said: dict[str, Any] = {"messages": system + messages}
+        said["continue_final_message"] = messages[-1]["role"] == "assistant"
+        thinking, values = self.thinking, dict(self.chat_template_kwargs or {})
+        chosen = self.tool_choice or Choice(type="auto")
+        choice = {"tool": named_tool(chosen.name or ""), "any": "required"}.get(chosen.type, chosen.type)
+        functions = [tool.model_dump(include=FUNCTION, exclude_none=True) for tool in self.tools or ()]
+        said |= tool_fields(functions, choice, False if chosen.disable_parallel_tool_use else None)
         if self.output_config is not None:
             said["reasoning_effort"] = self.output_config.effort
-        values = dict(self.chat_template_kwargs or {})
         if thinking is not None:
-            values |= {name: thinking.type != "disabled" for name in SWITCHES if reads(name) and name not in values}
+            values = {name: thinking.type != "disabled" for name in SWITCHES if name in variables} | values
             said["include_reasoning"] = thinking.type != "disabled" and thinking.display != "omitted"
         return Conversation.of(said | {"chat_template_kwargs": values or None})
 
@@ -176,8 +217,10 @@ class PromptBody(Body):
 class MessagesBody(SamplingBody, PromptBody):
     """POST /v1/messages; the fields of sampling beyond Anthropic's are those of completions."""
 
-    max_tokens: Annotated[int, Field(ge=1)]
+    max_tokens: Limit
     stop: Stops | None = Field(default=None, validation_alias="stop_sequences")
+
+    INERT: ClassVar[tuple[str, ...]] = ("cache_control",)
 
     @property
     def limit(self) -> int | None:
@@ -189,73 +232,13 @@ class MessagesBody(SamplingBody, PromptBody):
         said = self.output_config.format if self.output_config is not None else None
         return None if said is None else Structured(json_schema=said.json_schema)
 
-    def ignored(self, reads: Callable[[str], bool]) -> list[str]:
-        thinking, effort = self.thinking, self.output_config is not None and self.output_config.effort
-        switched = any(map(reads, SWITCHES))
-        blocks = [*self._blocks()]
-        nothing = {
-            "cache_control": self.cache_control or any(one.cache_control for one in blocks),
-            "is_error": any(isinstance(one, ResultBlock) and one.is_error for one in blocks),
-            "eager_input_streaming": any(isinstance(one, MessageTool) and one.eager_input_streaming is False for one in blocks),
-            "thinking": thinking is not None and thinking.type != "disabled" and not switched,
-            "thinking.budget_tokens": thinking is not None and thinking.budget_tokens,
-            "output_config.effort": effort and not reads("reasoning_effort"),
-        }
-        return super().ignored(reads) + [name for name, value in nothing.items() if value]
-
-    def _blocks(self) -> Iterator[Block]:
-        """All that may bear a mark for a cache."""
-        yield from self.tools or ()
-        for content in (self.system, *(turn.content for turn in self.messages)):
-            for block in content if isinstance(content, list) else ():
-                yield block
-                if isinstance(block, ResultBlock) and isinstance(block.content, list):
-                    yield from block.content
-
-
-def _function(tool: MessageTool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
-    return {name: value for name, value in function.items() if value is not None}
-
-
-def _messages(turn: TurnBody) -> Iterator[dict[str, Any]]:
-    """Messages of chat completions: results of calls are messages of their own."""
-    blocks = [TextBlock(type="text", text=turn.content)] if isinstance(turn.content, str) else turn.content
-    if turn.role == "assistant":
-        said: dict[str, Any] = {"role": "assistant", "content": text_of([one for one in blocks if isinstance(one, TextBlock)])}
-        if thoughts := "".join(one.thinking for one in blocks if isinstance(one, ThinkingBlock)):
-            said["reasoning_content"] = thoughts
-        calls = [one for one in blocks if isinstance(one, CallBlock)]
-        if calls:
-            said["tool_calls"] = [{"id": one.id, "type": "function", "function": _called(one)} for one in calls]
-        yield said
-        return
-    words: list[TextBlock] = []
-    for block in blocks:
-        if isinstance(block, TextBlock):
-            words.append(block)
-        elif isinstance(block, ResultBlock):
-            yield from [{"role": turn.role, "content": text_of(words)}] if words else []
-            words = []
-            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text_of(block.content)}
-    yield from [{"role": turn.role, "content": text_of(words)}] if words else []
-
-
-def _called(block: CallBlock) -> dict[str, str]:
-    try:
-        return {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
-    except (ValueError, RecursionError):
-        raise InvalidRequest(f"The input of the call {block.id[:60]!r} is no JSON object: mend it") from None
-
 
 class MessageReply(PartsReply):
     """Its parts are blocks; ``id`` names the message, and ``model`` what wrote it."""
 
-    THOUGHTS, WORDS = "thinking", "text"  # also the fields that hold them
+    THOUGHTS, WORDS, CALLS = "thinking", "text", "tool_use"  # also the fields that hold texts
 
     def __init__(self, task: ChatTask, id: str, model: str) -> None:
-        self._blocks: list[dict[str, Any]] = []
-        self._open = False  # the last block grows
         self._arguments = ""  # of the call that grows
         message: dict[str, Any] = {
             "id": f"msg_{id}",
@@ -270,48 +253,38 @@ class MessageReply(PartsReply):
         super().__init__(task, message)
 
     def failed(self, refused: Refusal) -> bytes:
-        """What comes in place of the end."""
+        """The event that ends a stream that failed."""
         return event(error_body(refused), "error")
 
-    def _start(self) -> Said:
+    def _start(self) -> Events:
         yield {"type": "message_start", "message": self._answer}
 
-    def _write(self, kind: str, text: str) -> Said:
-        if not self._open or self._blocks[-1]["type"] != kind:
-            yield from self._begin(kind, **{kind: ""}, **({"signature": ""} if kind == self.THOUGHTS else {}))
-        self._blocks[-1][kind] += text
-        yield self._grown({"type": f"{kind}_delta", kind: text})
+    def _add(self, kind: str, call: CallDelta | None) -> Events:
+        fields: dict[str, Any] = {kind: "", "signature": ""} if kind == self.THOUGHTS else {kind: ""}
+        if call is not None:
+            fields, self._arguments = {"id": call.id, "name": call.name, "input": {}}, ""
+        self._parts.append({"type": kind, **fields})
+        yield {"type": "content_block_start", "index": len(self._parts) - 1, "content_block": self._parts[-1]}
 
-    def _call(self, id: str, name: str) -> Said:
-        yield from self._begin("tool_use", id=id, name=name, input={})
+    def _grow(self, kind: str, part: dict[str, Any], text: str) -> dict[str, Any]:
+        if kind == self.CALLS:
+            self._arguments += text
+            delta = {"type": "input_json_delta", "partial_json": text}
+        else:
+            part[kind] += text
+            delta = {"type": f"{kind}_delta", kind: text}
+        return {"type": "content_block_delta", "index": len(self._parts) - 1, "delta": delta}
 
-    def _argue(self, arguments: str) -> Said:
-        self._arguments += arguments
-        if arguments:
-            yield self._grown({"type": "input_json_delta", "partial_json": arguments})
-
-    def _begin(self, kind: str, **fields: Any) -> Said:
-        yield from self._close()
-        self._open, self._arguments = True, ""
-        self._blocks.append({"type": kind, **fields})
-        yield {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": self._blocks[-1]}
-
-    def _grown(self, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
-
-    def _close(self) -> Said:
-        """The block that grows is whole; of a call that was cut its input is what has come."""
-        if not self._open:
-            return
-        self._open = False
-        if self._arguments:
+    def _end(self, part: dict[str, Any]) -> Events:
+        """The input of a call that was cut is what has come."""
+        if part["type"] == self.CALLS and self._arguments:
             try:
-                self._blocks[-1]["input"] = finite(from_json(self._arguments, allow_partial="trailing-strings"))
+                part["input"] = finite(from_json(self._arguments, allow_partial="trailing-strings"))
             except ValueError:  # the model need not write JSON; so Anthropic hands on what is none
-                self._blocks[-1]["input"] = {"INVALID_JSON": self._arguments}
-        yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
+                part["input"] = {"INVALID_JSON": self._arguments}
+        yield {"type": "content_block_stop", "index": len(self._parts) - 1}
 
-    def _finish(self, end: Completion) -> Said:
+    def _finish(self, end: Completion) -> Events:
         yield from self._close()
         told = usage([end], [self._reader])
         cached = told["prompt_tokens_details"]["cached_tokens"]
@@ -323,9 +296,9 @@ class MessageReply(PartsReply):
         }
         if (details := told.get("completion_tokens_details")) is not None:
             counted["output_tokens_details"] = {"thinking_tokens": details["reasoning_tokens"]}
-        why = "stop_sequence" if end.stop_string is not None else STOP_REASONS[finish_reason(end, self._reader)]
+        why = "stop_sequence" if end.stop_string is not None else STOP_REASONS[self._reader.finish_reason(end)]
         delta = {"stop_reason": why, "stop_sequence": end.stop_string}
-        self._answer |= {**delta, "usage": counted, "cascade": report(end), "content": self._blocks}
+        self._answer |= {**delta, "usage": counted, "cascade": report(end), "content": self._parts}
         yield {"type": "message_delta", "delta": delta, "usage": counted}
         yield {"type": "message_stop"}
 

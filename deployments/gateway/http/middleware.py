@@ -1,4 +1,4 @@
-"""Between the web server and the application: limits of bodies in size and time, slow readers, clients that leave."""
+"""Between web server and application: keys, limits of bodies in size and time, slow readers, clients that leave."""
 
 import asyncio
 import contextlib
@@ -6,9 +6,10 @@ import json
 import logging
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cascade.errors import DeadlineExceeded, InvalidRequest, TooLarge
@@ -69,9 +70,8 @@ class Middleware:
             refused = refusal(error)
             self._refused(refused.kind.code)
             if not answer.started:
-                page = route_of(scope) == PAGE and refused.kind.http == 401
                 with contextlib.suppress(ClientLeft):
-                    await answer.refuse(refused, route_of(scope), BASIC if page else refused.metadata)
+                    await answer.refuse(refused, scope, receive)
 
 
 class Sender:
@@ -97,13 +97,11 @@ class Sender:
         except OSError:
             raise ClientLeft from None
 
-    async def refuse(self, refused: Refusal, path: str, metadata: Sequence[tuple[str, str]]) -> None:
-        """The error in the form that clients of ``path`` know, with ``metadata`` as headers."""
-        body = json.dumps(body_of(refused, path)).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        headers += [(name.encode(), value.encode()) for name, value in metadata]
-        await self.send({"type": "http.response.start", "status": refused.kind.http, "headers": headers})
-        await self.send({"type": "http.response.body", "body": body})
+    async def refuse(self, refused: Refusal, scope: Scope, receive: Receive) -> None:
+        """Send the error in the form of the API that was asked; a browser is asked for a key."""
+        path = route_of(scope)
+        metadata = BASIC if path == PAGE and refused.kind.http == 401 else refused.metadata
+        await JSONResponse(body_of(refused, path), refused.kind.http, dict(metadata))(scope, receive, self.send)
 
 
 def route_of(scope: Mapping[str, Any]) -> str:
@@ -112,7 +110,7 @@ def route_of(scope: Mapping[str, Any]) -> str:
 
 
 async def read_body(scope: Mapping[str, Any], receive: Receive, limits: RequestLimits) -> bytes:
-    """All of it; raises `TooLarge`, `DeadlineExceeded` or `ClientLeft`."""
+    """The whole body; raises `TooLarge`, `DeadlineExceeded` or `ClientLeft`."""
     most = limits.max_body_bytes
     length = dict(scope["headers"]).get(b"content-length", b"0")
     if length.isdigit() and int(length[:20]) > most:
@@ -134,7 +132,7 @@ async def read_body(scope: Mapping[str, Any], receive: Receive, limits: RequestL
 
 
 def check_text(body: bytes) -> None:
-    """Raise `InvalidRequest` if a string in it is no text; whatever else is wrong with it, the application says."""
+    """Raise `InvalidRequest` if a string has half a surrogate pair; all other mistakes are the application's to find."""
     if not SURROGATE.search(body):
         return
     try:
@@ -146,7 +144,7 @@ def check_text(body: bytes) -> None:
 
 
 def replay(body: bytes, receive: Receive) -> Receive:
-    """Gives ``body`` first, then whatever the server says."""
+    """A `receive` that gives ``body`` first."""
     waiting = [body]
 
     async def first() -> Message:

@@ -1,4 +1,7 @@
-"""What the Responses and the Messages API share: one turn as a row of parts, each of which grows until the next begins."""
+"""What the Responses and the Messages API share: tools as chats have them, and one turn as a row of parts.
+
+Each part grows until the next begins.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -7,22 +10,37 @@ from typing import Any, ClassVar
 from cascade.answer import Chunk, Completion
 from deployments.gateway.admission.status import Refusal
 from deployments.gateway.chat.assistant import ChatTask
-from deployments.gateway.chat.delta import Delta
+from deployments.gateway.chat.calls import CallDelta
 from deployments.gateway.http.events import event
 
-Said = Iterator[dict[str, Any]]  # events, each to be written before the next is asked for: parts grow meanwhile
+Events = Iterator[dict[str, Any]]  # each is to be written before the next is asked for: parts grow meanwhile
+
+
+def named_tool(name: str) -> dict[str, Any]:
+    """The choice of this function, as chat completions have it."""
+    return {"type": "function", "function": {"name": name}}
+
+
+def tool_fields(functions: Sequence[dict[str, Any]], choice: Any, parallel: bool | None) -> dict[str, Any]:
+    """The fields of chat completions about tools; to choose freely among none is no choice."""
+    tools = [{"type": "function", "function": function} for function in functions]
+    said: dict[str, Any] = {"tools": tools, "parallel_tool_calls": parallel} if tools else {}
+    return said | ({"tool_choice": choice} if tools or choice != "auto" else {})
 
 
 class PartsReply(ABC):
-    """The one answer to a request."""
+    """The one answer to a request; ``answer`` is its body as it is told at the begin, which `_finish` completes."""
 
     THOUGHTS: ClassVar[str]  # kinds of parts
     WORDS: ClassVar[str]
+    CALLS: ClassVar[str]
 
     def __init__(self, task: ChatTask, answer: dict[str, Any]) -> None:
-        self._reader = task.new_reader()
-        self._answer = answer  # as it is told at the begin; `_finish` completes it
+        self._reader = task.reader()
+        self._answer = answer
         self._begun = False
+        self._parts: list[dict[str, Any]] = []
+        self._open = False  # the last part grows
 
     def whole(self, pieces: Sequence[tuple[int, Chunk]]) -> dict[str, Any]:
         """The answer at once."""
@@ -41,47 +59,54 @@ class PartsReply(ABC):
 
     @abstractmethod
     def failed(self, refused: Refusal) -> bytes:
-        """What comes in place of the end."""
+        """The event that ends a stream that failed."""
 
-    def _events(self, chunk: Chunk) -> Said:
-        """Events of a piece."""
-        said = Delta(chunk.text) if self._reader is None else self._reader.take(chunk)
+    def _events(self, chunk: Chunk) -> Events:
+        said = self._reader.take(chunk)
         if not self._begun:
             self._begun = True
             yield from self._start()
-        for call in said.calls.values():
-            if "id" not in call:  # the one that was begun before
-                yield from self._argue(call["function"]["arguments"])
-        if said.thoughts:
-            yield from self._write(self.THOUGHTS, said.thoughts)
-        if said.content:
-            yield from self._write(self.WORDS, said.content)
-        for call in said.calls.values():
-            if "id" in call:
-                yield from self._call(call["id"], call["function"]["name"])
-                yield from self._argue(call["function"]["arguments"])
+        continued = [(self.CALLS, call.arguments, None) for call in said.calls if not call.id]
+        texts = [(self.THOUGHTS, said.thoughts, None), (self.WORDS, said.content, None)]
+        begun = [(self.CALLS, call.arguments, call) for call in said.calls if call.id]
+        for kind, text, call in [*continued, *texts, *begun]:
+            if call is not None or (text and not (self._open and self._parts[-1]["type"] == kind)):
+                yield from self._begin(kind, call)
+            if text:
+                yield self._grow(kind, self._parts[-1], text)
         if chunk.completion is not None:
             yield from self._finish(chunk.completion)
 
     def _event(self, said: dict[str, Any]) -> bytes:
         return event(said, said["type"])
 
+    def _begin(self, kind: str, call: CallDelta | None = None) -> Events:
+        yield from self._close()
+        self._open = True
+        yield from self._add(kind, call)
+
+    def _close(self) -> Events:
+        """End the part that grows, if there is one."""
+        if self._open:
+            self._open = False
+            yield from self._end(self._parts[-1])
+
     @abstractmethod
-    def _start(self) -> Said:
+    def _start(self) -> Events:
         """The answer begins."""
 
     @abstractmethod
-    def _write(self, kind: str, text: str) -> Said:
-        """A piece of thoughts or words."""
+    def _add(self, kind: str, call: CallDelta | None) -> Events:
+        """A part begins, to which the text of this kind, or the arguments of a ``call``, are added."""
 
     @abstractmethod
-    def _call(self, id: str, name: str) -> Said:
-        """A call begins."""
+    def _grow(self, kind: str, part: dict[str, Any], text: str) -> dict[str, Any]:
+        """A piece of the last part has come."""
 
     @abstractmethod
-    def _argue(self, arguments: str) -> Said:
-        """A piece of its arguments."""
+    def _end(self, part: dict[str, Any]) -> Events:
+        """The last part is whole."""
 
     @abstractmethod
-    def _finish(self, end: Completion) -> Said:
+    def _finish(self, end: Completion) -> Events:
         """The last piece has come."""

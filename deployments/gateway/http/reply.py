@@ -3,22 +3,22 @@
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from typing import Any, Literal
 
 from cascade.answer import Chunk, Completion, PromptToken
 from cascade.messages import Logprobs
 from deployments.gateway.admission.status import Refusal
-from deployments.gateway.chat.reader import TurnReader, ending, finish_reason, read
+from deployments.gateway.chat.reader import TurnReader, ending, read
 from deployments.gateway.http.events import event
 
+Kind = Literal["chat", "text"]
 Name = Callable[[int], str]  # the text of a token alone, which may be half a character
 DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """What an answer begins with: the prompt, if it is to be repeated."""
+    """The prompt that an answer repeats; nothing by default."""
 
     text: str = ""
     begins: tuple[int, ...] = ()  # of the prompt's tokens in the text, if log-probabilities are asked for
@@ -28,14 +28,14 @@ class Echo:
 class Form:
     """What all pieces of an answer have in common."""
 
-    kind: Literal["chat", "text"]
+    kind: Kind
     id: str
     model: str
     history: bool = False
     usage: bool = False  # after the last piece
-    prompt_tokens: int | None = None  # of all prompts, if each piece tells the tokens so far
+    prompt_tokens: int | None = None  # of all prompts, if every piece has the usage so far
     name: Name | None = None  # of a token, if log-probabilities are asked for
-    reader: Callable[[], TurnReader] | None = None  # of each answer, if it may call tools or think
+    reader: Callable[[], TurnReader] = TurnReader  # a new one for each answer
     created: int = field(default_factory=lambda: int(time.time()))
 
     def head(self, streamed: bool) -> dict[str, Any]:
@@ -46,58 +46,52 @@ class Form:
 
 
 class CompletionReply:
-    """The answers to one request, after what the client has of each choice, which is ``known``."""
+    """Writes the answers to one request; ``known`` is what the client has of each choice already."""
 
     def __init__(self, form: Form, echoes: Sequence[Echo], known: Sequence[Chunk] = ()) -> None:
         self._form = form
         self._echoes = echoes
-        self._readers = [None if form.reader is None else form.reader() for _ in echoes]
+        self._readers = [form.reader() for _ in echoes]
         self._lengths: dict[int, int] = {}  # characters of each choice so far
         self._ended: list[Completion] = []
-        self._num_tokens = sum(len(chunk.token_ids) for chunk in known)
+        self._num_tokens = sum(len(chunk.token_ids) for chunk in known)  # of all choices so far
         for index, chunk in enumerate(known):
             if chunk.token_ids:
                 self._lengths[index] = len(echoes[index].text) + len(chunk.text)
-                if (reader := self._readers[index]) is not None:
-                    reader.take(chunk)
+                self._readers[index].take(chunk)
 
     def whole(self, pieces: Sequence[tuple[int, Chunk]]) -> dict[str, Any]:
         """The answers at once."""
-        form = self._form
         answers: list[list[Chunk]] = [[] for _ in self._echoes]
         for index, chunk in pieces:
             answers[index].append(chunk)
         choices = []
-        for index, (chunks, echo, reader) in enumerate(zip(answers, self._echoes, self._readers, strict=True)):
+        for index, (chunks, echo) in enumerate(zip(answers, self._echoes, strict=True)):
             completion = ending(chunks)
             self._ended.append(completion)
-            if form.kind == "chat":
-                why, message = _message(reader, chunks, completion)
-                body: dict[str, Any] = {"message": message, "finish_reason": why}
-            else:
-                body = {"text": echo.text + completion.text, "finish_reason": completion.finish_reason}
-            logprobs = self._logprobs(chunks, len(echo.text))
-            if logprobs is not None and (before := self._prompt_logprobs(chunks[0], echo)) is not None:
-                logprobs = {key: before[key] + logprobs[key] for key in before}
-            extra = report(completion) | (history(chunks) if form.history else {})
-            choices.append({"index": index, **body, "logprobs": logprobs, "cascade": extra})
-        return form.head(False) | {"choices": choices} | self._costs()
+            extra = report(completion) | (history(chunks) if self._form.history else {})
+            choices.append(
+                {
+                    "index": index,
+                    **self._text(index, chunks),
+                    "finish_reason": self._readers[index].finish_reason(completion),
+                    "logprobs": self._logprobs(chunks, len(echo.text), self._prompt_logprobs(chunks[0], echo)),
+                    "cascade": extra,
+                }
+            )
+        return self._form.head(False) | {"choices": choices} | self._costs()
 
     def piece(self, index: int, chunk: Chunk) -> bytes:
         """The next piece of a choice."""
-        echo, said = self._echoes[index], []
+        self._num_tokens += len(chunk.token_ids)
+        echo, opening = self._echoes[index], b""
         if index not in self._lengths:
-            said.append(self._opening(index, chunk))
+            opening = self._opening(index, chunk)
         offset = self._lengths.setdefault(index, len(echo.text))
         self._lengths[index] += len(chunk.text)
-        self._num_tokens += len(chunk.token_ids)
         if chunk.completion is not None:
             self._ended.append(chunk.completion)
-        said.append(self._piece(index, chunk, offset))
-        told = [part for part in said if part is not None]
-        if (prompt_tokens := self._form.prompt_tokens) is not None:
-            told = [part | {"usage": counted(prompt_tokens, self._num_tokens)} for part in told]
-        return b"".join(map(event, told))
+        return opening + self._piece(index, chunk, offset)
 
     def end(self) -> bytes:
         """What comes after the last piece."""
@@ -105,28 +99,31 @@ class CompletionReply:
         return (event(closing) if self._form.usage else b"") + DONE
 
     def failed(self, refused: Refusal) -> bytes:
-        """What comes in place of the end."""
+        """The event that ends a stream that failed."""
         return event(refused.body)
 
-    def _opening(self, index: int, first: Chunk) -> dict[str, Any] | None:
+    def _text(self, index: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        """Thoughts, text and calls of a whole choice."""
+        said = read(chunks, self._readers[index])
+        if self._form.kind == "text":
+            return {"text": self._echoes[index].text + said.content}
+        calls = {"tool_calls": [call.body for call in said.calls]} if said.calls else {}
+        return {"message": {"role": "assistant", "content": said.whole_content, **said.reasoning, **calls}}
+
+    def _opening(self, index: int, first: Chunk) -> bytes:
         """What comes before the ``first`` piece of a choice."""
         if self._form.kind == "chat":
-            return self._choice(index, {"delta": {"role": "assistant", "content": None if self._form.reader else ""}})
+            content = "" if self._readers[index].plain else None
+            return self._choice(index, {"delta": {"role": "assistant", "content": content}})
         echo = self._echoes[index]
-        if not echo.text:
-            return None
-        return self._choice(index, {"text": echo.text}, logprobs=self._prompt_logprobs(first, echo))
+        return self._choice(index, {"text": echo.text}, logprobs=self._prompt_logprobs(first, echo)) if echo.text else b""
 
-    def _piece(self, index: int, chunk: Chunk, offset: int) -> dict[str, Any] | None:
-        """A piece of a choice, ``offset`` characters after its begin; ``None`` if there is nothing to say yet."""
+    def _piece(self, index: int, chunk: Chunk, offset: int) -> bytes:
+        """A piece of a choice, ``offset`` characters after its begin; nothing if there is nothing to say yet."""
         form, reader, end = self._form, self._readers[index], chunk.completion
-        if reader is not None:
-            delta = reader.take(chunk)
-            text: dict[str, Any] = {"delta": delta.body}
-            if not (delta or end or form.history or form.name or chunk.lanes or chunk.seed is not None):
-                return None
-        else:
-            text = {"delta": {"content": chunk.text}} if form.kind == "chat" else {"text": chunk.text}
+        said = reader.take(chunk)
+        if not (said or end or form.history or form.name or chunk.lanes or chunk.seed is not None):
+            return b""
         extra = history([chunk]) if form.history else {}
         if end is not None:
             extra |= report(end)
@@ -134,8 +131,12 @@ class CompletionReply:
             extra["lanes"] = [asdict(lane) for lane in chunk.lanes]
         if chunk.seed is not None:
             extra["seed"] = chunk.seed
-        why = None if end is None else finish_reason(end, reader)
-        return self._choice(index, text, why, self._logprobs([chunk], offset), extra)
+        content = {"content": said.content} if said.content or reader.plain else {}
+        calls = {"tool_calls": [call.streamed for call in said.calls]} if said.calls else {}
+        text = {"delta": {**said.reasoning, **content, **calls}} if form.kind == "chat" else {"text": said.content}
+        return self._choice(
+            index, text, None if end is None else reader.finish_reason(end), self._logprobs([chunk], offset), extra
+        )
 
     def _choice(
         self,
@@ -144,67 +145,70 @@ class CompletionReply:
         finish_reason: str | None = None,
         logprobs: dict[str, Any] | None = None,
         extra: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
+    ) -> bytes:
+        """The event of one choice."""
         choice = {"index": index, **text, "finish_reason": finish_reason, "logprobs": logprobs}
-        return self._form.head(True) | {"choices": [choice | ({"cascade": extra} if extra else {})]}
+        form = self._form
+        so_far = {} if form.prompt_tokens is None else {"usage": counts(form.prompt_tokens, self._num_tokens)}
+        return event(form.head(True) | {"choices": [choice | ({"cascade": extra} if extra else {})]} | so_far)
 
     def _costs(self) -> dict[str, Any]:
         """What all answers took, once they have ended."""
-        return {"usage": usage(self._ended, self._readers), **drafted(self._ended)}
+        return {"usage": usage(self._ended, self._readers), **draft_metrics(self._ended)}
 
-    def _logprobs(self, chunks: Sequence[Chunk], offset: int) -> dict[str, Any] | None:
+    def _logprobs(self, chunks: Sequence[Chunk], offset: int, before: dict[str, Any] | None = None) -> dict[str, Any] | None:
+        """Those of the ``chunks``, after those ``before`` of an echoed prompt."""
         name = self._form.name
         if name is None:
             return None
-        return chat_logprobs(chunks, name) if self._form.kind == "chat" else text_logprobs(chunks, name, offset)
+        if self._form.kind == "chat":
+            return chat_logprobs(chunks, name)
+        logprobs = text_logprobs(chunks, name, offset)
+        return logprobs if before is None else {key: before[key] + logprobs[key] for key in before}
 
     def _prompt_logprobs(self, first: Chunk, echo: Echo) -> dict[str, Any] | None:
-        """Those of the prompt, which come with the ``first`` piece if they were asked for."""
-        name = self._form.name
-        return prompt_logprobs(first.prompt, echo.begins, name) if first.prompt and name is not None else None
+        """Those of the prompt, which come with the ``first`` piece if they were asked for; its first token has none."""
+        prompt, name = first.prompt, self._form.name
+        return _listed([token.id for token in prompt], prompt, echo.begins, name) if prompt and name is not None else None
 
 
-def usage(completions: Sequence[Completion], readers: Sequence[TurnReader | None] = ()) -> dict[str, Any]:
-    """Tokens; a prompt with several answers counts once. With those of thoughts if the ``readers`` tell them apart."""
+def usage(completions: Sequence[Completion], readers: Sequence[TurnReader]) -> dict[str, Any]:
+    """Numbers of tokens; a prompt with several answers counts once. Thoughts are counted if the ``readers`` separate them."""
     prompts = {c.index: c.stats for c in completions}.values()
-    output = sum(c.stats.completion_tokens for c in completions)
-    cached = {"prompt_tokens_details": {"cached_tokens": sum(stats.cached_tokens for stats in prompts)}}
-    thoughts = [n for reader in readers if reader is not None and (n := reader.num_thought_tokens) is not None]
-    details = {"completion_tokens_details": {"reasoning_tokens": sum(thoughts)}} if thoughts else {}
-    return counted(sum(stats.prompt_tokens for stats in prompts), output) | cached | details
+    prompt, output = sum(stats.prompt_tokens for stats in prompts), sum(c.stats.completion_tokens for c in completions)
+    thoughts = [number for reader in readers if (number := reader.num_thought_tokens) is not None]
+    return {
+        **counts(prompt, output),
+        "prompt_tokens_details": {"cached_tokens": sum(stats.cached_tokens for stats in prompts)},
+        **({"completion_tokens_details": {"reasoning_tokens": sum(thoughts)}} if thoughts else {}),
+    }
 
 
-def counted(prompt: int, output: int) -> dict[str, Any]:
-    """So many tokens of prompts and answers."""
+def counts(prompt: int, output: int) -> dict[str, int]:
+    """Numbers of tokens of prompts and answers."""
     return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
 
-def drafted(completions: Sequence[Completion]) -> dict[str, Any]:
-    """How guesses fared at the full tier, as vLLM tells it: of one answer that had any, else nothing."""
+def draft_metrics(completions: Sequence[Completion]) -> dict[str, Any]:
+    """vLLM's summary of guesses at the full tier; nothing if there are several answers or no guess was scored."""
     edge = completions[0].stats.drafted
     if len(completions) > 1 or not edge.passes:
         return {}
-    at_least = (edge.passes, *edge.accepted_by_position, 0)  # passes that accepted so many guesses
-    histogram = {str(number): more - most for number, (more, most) in enumerate(pairwise(at_least)) if more > most}
-    told = {
+    metrics = {
         "mean_acceptance_length": 1 + edge.accepted / edge.passes,
         "draft_acceptance_rate": edge.accepted / edge.proposed,
-        "acceptance_histogram": histogram,
         "num_spec_steps": edge.passes,
-        "num_accepted_draft_tokens": edge.accepted,
-        "num_accepted_tokens": edge.accepted,
         "num_draft_tokens": edge.proposed,
-        "num_spec_tokens": len(edge.proposed_by_position),
+        "num_accepted_tokens": edge.accepted,
     }
-    return {"metrics": {"speculative_decoding": told}}
+    return {"metrics": {"speculative_decoding": metrics}}
 
 
 def report(completion: Completion) -> dict[str, Any]:
-    """What happened: the seed, and every edge between two tiers."""
-    edges = [asdict(edge) | {"mean_accepted_len": edge.mean_accepted_len} for edge in completion.stats.edges]
+    """Statistics of an answer: its seed, and every edge between two tiers."""
     stats = completion.stats
-    said = {"seed": completion.seed, "edges": edges, "first_token_s": stats.first_token_s, "undrafted": stats.undrafted}
-    return said | {"rule": stats.rule}
+    edges = [asdict(edge) | {"mean_accepted_len": edge.mean_accepted_len} for edge in stats.edges]
+    return {"seed": completion.seed, "edges": edges, "first_token_s": stats.first_token_s, "undrafted": stats.undrafted}
 
 
 def history(chunks: Iterable[Chunk]) -> dict[str, Any]:
@@ -221,60 +225,31 @@ def history(chunks: Iterable[Chunk]) -> dict[str, Any]:
     return {"token_ids": ids, "ends": ends, "origins": origins}
 
 
-def _message(reader: TurnReader | None, chunks: Sequence[Chunk], completion: Completion) -> tuple[str, dict[str, Any]]:
-    """Why a whole answer ended, and what it thinks, says and calls."""
-    said, why = read(chunks, completion, reader)
-    message: dict[str, Any] = {"role": "assistant", "content": said.whole_content}
-    message |= said.reasoning
-    if said.calls:
-        message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in said.calls.values()]
-    return why, message
-
-
 def chat_logprobs(chunks: Sequence[Chunk], name: Name) -> dict[str, Any]:
     """Log-probabilities as chat completions have them."""
-    return {
-        "content": [
-            _named(name(token), entry.logprob) | {"top_logprobs": [_named(name(id), value) for id, value in entry.top]}
-            for token, entry, _ in _entries(chunks)
-        ]
-    }
+
+    def named(id: int, logprob: float) -> dict[str, Any]:
+        return {"token": name(id), "logprob": logprob, "bytes": list(name(id).encode())}
+
+    tokens = [pair for chunk in chunks for pair in zip(chunk.token_ids, chunk.logprobs, strict=True)]
+    return {"content": [named(id, said.logprob) | {"top_logprobs": [named(*top) for top in said.top]} for id, said in tokens]}
 
 
 def text_logprobs(chunks: Sequence[Chunk], name: Name, offset: int) -> dict[str, Any]:
     """As completions have them; the first chunk's text begins at ``offset`` of the choice's text."""
-    entries = _entries(chunks)
-    return {
-        "tokens": [name(token) for token, _, _ in entries],
-        "token_logprobs": [entry.logprob for _, entry, _ in entries],
-        "top_logprobs": [{name(id): value for id, value in entry.top} for _, entry, _ in entries],
-        "text_offset": [offset + begin for _, _, begin in entries],
-    }
+    begins = []
+    for chunk in chunks:
+        begins += [offset + begin for begin in (0, *chunk.ends)[: len(chunk.ends)]]
+        offset += len(chunk.text)
+    ids = [id for chunk in chunks for id in chunk.token_ids]
+    return _listed(ids, [said for chunk in chunks for said in chunk.logprobs], begins, name)
 
 
-def prompt_logprobs(prompt: Sequence[PromptToken], begins: Sequence[int], name: Name) -> dict[str, Any]:
-    """The same of an echoed prompt, whose tokens begin at ``begins`` of its text. The first token has no log-probability."""
+def _listed(ids: Sequence[int], said: Sequence[Logprobs | PromptToken], begins: Sequence[int], name: Name) -> dict[str, Any]:
+    """Tokens with their log-probabilities and the places where they begin."""
     return {
-        "tokens": [name(token.id) for token in prompt],
-        "token_logprobs": [token.logprob for token in prompt],
-        "top_logprobs": [None if token.logprob is None else {name(id): value for id, value in token.top} for token in prompt],
+        "tokens": [name(id) for id in ids],
+        "token_logprobs": [one.logprob for one in said],
+        "top_logprobs": [None if one.logprob is None else {name(id): value for id, value in one.top} for one in said],
         "text_offset": list(begins),
     }
-
-
-def _entries(chunks: Sequence[Chunk]) -> list[tuple[int, Logprobs, int]]:
-    """Token, log-probabilities, and where its characters begin."""
-    found: list[tuple[int, Logprobs, int]] = []
-    num_chars = 0
-    for chunk in chunks:
-        begins = (0, *chunk.ends)[: len(chunk.ends)]
-        found += [
-            (token, entry, num_chars + begin)
-            for token, entry, begin in zip(chunk.token_ids, chunk.logprobs, begins, strict=True)
-        ]
-        num_chars += len(chunk.text)
-    return found
-
-
-def _named(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

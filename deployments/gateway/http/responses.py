@@ -3,9 +3,9 @@
 Nothing is kept between requests, as with ``store: false``: the conversation comes whole each time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from time import time
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
@@ -13,14 +13,16 @@ from cascade.answer import Completion
 from cascade.params import Structured
 from deployments.gateway.admission.status import Refusal
 from deployments.gateway.chat.assistant import ChatTask
+from deployments.gateway.chat.calls import CallDelta
 from deployments.gateway.chat.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body, Conversation, Sparse, Text, text_of
 from deployments.gateway.http.events import event, finite
-from deployments.gateway.http.openai import SamplingBody
-from deployments.gateway.http.parts import PartsReply, Said
-from deployments.gateway.http.reply import drafted, report, usage
+from deployments.gateway.http.openai import Limit, SamplingBody, StreamOptions, form_of
+from deployments.gateway.http.parts import Events, PartsReply, named_tool, tool_fields
+from deployments.gateway.http.reply import report, usage
 
 PARTS = {"reasoning": "reasoning_text", "message": "output_text"}  # what the items that hold a text hold it as
-UNKEPT = ("previous_response_id", "conversation", "prompt", "background")
+LOGPROBS: dict[str, dict[str, Any]] = {"reasoning": {}, "message": {"logprobs": []}}  # that clients want to see there
+PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}  # of ids
 
 
 class TextPart(Sparse):
@@ -36,7 +38,7 @@ Parts: TypeAlias = Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fa
 
 
 class KeptItem(Sparse):
-    """An item of an answer, whose name and state say nothing when it is sent back."""
+    """An item of an answer that is sent back; its id and status are not looked at."""
 
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
@@ -130,35 +132,31 @@ class Reasoning(Sparse):
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class StreamOptions(Sparse):
-    """Of streamed answers."""
-
-    include_obfuscation: bool | None = None  # no effect: there is none
-
-
 class ResponsesBody(SamplingBody):
     """POST /v1/responses; the fields of sampling beyond OpenAI's are those of completions."""
 
     input: Text | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     instructions: Text | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_output_tokens: Limit | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     include_reasoning: bool | None = None  # as in vLLM
-    max_tool_calls: Annotated[int, Field(ge=1)] | None = None  # no effect: of tools that a server calls itself
     chat_template_kwargs: dict[str, Any] | None = None
     stream_options: StreamOptions | None = None
+    max_tool_calls: Annotated[int, Field(ge=1)] | None = None  # of tools that a server calls itself
     include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=16, fail_fast=True)] | None = None
     truncation: Literal["auto", "disabled"] | None = None  # what is too long is refused either way
-    previous_response_id: str | None = None
+    previous_response_id: Any = None
     conversation: Any = None
     prompt: Any = None
     background: bool | None = None
 
-    @field_validator(*UNKEPT)
+    INERT: ClassVar[tuple[str, ...]] = ("max_tool_calls", "include", "truncation")
+
+    @field_validator("previous_response_id", "conversation", "prompt", "background")
     @classmethod
     def _is_absent(cls, value: Any) -> Any:
         if value:
@@ -173,37 +171,16 @@ class ResponsesBody(SamplingBody):
     @property
     def form(self) -> Structured | None:
         said = self.text.format if self.text is not None else None
-        if said is None or said.type == "text":
-            return None
-        return Structured(json_schema=said.json_schema) if said.json_schema else Structured(json_object=True)
+        return None if said is None else form_of(said.type, said.json_schema)
 
-    def ignored(self, reads: Callable[[str], bool]) -> list[str]:
-        reasoning = self.reasoning or Reasoning()
-        nothing = {
-            "reasoning.effort": reasoning.effort and not reads("reasoning_effort"),
-            "reasoning.summary": reasoning.summary or reasoning.generate_summary,
-            "text.verbosity": self.text and self.text.verbosity,
-            "include": self.include,
-            "max_tool_calls": self.max_tool_calls,
-            "truncation": self.truncation == "auto",
-            "stream_options.include_obfuscation": self.stream_options and self.stream_options.include_obfuscation,
-        }
-        return super().ignored(reads) + [name for name, value in nothing.items() if value]
-
-    def conversed(self, reads: Callable[[str], bool]) -> Conversation:
-        """The conversation as chat completions have it; raises `InvalidRequest`."""
+    def as_chat(self, variables: Collection[str]) -> Conversation:
+        """As chat completions have it; raises `InvalidRequest`."""
         before = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         items = [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         said: dict[str, Any] = {"messages": [*before, *_messages(items)]}
-        if self.tools:
-            functions = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in self.tools]
-            said["tools"] = [{"type": "function", "function": function} for function in functions]
-            said["parallel_tool_calls"] = self.parallel_tool_calls
-        choice = self.tool_choice
-        if isinstance(choice, NamedTool):
-            said["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
-        elif self.tools or choice != "auto":
-            said["tool_choice"] = choice
+        functions = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in self.tools or ()]
+        choice = named_tool(self.tool_choice.name) if isinstance(self.tool_choice, NamedTool) else self.tool_choice
+        said |= tool_fields(functions, choice, self.parallel_tool_calls)
         said["reasoning_effort"] = self.reasoning.effort if self.reasoning is not None else None
         said["include_reasoning"] = self.include_reasoning
         return Conversation.of(said | {"chat_template_kwargs": self.chat_template_kwargs})
@@ -212,39 +189,40 @@ class ResponsesBody(SamplingBody):
 def _messages(items: Sequence[Any]) -> list[dict[str, Any]]:
     """Messages of chat completions. What the assistant thinks, says and calls in a row is one message."""
     messages: list[dict[str, Any]] = []
+
+    def turn(goes_on: bool) -> dict[str, Any]:
+        """The assistant's turn that an item belongs to: the last message if it is one and ``goes_on``, or a new one."""
+        if not goes_on or not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        return messages[-1]
+
     for item in items:
-        if isinstance(item, MessageItem) and item.role != "assistant":
-            messages.append({"role": item.role, "content": text_of(item.content)})
-        elif isinstance(item, ResultItem):
+        if isinstance(item, ResultItem):
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
         elif isinstance(item, ReasoningItem):
-            thoughts = text_of(item.content) or text_of(item.summary)
-            if thoughts:
-                messages.append({"role": "assistant", "content": "", "reasoning_content": thoughts})
-        elif isinstance(item, MessageItem):
+            if thoughts := text_of(item.content) or text_of(item.summary):
+                turn(False)["reasoning_content"] = thoughts
+        elif isinstance(item, CallItem):
+            call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
+            turn(True).setdefault("tool_calls", []).append(call)
+        elif item.role == "assistant":
             last = messages[-1] if messages else {}
-            if last.get("role") == "assistant" and not last["content"] and "tool_calls" not in last:
-                last["content"] = text_of(item.content)
-            else:
-                messages.append({"role": "assistant", "content": text_of(item.content)})
+            turn(not last.get("content") and "tool_calls" not in last)["content"] = text_of(item.content)
         else:
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": ""})
-            function = {"name": item.name, "arguments": item.arguments}
-            messages[-1].setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+            messages.append({"role": item.role, "content": text_of(item.content)})
     return messages
 
 
 class ResponseReply(PartsReply):
     """Its parts are items; ``id`` names the response, and ``model`` what wrote it."""
 
-    THOUGHTS, WORDS = "reasoning", "message"
+    THOUGHTS, WORDS, CALLS = "reasoning", "message", "function_call"
 
     def __init__(self, body: ResponsesBody, task: ChatTask, id: str, model: str) -> None:
         self._id = id
-        self._items: list[dict[str, Any]] = []
         self._num_events = 0
-        params = task.params
+        self._status = "completed"  # of items that end
+        said = body.model_dump(by_alias=True, include={"tools", "tool_choice", "text", "reasoning"})
         response = {
             "id": f"resp_{id}",
             "object": "response",
@@ -257,89 +235,74 @@ class ResponseReply(PartsReply):
             "usage": None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "tools": [tool.model_dump() for tool in body.tools or ()],
-            "tool_choice": body.model_dump(include={"tool_choice"})["tool_choice"] or "auto",
+            "temperature": task.params.temperature,
+            "top_p": task.params.top_p,
+            "tools": said["tools"] or [],
+            "tool_choice": said["tool_choice"] or "auto",
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "text": {"format": {"type": "text"}}
-            if body.text is None
-            else body.text.model_dump(by_alias=True, exclude_none=True),
-            "reasoning": None if body.reasoning is None else body.reasoning.model_dump(),
-            "truncation": "disabled",
+            "text": said["text"] or {"format": {"type": "text"}},
+            "reasoning": said["reasoning"],
             "store": False,
-            "background": False,
-            "previous_response_id": None,
             "metadata": body.metadata or {},
         }
         super().__init__(task, finite(response))
 
     def failed(self, refused: Refusal) -> bytes:
+        """The event that ends a stream that failed."""
         error = {"code": "server_error", "message": refused.message}
-        response = self._answer | {"status": "failed", "error": error, "output": self._items}
+        response = self._answer | {"status": "failed", "error": error, "output": self._parts}
         return self._event({"type": "response.failed", "response": response})
 
     def _event(self, said: dict[str, Any]) -> bytes:
         self._num_events += 1
         return event(said | {"sequence_number": self._num_events - 1}, said["type"])
 
-    def _start(self) -> Said:
+    def _start(self) -> Events:
         for kind in ("response.created", "response.in_progress"):
             yield {"type": kind, "response": self._answer}
 
-    def _call(self, id: str, name: str) -> Said:
-        yield from self._begin("function_call", call_id=id, name=name, arguments="")
-
-    def _argue(self, arguments: str) -> Said:
-        self._items[-1]["arguments"] += arguments
-        if arguments:
-            yield self._grown("response.function_call_arguments.delta", delta=arguments)
-
-    def _write(self, kind: str, text: str) -> Said:
-        more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-        shape: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
-        last = self._items[-1] if self._items else {}
-        if last.get("type") != kind or last["status"] != "in_progress":
-            yield from self._begin(kind, content=[], **shape)
-            part = {"type": PARTS[kind], "text": "", **more} | ({"annotations": []} if more else {})
-            self._items[-1]["content"] = [part]
-            yield self._grown("response.content_part.added", content_index=0, part=part)
-        if text:
-            self._items[-1]["content"][0]["text"] += text
-            yield self._grown(f"response.{PARTS[kind]}.delta", content_index=0, delta=text, **more)
-
-    def _begin(self, kind: str, **fields: Any) -> Said:
-        yield from self._close("completed")
-        prefix = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[kind]
-        item = {"id": f"{prefix}_{self._id}_{len(self._items)}", "type": kind, "status": "in_progress", **fields}
-        self._items.append(item)
-        yield {"type": "response.output_item.added", "output_index": len(self._items) - 1, "item": item}
-
-    def _close(self, status: str) -> Said:
-        """The item that grows is whole."""
-        if not self._items or self._items[-1]["status"] != "in_progress":
-            return
-        item = self._items[-1]
-        if item["type"] == "function_call":
-            yield self._grown("response.function_call_arguments.done", name=item["name"], arguments=item["arguments"])
+    def _add(self, kind: str, call: CallDelta | None) -> Events:
+        if call is not None:
+            fields: dict[str, Any] = {"call_id": call.id, "name": call.name, "arguments": ""}
         else:
-            [part] = item["content"]
-            more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
-            yield self._grown(f"response.{part['type']}.done", content_index=0, text=part["text"], **more)
-            yield self._grown("response.content_part.done", content_index=0, part=part)
-        item["status"] = status
-        yield {"type": "response.output_item.done", "output_index": len(self._items) - 1, "item": item}
+            fields = {"content": [], **({"role": "assistant"} if kind == self.WORDS else {"summary": []})}
+        id = f"{PREFIXES[kind]}_{self._id}_{len(self._parts)}"
+        item = {"id": id, "type": kind, "status": "in_progress", **fields}
+        self._parts.append(item)
+        yield {"type": "response.output_item.added", "output_index": len(self._parts) - 1, "item": item}
+        if call is None:
+            part = {"type": PARTS[kind], "text": "", **LOGPROBS[kind], **({"annotations": []} if kind == self.WORDS else {})}
+            item["content"] = [part]
+            yield self._told("response.content_part.added", content_index=0, part=part)
 
-    def _grown(self, kind: str, **fields: Any) -> dict[str, Any]:
+    def _grow(self, kind: str, part: dict[str, Any], text: str) -> dict[str, Any]:
+        if kind == self.CALLS:
+            part["arguments"] += text
+            return self._told("response.function_call_arguments.delta", delta=text)
+        part["content"][0]["text"] += text
+        return self._told(f"response.{PARTS[kind]}.delta", content_index=0, delta=text, **LOGPROBS[kind])
+
+    def _end(self, part: dict[str, Any]) -> Events:
+        kind = part["type"]
+        if kind == self.CALLS:
+            yield self._told("response.function_call_arguments.done", name=part["name"], arguments=part["arguments"])
+        else:
+            [content] = part["content"]
+            yield self._told(f"response.{PARTS[kind]}.done", content_index=0, text=content["text"], **LOGPROBS[kind])
+            yield self._told("response.content_part.done", content_index=0, part=content)
+        part["status"] = self._status
+        yield {"type": "response.output_item.done", "output_index": len(self._parts) - 1, "item": part}
+
+    def _told(self, kind: str, **fields: Any) -> dict[str, Any]:
         """An event of the item that grows."""
-        return {"type": kind, "item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, **fields}
+        return {"type": kind, "item_id": self._parts[-1]["id"], "output_index": len(self._parts) - 1, **fields}
 
-    def _finish(self, end: Completion) -> Said:
+    def _finish(self, end: Completion) -> Events:
         """The last piece has come; an answer that says nothing is an empty message."""
-        status = "completed" if end.finish_reason == "stop" else "incomplete"
-        if not self._items:
-            yield from self._write("message", "")
-        yield from self._close(status)
+        self._status = status = "completed" if end.finish_reason == "stop" else "incomplete"
+        if not self._parts:
+            yield from self._begin(self.WORDS)
+        yield from self._close()
         told = usage([end], [self._reader])
         counted = {
             "input_tokens": told["prompt_tokens"],
@@ -349,6 +312,6 @@ class ResponseReply(PartsReply):
             "total_tokens": told["total_tokens"],
         }
         cut = None if status == "completed" else {"reason": "max_output_tokens"}
-        self._answer |= {"status": status, "incomplete_details": cut, "output": self._items, "usage": counted}
-        self._answer |= {"cascade": report(end), **drafted([end])}
+        self._answer |= {"status": status, "incomplete_details": cut, "output": self._parts, "usage": counted}
+        self._answer["cascade"] = report(end)
         yield {"type": f"response.{status}", "response": self._answer}

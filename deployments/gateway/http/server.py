@@ -15,7 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cascade.errors import ConfigError
 from cascade.settings.router import DoorTLS, ListenConfig, RequestLimits
-from deployments.links.tls import check_door
+from deployments.links.tls import check
 
 BACKLOG = 2048
 TICK_S = 0.02  # between two looks whether Uvicorn has stopped listening
@@ -58,7 +58,7 @@ class HttpServer:
             await asyncio.sleep(RENEW_S)
             context = self._server.config.ssl
             with contextlib.suppress(ConfigError):
-                check_door(tls)  # a context that takes half of a pair is of no use any more
+                check(tls)  # a context that takes half of a pair is of no use any more
                 if context is not None:
                     context.load_cert_chain(tls.certificate, tls.key)
 
@@ -79,6 +79,10 @@ class HttpServer:
                     await asyncio.shield(self._serving)
             self._server.force_exit = True
             await asyncio.gather(self._serving, return_exceptions=True)
+        for connection in list(self._server.server_state.connections):  # those that came meanwhile, or do not end
+            if (transport := getattr(connection, "transport", None)) is not None:
+                transport.abort()
+        await asyncio.sleep(0)  # in which their sockets are closed
 
 
 class _Uvicorn(uvicorn.Server):

@@ -1,1 +1,1 @@
-"""What processes report: every series by name, pages of routers, Ray's endpoints, drift of acceptance."""
+"""What processes report: every series by name, pages of routers and Ray's endpoints."""

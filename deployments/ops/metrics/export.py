@@ -1,9 +1,8 @@
-"""From readings to Ray: its workers hand them to their node's agent, where Prometheus scrapes them."""
+"""Hands readings to Ray, whose nodes show them to Prometheus."""
 
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from typing import Self
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
@@ -16,21 +15,15 @@ EVERY_S = 2.0  # Ray's workers report every 10 s unless RAY_metrics_report_inter
 
 
 class RayExport:
-    """Reports what one process counts, with the values of the labels `COMMON`."""
+    """Reports the series of one process, with these values of the labels `COMMON`."""
 
     def __init__(self, *common: str) -> None:
         self._common = dict(zip(COMMON, common, strict=True))
         self._made: dict[str, Counter | Gauge | Histogram] = {}
         self._exported: dict[tuple[str, tuple[str, ...]], float] = {}  # totals of counters
 
-    @classmethod
-    def here(cls, model: str, tier: str) -> Self | None:
-        """That of this replica of Ray Serve; ``None`` outside of one."""
-        here = context()
-        return None if here is None else cls(here.app_name, model, tier, here.replica_tag)
-
     def export(self, readings: Iterable[Reading]) -> None:
-        """Hand over readings; counters may only grow."""
+        """Report readings; counters may only grow."""
         for name, values, value in readings:
             series = SERIES[name]
             tags = self._common | dict(zip(series.labels, values, strict=True))
@@ -59,11 +52,15 @@ def _made(series: Series) -> Counter | Gauge | Histogram:
             return Histogram(name, series.help, list(series.buckets), labels)
 
 
-async def report(export: RayExport, source: Callable[[], Iterable[Reading]]) -> None:
-    """Hand over what ``source`` reads, now and every `EVERY_S`, until cancelled."""
+async def report(model: str, tier: str, source: Callable[[], Iterable[Reading]]) -> None:
+    """Report what ``source`` reads in this replica of Ray Serve, now and every `EVERY_S`, until cancelled."""
+    here = context()
+    if here is None:  # nor does anybody ask
+        return
+    export = RayExport(here.app_name, model, tier, here.replica_tag)
     while True:
         try:
             export.export(source())
-        except Exception:  # of any kind: what counts must not disturb what is counted
-            log.exception("Metrics could not be told to Ray")
+        except Exception:  # of any kind: metrics must not disturb what they count
+            log.exception("Metrics could not be reported to Ray")
         await asyncio.sleep(EVERY_S)

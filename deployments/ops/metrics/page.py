@@ -15,7 +15,7 @@ Source = Callable[[], Iterable[Reading]]
 
 
 class Page:
-    """Makes the instruments for series of `SERIES` by name, and shows what they say.
+    """Makes instruments for `SERIES` by name, and shows them.
 
     The ``router``'s name, if it has one, is on the page as `target_info`: several routers may answer at one port.
     """
@@ -33,11 +33,9 @@ class Page:
         return Gauge(f"{PREFIX}{name}", series.help, series.labels, registry=self._registry)
 
     def histogram(self, name: str) -> Callable[[float], None]:
-        """Takes in a value."""
+        """What observes a value."""
         series = SERIES[name]
         made = Histogram(f"{PREFIX}{name}", series.help, registry=self._registry, buckets=series.buckets)
-        if "router" not in series.places:
-            return made.observe
 
         def observe(value: float) -> None:
             made.observe(value)
@@ -47,19 +45,19 @@ class Page:
         return observe
 
     def also(self, source: Source) -> None:
-        """Show what ``source`` reads, counters and gauges, whenever the page is."""
+        """Show counters and gauges that ``source`` reads when the page is shown."""
         self._registry.register(_Read(source))
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
     def readings(self) -> Iterator[Reading]:
-        """What counters and gauges are, and the values that histograms have taken in since the first call or the last one."""
+        """Counters and gauges, and the values that histograms have observed since the last call; the first call has none."""
         kept, self._kept = self._kept or (), deque(maxlen=MAX_KEPT)
         yield from kept
         for family in self._registry.collect():
             series = SERIES.get(family.name.removeprefix(PREFIX))
-            if series is not None and "router" in series.places and series.kind != "histogram":
+            if series is not None and series.kind != "histogram":
                 for sample in family.samples:
                     if not sample.name.endswith("_created"):
                         values = tuple(sample.labels[label] for label in series.labels)
@@ -67,7 +65,7 @@ class Page:
 
 
 class _Read(Collector):
-    """What a source reads, as Prometheus' library wants it."""
+    """Adapts a source to Prometheus' library."""
 
     def __init__(self, source: Source) -> None:
         self._source = source

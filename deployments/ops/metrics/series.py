@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeAlias
 
 Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
-Place: TypeAlias = Literal["page", "router", "tier"]  # a router's own page; by Ray, of routers or of tiers
+Place: TypeAlias = Literal["router", "tier"]  # who reports it: routers, on their page and by Ray; replicas of tiers, by Ray
 
 PREFIX = "cascade_"
 COMMON = ("application", "model", "tier", "replica")  # labels that all series have by Ray: who says it
@@ -18,7 +18,6 @@ ROUTER = "router"  # the tier that routers say they are
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 LONG_SECONDS = (*SECONDS[4:], 60.0, 120.0, 300.0, 600.0)
-MARGINS = (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # nats; gaps are told in steps of the first
 TOKENS = tuple(float(1 << power) for power in range(18))
 
 
@@ -30,7 +29,7 @@ class Series:
     kind: Kind
     help: str
     labels: tuple[str, ...] = ()
-    places: tuple[Place, ...] = ("page", "router")
+    places: tuple[Place, ...] = ("router",)
     buckets: tuple[float, ...] = ()  # upper bounds, of histograms
     vllm: str = ""
 
@@ -40,40 +39,34 @@ class Series:
         return f"{PREFIX}{self.name}{'_total' if self.kind == 'counter' else ''}"
 
     @property
-    def by_ray(self) -> str:
-        """As Ray's endpoints name it."""
-        return f"ray_{self.on_page}"
-
-    @property
     def samples(self) -> tuple[str, ...]:
-        """All names of samples by Ray."""
-        return tuple(self.by_ray + end for end in ("_bucket", "_count", "_sum")) if self.kind == "histogram" else (self.by_ray,)
+        """Names of all its samples at Ray's endpoints."""
+        ends = ("_bucket", "_count", "_sum") if self.kind == "histogram" else ("",)
+        return tuple(f"ray_{self.on_page}{end}" for end in ends)
 
 
 class Reading(NamedTuple):
-    """What a series is now: a counter's total, a gauge's value, or one value that a histogram takes in."""
+    """A counter's total, a gauge's value, or one value that a histogram observes."""
 
     name: str
     labels: tuple[str, ...]  # values, in the order of the series' labels
     value: float
 
 
-def _counter(name: str, help: str, *labels: str, places: tuple[Place, ...] = ("page", "router"), vllm: str = "") -> Series:
+def _counter(name: str, help: str, *labels: str, places: tuple[Place, ...] = ("router",), vllm: str = "") -> Series:
     return Series(name, "counter", help, labels, places, vllm=vllm)
 
 
-def _gauge(name: str, help: str, *labels: str, places: tuple[Place, ...] = ("page", "router"), vllm: str = "") -> Series:
+def _gauge(name: str, help: str, *labels: str, places: tuple[Place, ...] = ("router",), vllm: str = "") -> Series:
     return Series(name, "gauge", help, labels, places, vllm=vllm)
 
 
-def _histogram(
-    name: str, help: str, buckets: tuple[float, ...], places: tuple[Place, ...] = ("page", "router"), *, vllm: bool = True
-) -> Series:
-    return Series(name, "histogram", help, (), places, buckets, name if vllm else "")
+def _histogram(name: str, help: str, buckets: tuple[float, ...]) -> Series:
+    return Series(name, "histogram", help, buckets=buckets, vllm=name)
 
 
 EDGE = ("drafter", "verifier")
-LINKS: tuple[Place, ...] = ("page", "router", "tier")
+ALL: tuple[Place, ...] = ("router", "tier")
 TIER: tuple[Place, ...] = ("tier",)
 
 REQUESTS = (
@@ -117,22 +110,8 @@ EDGES = (
         "position",
         vllm="spec_decode_num_accepted_tokens_per_pos",
     ),
-    _counter(
-        "proposed_by_rank", "Guesses that were scored: own tokens of the drafter (rank 0), its runner-ups.", *EDGE, "rank"
-    ),
-    _counter("accepted_by_rank", "Guesses that were right, by rank.", *EDGE, "rank"),
     _counter("agreed_tokens", "Own tokens of a drafter that its verifier picked too, scored or not.", *EDGE),
     _counter("corrections", "Tokens of a drafter that its verifier replaced.", *EDGE),
-    _counter("prefetched_corrections", "Corrections after which the drafter had already written.", *EDGE),
-    _counter("prefetched_tokens", "Tokens that the drafter had written after such corrections.", *EDGE),
-    _gauge(
-        "drafter_agreement",
-        "Recent share of a drafter's tokens that its verifier picked too.",
-        *EDGE,
-        "sampling",
-    ),
-    _gauge("drafter_agreement_level", "Long-run level of drafter_agreement.", *EDGE, "sampling"),
-    _gauge("acceptance_drift", "1 while drafter_agreement is far below its long-run level.", *EDGE, "sampling"),
 )
 CASCADE = (
     _gauge("speculation_active", "1 while drafts reach the full tier, 0 while they do not."),
@@ -140,24 +119,6 @@ CASCADE = (
     _gauge("replicas", "Replicas that run, by tier.", "tier"),
     _gauge("full_replicas", "Replicas of the full tier that run."),
     _gauge("full_min_replicas", "Replicas of the full tier that should always run; 0 if it is scaled to zero."),
-)
-AUDITS = (
-    _counter("audited_answers", "Answers that audits have judged."),
-    _counter("audited_tokens", "Tokens that audits have judged."),
-    _counter("audit_differing_answers", "Audited answers with at least one divergence."),
-    _counter(
-        "audit_divergences",
-        "Places where the full tier alone picks another token, by whether the one sent is its second choice.",
-        "second",
-    ),
-    _histogram(
-        "audit_margin_nats",
-        "Lead of the own token over the second choice at divergences, nats.",
-        MARGINS,
-        ("page",),
-        vllm=False,
-    ),
-    _counter("audits_skipped", "Answers that were drawn for an audit and not audited, by reason.", "reason"),
 )
 ALIGNMENT = (
     _gauge("alignment_answers", "Answers that the learner keeps."),
@@ -173,14 +134,11 @@ ALIGNMENT = (
     _gauge("alignment_progress", "Share of the round that runs; 0 if none does.", "student"),
     _gauge("alignment_swaps", "Times that a replica went on with other weights.", "student"),
 )
-PREFIXES = (
-    _counter("prefix_routes", "Sessions by outcome: whether their full replica knew how their text begins.", "outcome"),
-)
 BETWEEN = (
-    _gauge("sessions_below", "Sessions that this process holds a lease for at tiers below.", places=LINKS),
-    _counter("leases_taken", "Leases taken on replicas of a tier below.", "below", places=LINKS),
-    _counter("lease_wait_seconds", "Time that sessions waited for leases.", "below", places=LINKS),
-    _counter("failovers", "Sessions lost at a tier below: answers go on elsewhere or without.", "below", places=LINKS),
+    _gauge("sessions_below", "Sessions that this process holds a lease for at tiers below.", places=ALL),
+    _counter("leases_taken", "Leases taken on replicas of a tier below.", "below", places=ALL),
+    _counter("lease_wait_seconds", "Time that sessions waited for leases.", "below", places=ALL),
+    _counter("failovers", "Sessions lost at a tier below: answers go on elsewhere or without.", "below", places=ALL),
 )
 REPLICAS = (
     _gauge("healthy", "1 while a replica's loop runs and its model works.", places=TIER),
@@ -191,8 +149,8 @@ REPLICAS = (
     _counter("tier_scored_tokens", "Positions scored.", places=TIER),
     _counter("tier_own_tokens", "Own tokens picked, those that were cut later included.", places=TIER),
     _counter("tier_pass_failures", "Passes that failed.", places=TIER),
-    _gauge("pass_seconds", "What a pass of so many tokens costs, by tier.", "tier", "tokens", places=("page", "tier")),
-    _gauge("context_seconds", "What each position held adds to a pass, by tier.", "tier", places=("page", "tier")),
+    _gauge("pass_seconds", "What a pass of so many tokens costs, by tier.", "tier", "tokens", places=TIER),
+    _gauge("context_seconds", "What each position held adds to a pass, by tier.", "tier", places=TIER),
     _gauge(
         "kv_cache_usage_perc",
         "Share of the memory for keys and values; 1 is full.",
@@ -213,10 +171,5 @@ REPLICAS = (
     ),
 )
 SERIES: Mapping[str, Series] = MappingProxyType(
-    {series.name: series for series in (*REQUESTS, *EDGES, *CASCADE, *AUDITS, *ALIGNMENT, *PREFIXES, *BETWEEN, *REPLICAS)}
+    {series.name: series for series in (*REQUESTS, *EDGES, *CASCADE, *ALIGNMENT, *BETWEEN, *REPLICAS)}
 )
-
-
-def sampling(sampled: bool) -> str:
-    """The label of what is at a temperature above 0, and of what is not: drafters agree less with the first."""
-    return "sampled" if sampled else "greedy"

@@ -23,7 +23,6 @@ from cascade.engine.sampling.processors import shape
 from cascade.engine.sampling.state import SequenceState, state_maker
 from cascade.messages import Open, mint
 from cascade.scorer import Row, Scored
-from cascade.session.session import Session
 from cascade.tier.tier import Tier
 from tests.cases import examples
 from tests.tier.test_tier import answered, running
@@ -173,13 +172,6 @@ def test_penalised_drafts_are_accepted(cascades: list[list[Tier]]) -> None:
     assert all(edge.accepted == edge.proposed for edge in answer.edges)
 
 
-def test_lower_tiers_report_nothing() -> None:
-    """Guards the lower tiers' passes: only the full model's log-probabilities are of use, the other parameters are all."""
-    params = SamplingParams(seed=1, logprobs=5, presence_penalty=1.0, logit_bias={3: 1.0}, min_tokens=4)
-    below = Session(opening_of(params, chain=("tiny",)), "full", 1, VOCAB).attach("tiny", "s", ())
-    assert below.params == SamplingParams(seed=1, presence_penalty=1.0, logit_bias={3: 1.0}, min_tokens=4)
-
-
 PROCESSORS = {
     "bias": (SamplingParams(logit_bias={7: 4.0, 9: -3.0}), SequenceBiasLogitsProcessor({(7,): 4.0, (9,): -3.0})),
     "likelier": (SamplingParams(repetition_penalty=0.8), RepetitionPenaltyLogitsProcessor(0.8)),
@@ -212,13 +204,18 @@ def test_parameters_mean_what_they_mean_to_transformers(name: str) -> None:
         ({"logit_bias": dict.fromkeys(range(2000), 1.0)}, "2000 tokens"),
         ({"logprobs": True}, "logprobs is True"),
         ({"prompt_logprobs": -1}, "prompt_logprobs is -1"),
-        ({"ignore_eos": True, "structured": Structured(regex="a")}, "ignore_eos"),  # a text that could not end
+        ({"ignore_eos": True, "structured": {"regex": "a"}}, "ignore_eos"),  # a text that could not end
+        ({"structured": {"regex": "a" * 70_000}}, "70000 characters"),
+        ({"structured": {"choice": ("a", "")}}, "not empty"),
+        ({"structured": {"choice": "abc"}}, "list of texts"),
+        ({"structured": {"choice": ("a",) * 2000}}, "2000 texts"),
+        ({"structured": {"json_schema": {"a": object()}}}, "is not JSON"),
     ],
 )
 def test_bad_values_are_refused(options: dict[str, Any], words: str) -> None:
     """Guards against parameters that are ignored or fail later: one sentence with field, value and rule."""
     with pytest.raises(InvalidRequest, match=words):
-        SamplingParams(**options)
+        SamplingParams(**options | ({"structured": Structured(**options["structured"])} if "structured" in options else {}))
 
 
 def test_parameters_are_values() -> None:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from cascade.cpu.noise import ROOM, contenders
 from cascade.engine.sampling.own_tokens import (
     Asked,
     adjust,
@@ -20,6 +21,7 @@ from cascade.engine.sampling.own_tokens import (
     own_tokens_and_next,
     runner_ups,
 )
+from cascade.engine.threads import limited
 from cascade.params import SamplingParams
 from cascade.scorer import RunnerUp
 from tests.cases import examples
@@ -127,22 +129,6 @@ def test_filters_keep_what_they_say() -> None:
     assert kept(top_k=10) == [0, 1, 2, 3]
 
 
-def test_rows_do_not_influence_each_other() -> None:
-    """Guards against a token that depends on its companions in the pass or on the place of its row."""
-    torch.manual_seed(0)
-    logits = torch.randn(6, 40)
-    greedy, warm = SamplingParams(temperature=0), SamplingParams(seed=4, temperature=0.9, top_p=0.9)
-    together = own_tokens(logits, [(warm, 5, 2), (greedy, 3, 1), (warm, 8, 3)]).tolist()
-    alone = [
-        *own_tokens(logits[:2], [(warm, 5, 2)]).tolist(),
-        *own_tokens(logits[2:3], [(greedy, 3, 1)]).tolist(),
-        *own_tokens(logits[3:], [(warm, 8, 3)]).tolist(),
-    ]
-    assert together == alone
-    assert together[2] == logits[2].argmax().item()
-    assert together[4] == own_tokens(logits[4:5], [(warm, 9, 1)]).item()
-
-
 SHAPES = {
     "as drawn": lambda logits: logits,
     "all equal": torch.zeros_like,
@@ -199,12 +185,21 @@ def test_own_tokens_of_a_seed_stay_the_same() -> None:
 @given(
     rows=st.lists(st.tuples(ANY_PARAMS, st.integers(0, 2**40), st.integers(1, 3)), min_size=1, max_size=3)
     | st.lists(st.tuples(WARM_PARAMS, st.integers(0, 999), st.integers(1, 3)), min_size=1, max_size=3),
-    size=st.sampled_from([1, 2, 7, 16, 65, 4096, 50_257]),
+    size=st.sampled_from([1, 2, 7, 65, 4099]),
     shape=st.sampled_from(sorted(SHAPES)),
     spread=st.sampled_from([0.1, 1.0, 5.0]),
     seed=st.integers(0, 999),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     number=st.sampled_from([0, 2, 5]),
+)
+@example(  # as large as vocabularies are
+    rows=[(SamplingParams(temperature=0.8, top_p=0.9, seed=1), 7, 2)],
+    size=50_257,
+    shape="as drawn",
+    spread=1.0,
+    seed=0,
+    dtype=torch.bfloat16,
+    number=2,
 )
 @example(  # top_k of the whole vocabulary removes nothing, however unlikely
     rows=[(SamplingParams(temperature=1e-30, top_k=40, seed=0), 0, 1)],
@@ -227,3 +222,39 @@ def test_bounds_change_no_bit(
     assert found[0].tolist() == own_tokens(logits, rows).tolist() == expected
     for fewer in range(1, number + 1):
         assert runner_ups(found.tolist(), fewer) == [ups[:fewer] for ups in others]
+
+
+def test_threads_change_no_token() -> None:
+    """Guards rows of a large vocabulary that threads share: each has numbers, and room for them, of its own."""
+    logits = torch.randn(7, 50_257, generator=torch.Generator().manual_seed(1)) * 3
+    rows = [(SamplingParams(seed=3), 5, 4), (SamplingParams(seed=4, temperature=0.7, top_p=0.9), 9, 3)]
+    with limited(1):
+        alone = own_tokens_and_next(logits, rows, 2)
+    with limited(2):
+        assert torch.equal(own_tokens_and_next(logits, rows, 2), alone)
+
+
+@given(
+    size=st.sampled_from([1, 2, 7, 16, 64, 300, 4096]),
+    scale=st.sampled_from([0.0, 0.1, 3.0, 1e6]),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    position=st.integers(0, 2**40),
+    number=st.integers(1, 6),
+)
+def test_few_contenders_are_left(size: int, scale: float, seed: int, position: int, number: int) -> None:
+    """Guards against bounds that are far too wide, which would be right and slow."""
+    scores, number = torch.randn(1, size, generator=torch.Generator().manual_seed(size)) * scale, min(number, size)
+    *_, counts = contenders(scores - scores.amax(), [(position, mixed(seed))], number)
+    assert number <= counts[0] <= 12 * number
+
+
+def test_bounds_hold_for_every_exponent_of_the_noise() -> None:
+    """Guards both bounds where the noise is extreme: of a million tokens, with and without the least of them."""
+    size = 2**20
+    scores = torch.zeros(1, size)
+    noise = gumbel(noise_bits(mixed(77), torch.tensor([0]), size))
+    tokens, _, _, (count,) = contenders(scores, [(0, mixed(77))], 20)
+    assert set(noise[0].topk(20).indices.tolist()) <= set(tokens[0, :count].tolist())
+    low = torch.where(noise > -2.0, -torch.inf, scores)  # those with the least noise, near u = 1
+    tokens, _, _, (count,) = contenders(low, [(0, mixed(77))], 1)
+    assert count > ROOM or (low + noise).argmax() in tokens[0, :count]

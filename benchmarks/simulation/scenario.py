@@ -1,0 +1,111 @@
+"""What the simulator is told and what it tells: tiers with their costs, requests, faults; texts, times, totals."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cascade.messages import Edge
+from cascade.params import DEFAULT_WINDOW, MOST_BRANCHES, SamplingParams
+from cascade.planner.choice import Policy
+from cascade.scorer import Scorer
+
+GREEDY = SamplingParams(temperature=0, seed=0)
+DEFAULT_POLICY = Policy()
+
+
+@dataclass(frozen=True, slots=True)
+class PassCost:
+    """Seconds that a pass takes: ``base_s``, and ``token_s`` for each token after the first."""
+
+    base_s: float
+    token_s: float = 0.0
+
+    def __call__(self, num_tokens: int) -> float:
+        return self.base_s + self.token_s * (num_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class SimTier:
+    name: str
+    model: Scorer
+    cost: Callable[[int], float]  # seconds of a pass that scores so many tokens: a `PassCost`, or what a `Profile` predicts
+    hop_s: float = 0.0  # one way between it and the tier above, or the router
+    policy: Policy = DEFAULT_POLICY
+    device: str = ""  # tiers that name the same one share it; a tier that names none has its own
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a client asks."""
+
+    prompt: tuple[int, ...] = (0,)
+    params: SamplingParams = GREEDY
+    ends: frozenset[int] = frozenset()
+    arrive_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """The replica of ``tier`` loses everything at ``at_s`` and takes Opens again from ``back_s`` on."""
+
+    tier: str
+    at_s: float
+    back_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """What goes wrong. Only guesses between tiers are ever lost: commits and the answer travel on reliable, ordered links."""
+
+    seed: int = 0
+    jitter_s: float = 0.0  # every message is late by 0 to so much more; proposals overtake each other
+    loss: float = 0.0  # share of the proposals between tiers
+    duplication: float = 0.0  # share of all proposals that come twice
+    deaths: tuple[Death, ...] = ()
+
+
+NO_FAULTS = Faults()
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Tiers bottom to top, and what is asked of them."""
+
+    tiers: tuple[SimTier, ...]
+    requests: tuple[Request, ...]
+    window: int = DEFAULT_WINDOW  # tokens a lower tier may run ahead
+    lockstep: bool = False
+    faults: Faults = NO_FAULTS
+    max_pass_tokens: int = 512
+    deadline_s: float = math.inf  # virtual time after which it is `Stuck`
+    adaptive: bool = False  # tiers that do not pay may be left out
+    branches: int = MOST_BRANCHES  # that a lower tier may offer and prepare
+
+
+@dataclass(slots=True)
+class Usage:
+    """What a tier did."""
+
+    tier: str
+    passes: int = 0
+    busy_s: float = 0.0  # virtual time in passes
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a scenario led to."""
+
+    texts: tuple[tuple[int, ...], ...]  # output tokens per request
+    finish_s: tuple[float, ...]  # when the router had them all
+    token_s: tuple[float, ...]  # when each token came, of all requests together
+    edges: tuple[Edge, ...]  # totals over all requests, the full tier's first
+    usage: tuple[Usage, ...]  # bottom to top
+
+    @property
+    def elapsed_s(self) -> float:
+        return max(self.finish_s)
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Of the full tier."""
+        return len(self.token_s) / self.usage[-1].passes

@@ -1,0 +1,233 @@
+"""The cascade in virtual time: the real loops, sessions and answers, with the passes and the wires made up.
+
+A discrete-event simulation. Costs of passes and delays of hops are given, own tokens come from any `Scorer` without weights.
+What a wire may do to guesses (delay, repeat, reorder, lose) and deaths of replicas are injected. The same scenario gives the
+same outcome.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass, field
+
+from benchmarks.simulation.scenario import Outcome, Scenario, SimTier, Usage
+from benchmarks.simulation.virtual import ROUTER, Agenda, Wires
+from cascade.answer import Answer
+from cascade.messages import Close, Edge, Failed, Message, Open, Proposal, add_edges
+from cascade.planner.chains import Planner
+from cascade.planner.cost import Profile
+from cascade.scorer import Scored
+from cascade.tier.kv_admission import KVAdmission
+from cascade.tier.loop import Limits, Loop
+from cascade.tier.runner import GRID, row_of
+from cascade.tier.scheduler import Batch
+
+UNBOUNDED = 1 << 20  # tokens: the full tier never waits for the router
+ASK_AGAIN_S = 0.05  # before the router asks a full tier that died again
+
+
+class Stuck(RuntimeError):
+    """A request did not finish: nothing is under way any more, or the scenario's time is over."""
+
+
+def simulate(scenario: Scenario) -> Outcome:
+    """Run ``scenario`` to its end; raises `Stuck` if it has none."""
+    agenda = Agenda()
+    wires = Wires(agenda, scenario)
+    nodes = [Node(tier, level, scenario, wires) for level, tier in enumerate(scenario.tiers)]
+    router = Router(scenario, wires)
+    wires.receivers[ROUTER] = router.receive
+    wires.receivers.update({node.name: node.receive for node in nodes})
+    for index, request in enumerate(scenario.requests):
+        agenda.at(request.arrive_s, lambda index=index: router.ask(index))  # type: ignore[misc]
+    for death in scenario.faults.deaths:
+        node = next(node for node in nodes if node.name == death.tier)
+        agenda.at(death.at_s, node.die)
+        agenda.at(death.back_s, node.revive)
+    agenda.run(scenario.deadline_s, lambda: router.finished)
+    if not router.finished:
+        raise Stuck(f"{len(router.finish_s)} of {len(scenario.requests)} requests had finished after {agenda.now:.3f} s")
+    order = range(len(scenario.requests))
+    return Outcome(
+        tuple(tuple(router.texts[i]) for i in order),
+        tuple(router.finish_s[i] for i in order),
+        tuple(router.token_s),
+        tuple(add_edges({}, router.edges).values()),
+        tuple(node.usage for node in nodes),
+    )
+
+
+class Node:
+    """A tier in virtual time: its loop as it is served, with passes that take what they are said to cost."""
+
+    def __init__(self, tier: SimTier, level: int, scenario: Scenario, wires: Wires) -> None:
+        self.name = tier.name
+        self.usage = Usage(tier.name)
+        self._tier = tier
+        self._level = level
+        self._max_pass_tokens = scenario.max_pass_tokens
+        self._wires = wires
+        self._agenda = wires.agenda
+        self._inbox: list[tuple[str, Message]] = []
+        self._busy = self._dead = False
+        self._lives = 0
+        self._opened = itertools.count(1)
+        self._wake_at = math.inf
+        self._profile = Profile([(tokens, tier.cost(tokens)) for tokens in sorted(GRID)])
+        lower = scenario.tiers[:level]
+        self._shared = [below.name for below in lower if below.device and below.device == tier.device]
+        self._loop = self._begin()
+
+    def _begin(self) -> Loop[str]:
+        model = self._tier.model
+        return Loop(
+            self.name,
+            self._level,
+            Limits(model.vocab_size, model.context_len, self._tier.policy),
+            KVAdmission(model.new_cache, model.cache_tokens),
+            self._profile,
+            send_up=lambda above, message: self._wires.send(self.name, above, message),
+            send_down=lambda tier, message: self._wires.send(self.name, tier, message),
+            mint=lambda: f"{self.name}-{next(self._opened)}",
+            planner=Planner(self._shared),
+        )
+
+    def receive(self, source: str, message: Message) -> None:
+        """A message arrives; it is looked at between passes."""
+        if not self._dead:
+            self._inbox.append((source, message))
+            self._wake(self._agenda.now)
+        elif isinstance(message, Open):
+            self._wires.send(self.name, source, Failed(message.session, "the replica is dead", self.name))
+
+    def die(self) -> None:
+        """Lose everything, as a replica that is killed does; its links tell the others."""
+        self._dead, self._busy = True, False
+        self._lives += 1
+        self._loop.fail_all("the replica died")
+        self._loop = self._begin()
+        inbox, self._inbox = self._inbox, []
+        for source, message in inbox:
+            self.receive(source, message)
+
+    def revive(self) -> None:
+        self._dead = False
+
+    # the loop
+
+    def _wake(self, time: float) -> None:
+        if time < self._wake_at:
+            self._wake_at = time
+            self._agenda.at(time, lambda: self._awake(time))
+
+    def _awake(self, time: float) -> None:
+        if time == self._wake_at:
+            self._wake_at = math.inf
+            if not self._busy and not self._dead:
+                self._step()
+
+    def _step(self) -> None:
+        now = self._agenda.now
+        inbox, self._inbox = self._inbox, []
+        for source, message in inbox:
+            self._loop.receive(message, source, now)
+        batch, wake_at = self._loop.schedule(self._max_pass_tokens, now)
+        if batch:
+            self._run(batch)
+        elif wake_at is not None:
+            self._wake(wake_at)
+
+    def _run(self, batch: Batch[str]) -> None:
+        scored = self._tier.model.run([row_of(slot, work) for slot, work in batch])
+        seconds = self._tier.cost(sum(len(work) for _, work in batch))
+        self.usage.passes += 1
+        self.usage.busy_s += seconds
+        self._busy, life, now = True, self._lives, self._agenda.now
+        self._wires.devices[self.name].run(seconds, lambda: self._advance(batch, scored, life, now))
+
+    def _advance(self, batch: Batch[str], scored: list[Scored], life: int, begin: float) -> None:
+        if life != self._lives:
+            return
+        self._busy = False
+        now = self._agenda.now
+        works = [work for _, work in batch]
+        read, context = sum(work.num_read for work in works), sum(work.start for work in works)
+        self._profile.record(sum(map(len, works)), read, context, now - begin)
+        self._loop.advance(batch, scored, now)
+        self._wake(now)
+
+
+@dataclass(slots=True)
+class _Mute:
+    """A decoder for answers that nobody reads."""
+
+    def step(self, token: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+@dataclass(slots=True)
+class Router:
+    """Opens requests at the full tier, takes its proposals for the answer, and asks again when it died."""
+
+    scenario: Scenario
+    wires: Wires
+    texts: dict[int, list[int]] = field(default_factory=dict)
+    finish_s: dict[int, float] = field(default_factory=dict)
+    token_s: list[float] = field(default_factory=list)
+    edges: list[Edge] = field(default_factory=list)
+    _answers: dict[str, Answer] = field(default_factory=dict)
+    _num_opened: int = 0
+
+    @property
+    def finished(self) -> bool:
+        return len(self.finish_s) == len(self.scenario.requests)
+
+    def ask(self, index: int) -> None:
+        request, tiers = self.scenario.requests[index], self.scenario.tiers
+        opening = Open(
+            session=self._session(),
+            tokens=request.prompt,
+            prompt_len=len(request.prompt),
+            params=request.params,
+            ends=request.ends,
+            tier=tiers[-1].name,
+            chain=tuple(tier.name for tier in reversed(tiers[:-1])),
+            window=UNBOUNDED,
+            draft_window=self.scenario.window,
+            draft_branches=0 if self.scenario.lockstep else self.scenario.branches,
+            lockstep=self.scenario.lockstep,
+            adaptive=self.scenario.adaptive,
+        )
+        self.texts[index] = []
+        self._open(Answer(opening, _Mute(), index), opening)
+
+    def receive(self, source: str, message: Message) -> None:
+        answer = self._answers.get(message.session)
+        if answer is None:
+            return
+        if isinstance(message, Failed):
+            del self._answers[message.session]
+            now = self.wires.agenda.now
+            self.wires.agenda.at(now + ASK_AGAIN_S, lambda: self._open(answer, answer.replay(self._session())))
+        elif isinstance(message, Proposal):
+            chunk, commit = answer.receive(message)
+            if commit is not None:
+                self.wires.send(ROUTER, source, commit)
+            if chunk is not None:
+                self.texts[answer.index] += chunk.token_ids
+                self.token_s += [self.wires.agenda.now] * len(chunk.token_ids)
+            if chunk is not None and chunk.completion is not None:
+                self.finish_s[answer.index] = self.wires.agenda.now
+                self.edges += chunk.completion.stats.edges
+                del self._answers[message.session]
+                self.wires.send(ROUTER, source, Close(message.session))
+
+    def _open(self, answer: Answer, opening: Open) -> None:
+        self._answers[opening.session] = answer
+        self.wires.send(ROUTER, opening.tier, opening)
+
+    def _session(self) -> str:
+        self._num_opened += 1
+        return f"{ROUTER}-{self._num_opened}"

@@ -1,0 +1,209 @@
+"""Commands that make drafters: `cascade distill` a model, `cascade drafter train` a head.
+
+And those of drafters that learn while they serve: `cascade align`, `rollback`, `forget`.
+"""
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cascade.cli.screen import console
+from cascade.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cascade.settings.config import CascadeConfig
+
+FOLDER = click.option(
+    "--folder", required=True, type=click.Path(file_okay=False, path_type=Path), help="That of `alignment.folder`."
+)
+TENANT_RANK = 16  # of a tenant's adapter, unless it is given
+KEY_ENV = click.option("--key-env", help="Environment variable with the key of encrypted answers.")
+
+
+@click.command()
+@click.option("--model", required=True, help="Path or hub id of the model that it shall draft for.")
+@click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder of the result.")
+@click.option("--cost", required=True, type=float, help="Share of the model's pass that one of the result takes, such as 0.1.")
+@click.option(
+    "--data", multiple=True, type=click.Path(path_type=Path), help="Text to learn from; repeat. MODEL writes it if none."
+)
+@click.option(
+    "--start", type=click.Path(exists=True, file_okay=False, path_type=Path), help="An earlier student, to go on with it."
+)
+@click.option("--hours", type=float, default=8.0, show_default=True, help="Time for all of it; more when called again goes on.")
+@click.option(
+    "--work", type=click.Path(file_okay=False, path_type=Path), help="Folder of text and checkpoints. OUT.work unless given."
+)
+@click.option("--rows", type=click.IntRange(1), default=128, show_default=True, help="Texts written at a time.")
+@click.option("--max-len", type=click.IntRange(64), default=512, show_default=True, help="Tokens of a text at most.")
+@click.option("--device", help="Such as cuda:0. The GPU if there is one.")
+def distill(
+    model: str, out: Path, data: tuple[Path, ...], start: Path | None, work: Path | None, device: str | None, **plan: Any
+) -> None:
+    """Cut a student out of MODEL, and train it on text that MODEL writes by itself, until it says the same as often as it can.
+
+    It goes on where it was interrupted. Several students of one model share their text when they share --work.
+
+    \b
+    cascade distill --model HuggingFaceTB/SmolLM2-1.7B-Instruct --out tiny --cost 0.1
+    """
+    from cascade.training import recipe
+
+    work = work or out.with_name(out.name + ".work")
+    run = recipe.Distillation(model, out, recipe.Plan(**plan), work=work, data=data, start=start, device=device)
+    last = 0.0
+    with console.status("") as status:
+
+        def tell(now: recipe.Progress) -> None:
+            nonlocal last
+            known = "" if now.agreement is None else f", agreement {now.agreement:.3f}"
+            line = f"{now.share:4.0%} {now.phase}: {now.tokens:,} tokens{known}"
+            status.update(line)
+            if time.monotonic() - last > 60:
+                console.print(line)
+                last = time.monotonic()
+
+        agreement = run.run(tell)
+    shown = ", ".join(f"{share:.3f} at temperature {temperature:g}" for temperature, share in agreement.items())
+    console.print(f"{out} says what {model} says at this share of held-out positions: {shown}.")
+
+
+@click.group()
+def drafter() -> None:
+    """Drafters that read a model: train one for yours."""
+
+
+@drafter.command()
+@click.option("--model", required=True, help="Path or hub id of the model that it shall draft for.")
+@click.option(
+    "--data", multiple=True, type=click.Path(path_type=Path), help="Text like its own; repeat. It writes some if none."
+)
+@click.option("--out", type=click.Path(path_type=Path), default=Path("drafter"), show_default=True, help="Its folder.")
+@click.option("--steps", default=1000, show_default=True, type=click.IntRange(min=1), help="Of training.")
+@click.option("--batch-size", default=8, show_default=True, type=click.IntRange(min=1), help="Rows of a step.")
+@click.option("--context", default=128, show_default=True, type=click.IntRange(min=16), help="Tokens of a row.")
+@click.option("--vocab-size", default=32_768, show_default=True, type=click.IntRange(min=2), help="Tokens it knows at most.")
+@click.option("--device", help="Such as cuda:0. The GPU if there is one.")
+def train(model: str, data: tuple[Path, ...], out: Path, device: str | None, **plan: Any) -> None:
+    """Train an EAGLE-3 head on files, or on text that the model writes; goes on where it was interrupted."""
+    from cascade.training.eagle import Schedule, train
+
+    loss = train(model, data, out, Schedule(**plan), device=device)
+    use = f"[bold]drafter: {{kind: eagle3, source: {out}}}[/]"
+    console.print(f"Trained, at {loss:.2f} nats a guess. Serve it with {use}.", soft_wrap=True)
+
+
+@click.command()
+@click.option(
+    "--from", "folder", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder with answers of a server."
+)
+@click.option("--tier", "student", required=True, help="Lower tier that learns, or eagle3 for the head of the full tier.")
+@click.option("--config", type=click.Path(path_type=Path), help="The server's configuration. The demonstration if not given.")
+@click.option("--seconds", default=300.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Of training.")
+@click.option("--tenant", help="Learn from the answers of the key of this name alone: an adapter of its own.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder of that adapter, for `lora_modules`.")
+@click.option("--lora-rank", type=click.IntRange(min=1), help="Of a LoRA that learns in place of all weights; 16 for a tenant.")
+@KEY_ENV
+@click.option("--device", help="Such as cuda:0. The GPU if there is one.")
+def align(
+    folder: Path,
+    student: str,
+    config: Path | None,
+    seconds: float,
+    tenant: str | None,
+    out: Path | None,
+    lora_rank: int | None,
+    key_env: str | None,
+    device: str | None,
+) -> None:
+    """Let a drafter learn from answers that a server has kept on disk.
+
+    Weights that are no worse on answers that were held out become the latest in the folder, which a running server takes.
+    What is learnt from one tenant's answers is an adapter: name it like the tenant in the tier's `lora_modules`.
+
+    \b
+    cascade align --from /shared/cascade --tier tiny --config my.yaml
+    cascade align --from /shared/cascade --tier tiny --config my.yaml --tenant alice --out adapters/alice
+    """
+    from cascade.drafters import EAGLE3
+    from cascade.settings.config import CascadeConfig
+    from cascade.training import alignment
+
+    if (tenant is None) != (out is None):
+        raise ConfigError(f"tenant is {tenant!r} and out is {str(out)!r}: give both for an adapter, or none of them")
+    if student == EAGLE3 and (tenant or lora_rank):
+        raise ConfigError(f"tier is {student!r}: a head learns whole, name a lower tier or leave out tenant and lora-rank")
+    read = CascadeConfig.demo() if config is None else CascadeConfig.load(config)
+    asked = {"folder": str(folder), "students": [student], "on_disk": True, "key_env": key_env}
+    whole = _teaching(read, asked, without_adapters=tenant is not None)
+    assert whole.alignment is not None
+    answers, versions = whole.alignment.reservoir(), whole.alignment.versions(student)
+    if not len(answers):
+        raise ConfigError(f"There are no answers in {folder}: set alignment.on_disk to true where the server runs")
+    newest, older = ([one for one in pool if tenant in (None, one.tenant)] for pool in (answers.newest, answers.older))
+    verifier, source = whole.lesson(student)
+    if tenant is not None:
+        lora_rank, source = lora_rank or TENANT_RANK, whole.beginning(student)
+    learner = alignment.student_of(student, verifier, source, device=device, lora_rank=lora_rank)
+    with console.status("") as shown:
+        outcome = alignment.align(
+            student,
+            learner,
+            newest,
+            older,
+            seconds,
+            tell=lambda now: shown.update(f"{student}: {now.share:.0%} of the time, step {now.steps}"),
+        )
+    console.print(f"{outcome}.")
+    if outcome.problem:
+        return
+    if out is not None:
+        assert isinstance(learner, alignment.TierStudent)
+        learner.write_adapter(out)
+        console.print(f"Serve it with [bold]lora_modules: {{{tenant}: {out}}}[/] of tier {student}.", soft_wrap=True)
+    else:
+        version = versions.add(alignment.record(learner, outcome))
+        versions.choose(version)
+        console.print(f"Its latest weights are {version}.", soft_wrap=True)
+
+
+def _teaching(read: "CascadeConfig", asked: dict[str, Any], *, without_adapters: bool) -> "CascadeConfig":
+    """A configuration whose `alignment` is as ``asked``; raises `ConfigError`.
+
+    Without adapters the student has only its own weights, beside which a new adapter learns.
+    """
+    values = read.model_dump(mode="json")
+    for tier in values["tiers"]:
+        if without_adapters and tier["name"] in asked["students"]:
+            tier["engine_kwargs"]["lora_modules"] = {}
+    return type(read).parse(values | {"alignment": (values["alignment"] or {}) | asked})
+
+
+@click.command()
+@click.argument("student")
+@FOLDER
+def rollback(student: str, folder: Path) -> None:
+    """Let STUDENT, a drafter that learns, go back to the weights before its latest; a running server does so in seconds."""
+    from cascade.training.versions import Versions
+
+    if not (folder / student).is_dir():
+        raise ConfigError(f"{student} has no weights in {folder}: it never learnt there")
+    version = Versions(folder / student).rollback()
+    console.print(f"{student} goes back to {version or 'the weights that it began with'}.", soft_wrap=True)
+
+
+@click.command()
+@click.argument("tenant")
+@FOLDER
+@KEY_ENV
+def forget(tenant: str, folder: Path, key_env: str | None) -> None:
+    """Drop the answers of the key named TENANT that drafters learn from, on disk and in a running server within a minute."""
+    from cascade.training import reservoir
+
+    reservoir.forget(folder, tenant)
+    limits = reservoir.Limits(rows=10**9, row_tokens=10**9, max_age_s=float("inf"))
+    reservoir.Reservoir(limits, folder, os.environ.get(key_env or ""))  # writes what is on disk anew
+    console.print(f"Answers of {tenant} are forgotten.")

@@ -1,1 +1,0 @@
-"""Autoscaling by what a replica is worth, under Ray Serve."""

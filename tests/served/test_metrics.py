@@ -1,0 +1,162 @@
+"""What Ray's node shows of a served cascade, as Prometheus sees it."""
+
+import contextlib
+import json
+import urllib.error
+import urllib.request
+from collections import defaultdict
+from collections.abc import Callable
+
+import ray
+from prometheus_client.parser import text_string_to_metric_families
+
+from cascade import Completion, SamplingParams, Speculation
+from cascade.bench.scrape import Scrape, scrape
+from cascade.client import Client
+from deployments.ops.launch import APPLICATION, Server
+from deployments.ops.metrics.series import ALIGNMENT, COMMON, ROUTER, SERIES
+from tests import small
+from tests.served.test_serve import settle
+from tests.waiting import LONG_S, wait_until
+
+EDGE = {"drafter": "medium", "verifier": "full"}
+PROMPT = list(range(20, 60))
+PARAMS = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True)
+NEVER_YET = {"failovers", "resumed_answers", "refused", "undrafted_answers", "num_preemptions", "tier_pass_failures"}
+PERHAPS = {"corrections", "undrafted_passes", "prefix_cache_hits"}
+LATER = {"tier_worth"}  # more tokens have to be judged
+ROUNDED = 1 - 1e-6  # seconds are reported as sums of differences
+HISTOGRAMS = ("e2e_request_latency", "request_queue_time", "time_to_first_token", "request_time_per_output_token")
+
+Labels = dict[str, str]
+
+
+class Shown(defaultdict[str, list[tuple[Labels, float]]]):
+    """What a node shows of this cascade, by the names of samples."""
+
+    @classmethod
+    def now(cls) -> "Shown":
+        [node] = ray.nodes()
+        url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=LONG_S) as answer:
+            text = answer.read().decode()
+        shown = cls(list)
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name.startswith("ray_cascade_") and sample.labels.get("application") == APPLICATION:
+                    shown[sample.name].append((sample.labels, sample.value))
+        return shown
+
+    def total(self, name: str, **labels: str) -> float:
+        """Sum over the samples that have these labels."""
+        return sum(value for said, value in self[f"ray_cascade_{name}"] if labels.items() <= said.items())
+
+    def since(self, before: "Shown", name: str, **labels: str) -> float:
+        """How much that sum has grown, replica by replica: those that tests before have killed vanish at any time."""
+        earlier = {tuple(sorted(said.items())): value for said, value in before[f"ray_cascade_{name}"]}
+        shown = [(said, value) for said, value in self[f"ray_cascade_{name}"] if labels.items() <= said.items()]
+        return sum(value - earlier.get(tuple(sorted(said.items())), 0.0) for said, value in shown)
+
+
+def when(condition: Callable[[Shown], bool]) -> Shown:
+    """What is shown once that holds. The agent of a busy node gives up now and then: it is asked again, as Prometheus does."""
+    shown = Shown(list)
+
+    def holds() -> bool:
+        nonlocal shown
+        with contextlib.suppress(urllib.error.HTTPError):
+            shown = Shown.now()
+        return condition(shown)
+
+    wait_until(holds, lambda: json.dumps({name: sum(value for _, value in said) for name, said in shown.items()}), every_s=0.5)
+    return shown
+
+
+def pages(url: str) -> list[Scrape]:
+    """The pages of both routers."""
+    found: dict[str, Scrape] = {}
+
+    def both() -> bool:
+        page = scrape(url)
+        found[page.router] = page
+        return len(found) == 2
+
+    wait_until(both)
+    return [*found.values()]
+
+
+def caught_up(shown: Shown, page: Scrape) -> bool:
+    """Whether a node shows all that a router's page counts. It may be told of one counter before another."""
+    return all(
+        shown.total(name, replica=page.router, **dict(labels)) >= value * ROUNDED
+        for (name, labels), value in page.samples.items()
+        if name.endswith("_total") and name.removesuffix("_total") in SERIES
+    )
+
+
+def test_a_request_moves_what_nodes_show(server: Server) -> None:
+    """Guards the way from routers and replicas to Prometheus: names, labels, and values that move as much as they should."""
+    settle()
+    earlier = pages(server.url)
+    before = when(lambda shown: all(caught_up(shown, page) for page in earlier) and shown.total("healthy") >= 4)
+    assert {labels["tier"] for labels, _ in before["ray_cascade_healthy"]} == {*small.NAMES}
+    said = list[Completion]()
+    with Client(server.address) as client:
+
+        def all_drafted() -> bool:  # on a busy machine a short answer may be over before drafts come
+            said.append(client.generate(PROMPT, PARAMS, Speculation(tiers=("tiny", "medium"))))
+            return {edge.drafter for edge in said[-1].stats.edges} >= {"tiny", "medium"}
+
+        wait_until(all_drafted)
+    settle()
+    later = pages(server.url)
+
+    def told(shown: Shown) -> bool:
+        own = [shown.since(before, "tier_own_tokens_total", tier=tier) for tier in small.NAMES]
+        observed = [shown.since(before, f"{name}_seconds_count") for name in HISTOGRAMS]
+        return (
+            all(caught_up(shown, page) for page in later) and all(own) and own[-1] >= num_tokens and min(observed) >= len(said)
+        )
+
+    edges = [edge for answer in said for edge in answer.stats.edges if (edge.drafter, edge.verifier) == ("medium", "full")]
+    num_tokens = sum(len(answer.token_ids) for answer in said)
+    after = when(told)
+
+    def moved(name: str, **labels: str) -> float:
+        """At living routers: for a while a node shows those too that tests before have killed."""
+        return sum(after.since(before, name, replica=page.router, **labels) for page in later)
+
+    assert moved("generation_tokens_total") == num_tokens
+    assert moved("answers_total", outcome="length") == len(said)
+    assert moved("prompt_tokens_total") == len(PROMPT) * len(said)
+    assert moved("passes_total", **EDGE) == sum(edge.passes for edge in edges)
+    assert moved("accepted_tokens_total", **EDGE) == sum(edge.accepted for edge in edges)
+    assert moved("accepted_by_position_total", **EDGE, position="0") == sum(
+        sum(edge.accepted_by_position[:1]) for edge in edges
+    )
+    assert moved("agreed_tokens_total", **EDGE) == sum(edge.agreed for edge in edges)
+    for name in HISTOGRAMS:
+        assert moved(f"{name}_seconds_count") == len(said)
+    assert moved("request_prompt_tokens_bucket", le="64.0") == len(said)
+    assert moved("request_prompt_tokens_bucket", le="32.0") == 0
+    assert after.since(before, "prefix_cache_queries_total", tier="full") >= len(PROMPT)
+    assert after.total("leases_taken_total", tier="full", below="medium") >= 1
+
+
+def test_series_are_those_of_the_list(server: Server) -> None:
+    """Guards against names and labels that only the documents know, and series that never come."""
+    shown = when(lambda shown: shown.total("healthy") >= 4 and shown.total("tiers") >= len(small.NAMES))
+    left_out = NEVER_YET | LATER | PERHAPS | {series.name for series in ALIGNMENT}
+    wanted = [series for series in SERIES.values() if series.name not in left_out]
+    for series in wanted:
+        for sample in series.samples:
+            assert shown[sample], sample
+            for labels, _ in shown[sample]:
+                assert {*COMMON, *series.labels} <= {*labels}
+                assert labels["replica"]
+    models = {labels["tier"]: labels["model"] for labels, _ in shown["ray_cascade_healthy"]}
+    assert models == {name: f"small-{name}" for name in small.NAMES}
+    for labels, _ in shown["ray_cascade_tiers"]:
+        assert (labels["tier"], labels["model"]) == (ROUTER, "small-full")
+    samples = {sample for series in SERIES.values() for sample in series.samples}
+    assert {name for name in shown if not name.endswith("_created")} <= samples

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.document import RESULTS, console, keep, parsed, parser, stamp
+from benchmarks.document import RESULTS, console, keep, parsed, parser, shape, stamp
 from benchmarks.peers import served
 from benchmarks.peers.contract import Models
 from benchmarks.prompts import by_category
@@ -143,8 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     wanted, results = chosen.only or PARTS, chosen.results or RESULTS / "vllm.json"
     source = chosen.model or converted(family.full())
     gpu = torch.cuda.is_available()
-    document: dict[str, Any] = stamp() | {"model": chosen.model or family.MODEL, "dtype": chosen.dtype, "problems": []}
-    document |= {"device": torch.cuda.get_device_name() if gpu else "cpu"}
+    document: dict[str, Any] = stamp({"full": shape(source)}) | {"model": chosen.model or family.MODEL, "dtype": chosen.dtype}
+    document |= {"problems": [], "device": torch.cuda.get_device_name() if gpu else "cpu"}
     parts: dict[str, Callable[[VllmModel], dict[str, Any]]] = {"text": text, "passes": passes}
     if own := [name for name in parts if name in wanted]:
         options = {"dtype": chosen.dtype, "max_model_len": 2048}

@@ -19,6 +19,7 @@ README, PAGE = ROOT / "README.md", ROOT / "docs" / "figures.md"
 CARDS = ROOT / "cascade" / "family" / "weights"
 MARKED = re.compile(r"(<!-- figures: (\w+) -->\n?).*?(<!-- end -->)", re.DOTALL)
 TEMPERATURES = {"t0": "0", "t0.7": "0.7", "t1.0": "1"}
+MODEL = "SmolLM2-135M-Instruct"  # of documents that name no other
 ENGINES = {"alone": "cascade, alone", "auto": "cascade", "vllm": "vLLM"}
 
 Document = Mapping[str, Any]
@@ -112,6 +113,14 @@ def engine(vllm: Document) -> str:
     lines = [[load, *(f"{cell[name]:.2f}" for name in names)] for load, cell in vllm["served"].items()]
     header = ("requests at once", "alone over `vllm serve`", "`suffix` over alone", "`suffix` over vLLM's n-gram drafter")
     return rows(header, lines)
+
+
+def accelerated(gpu: Document) -> str:
+    """Milliseconds of a pass on a GPU."""
+    counts = ("1", "4", "8", "16", "32", "64")
+    header = ("model", "1 token", *(f"{count} tokens" for count in counts[1:]))
+    found = {name: one["passes"]["by_tokens"] for name, one in gpu["models"].items()}
+    return rows(header, [[name, *(f"{times[count]:.2f}" for count in counts)] for name, times in found.items()])
 
 
 def devices(cluster: Document) -> str:
@@ -226,6 +235,13 @@ SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # 
         engine,
     ),
     (
+        "A tier on vLLM, on an H100",
+        "gpu",
+        "python -m benchmarks.vllm --only text passes --dtype bfloat16 --model MODEL",
+        "Milliseconds of a pass of one row after 200 positions. Greedy text with drafts, half of them wrong, was that without.",
+        accelerated,
+    ),
+    (
         "A device for each replica, emulated",
         "cluster",
         "make bench-cluster",
@@ -279,7 +295,7 @@ def page() -> str:
             # the parts of the cluster's document have dates of their own
             parts_of: dict[Callable[[Document], str], str] = {emulated: "one", devices: "scale"}
             date = document.get("dates", {}).get(parts_of.get(table, ""), document["date"])
-            source = f"`{command}`, {date}, {document['processor']}, SmolLM2-135M-Instruct."
+            source = f"`{command}`, {date}, {document['processor']}, {document.get('model', MODEL)}."
             parts.append(f"## {title}\n\n{what}\n\n{figures}\n{source}\n")
     ships = "Share of held-out positions at which they say the same token as SmolLM2-135M-Instruct, by temperature of the text."
     source = "`cascade distill`, from the model cards in `cascade/family/weights`."

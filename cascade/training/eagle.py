@@ -26,6 +26,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from cascade.engine.checkpoint import SINGLE
 from cascade.engine.heads.eagle import Eagle3, Verifier
 from cascade.engine.loading import load
+from cascade.engine.model import Model
 from cascade.engine.model_config import context_len
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ConfigError
@@ -113,7 +114,7 @@ def _own_text(source: str, device: str | None, wanted: int, kept: Path) -> Tenso
     turns = writing.Turns.of(tokenizer, writing.end_tokens(network, tokenizer))
     tokens: list[int] = []
     with tqdm(total=wanted, desc="write", unit="token", mininterval=5) as bar:
-        for text in writing.write(network, turns, writing.own_prompts(turns)):
+        for text in writing.write(Model(network, owned=True), turns, writing.own_prompts(turns)):
             tokens += text.tokens
             bar.update(len(text.tokens))
             if len(tokens) >= wanted:

@@ -24,6 +24,7 @@ from transformers import AutoConfig, GenerationConfig, LlamaForCausalLM, PreTrai
 from cascade.engine import draft_vocab
 from cascade.engine.devices import product_dtype
 from cascade.engine.loading import find_device, load
+from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ConfigError
 from cascade.training.distillation import CAUSAL, Run, Schedule, distil
@@ -149,7 +150,8 @@ class Distillation:
         self._store(self._answers, texts, "answering", ANSWERING, WRITING + LEARNING * BEFORE_ANSWERS, tell)
 
     def _written(self, network: PreTrainedModel, beginnings: Iterator[Written], seed: int) -> Iterator[Written]:
-        return write(network, self.turns, beginnings, rows=self.plan.rows, max_len=self.plan.max_len, seed=seed)
+        plan = self.plan
+        yield from write(Model(network), self.turns, beginnings, rows=plan.rows, max_len=plan.max_len, seed=seed)
 
     def _store(self, folder: Path, texts: Iterator[Written], phase: str, share: float, before: float, tell: Tell) -> None:
         """Score ``texts`` and keep them in ``folder``, a file for every `SHARD_TOKENS`.
@@ -183,9 +185,10 @@ class Distillation:
 
     def _keep(self, path: Path, texts: Sequence[Written]) -> None:
         """Write texts to a file, with what the teacher says of them."""
+        shard = Shard.of(texts)
         implementation = self.teacher.config._attn_implementation  # that of writing, which goes on
         self.teacher.set_attn_implementation(CAUSAL)
-        score(self.teacher, Shard.of(texts)).save(path)
+        score(self.teacher, shard).save(path)
         self.teacher.set_attn_implementation(implementation)
 
     def _shards(self, folder: Path) -> list[Shard]:

@@ -15,7 +15,6 @@ from cascade.training.versions import replacing
 
 TOP = 32  # likeliest tokens of the teacher that are kept for a position
 SHARD_TOKENS = 50_000  # of a file
-POSITIONS = 1024  # whose logits are in memory at a time
 HELD_OUT = 16  # one text in so many is never learnt from
 
 
@@ -87,17 +86,15 @@ def score(teacher: PreTrainedModel, shard: Shard, *, tokens_at_once: int = 4096)
     logprobs = np.zeros((len(shard.tokens), TOP), np.float16)
     head = teacher.get_output_embeddings()
     for rows in batches(shard, range(shard.num_texts), tokens_at_once):
-        batch, spans = padded(shard, rows), [shard.span(text) for text in rows]
-        lengths = torch.tensor([span.stop - span.start for span in spans])
-        inside = torch.arange(batch.shape[1]) < lengths[:, None]
-        where = np.concatenate([np.arange(span.start, span.stop) for span in spans])
-        states = teacher.base_model(batch.to(teacher.device), use_cache=False).last_hidden_state[inside.to(teacher.device)]
-        for begin in range(0, len(where), POSITIONS):
-            places = where[begin : begin + POSITIONS]
-            logits = head(states[begin : begin + POSITIONS]).float()
+        batch = padded(shard, rows).to(teacher.device)
+        states = teacher.base_model(batch, use_cache=False).last_hidden_state
+        for row, text in enumerate(rows):
+            span = shard.span(text)
+            # as PyTorch multiplies: a `Model` that shares the teacher has put a kernel for few rows there
+            logits = type(head).forward(head, states[row, : span.stop - span.start]).float()
             top, best = logits.topk(TOP, -1)
-            ids[places] = best.cpu().numpy()
-            logprobs[places] = (top - logits.logsumexp(-1, keepdim=True)).cpu().numpy()
+            ids[span] = best.cpu().numpy()
+            logprobs[span] = (top - logits.logsumexp(-1, keepdim=True)).cpu().numpy()
     return replace(shard, ids=ids, logprobs=logprobs)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from cascade.engine.model import Model
 from cascade.training.distillation import Run, Schedule, distil, epochs, top_cross_entropy
 from cascade.training.student import Shape, cut
 from cascade.training.text import HELD_OUT, Shard, batches, held_out, padded, score
@@ -109,7 +110,7 @@ def test_writing_is_what_the_model_would_say() -> None:
     """Guards rows against each other: answers at temperature 0 are greedy text, whichever share a batch and begin when."""
     model = teacher()
     prompts = [[1, 7, 30 + n, *range(40, 40 + n % 5)] for n in range(30)]
-    answers = list(write(teacher(), TURNS, given_prompts(iter(prompts)), rows=4, max_len=24))
+    answers = list(write(Model(teacher(), num_threads=1), TURNS, given_prompts(iter(prompts)), rows=4, max_len=24))
     greedy = [text for text in answers if text.temperature == 0.0]
     assert len(greedy) == 10
     for text in greedy:
@@ -122,7 +123,7 @@ def test_writing_is_what_the_model_would_say() -> None:
 
 def test_conversations_follow_the_template() -> None:
     """Guards turns: a student that has learnt from other ones than it will meet."""
-    texts = list(islice(write(teacher(), TURNS, own_prompts(TURNS), rows=8, max_len=200), 4))
+    texts = list(islice(write(Model(teacher(), num_threads=1), TURNS, own_prompts(TURNS), rows=8, max_len=200), 4))
     for text in texts:
         assert tuple(text.tokens[:2]) == TURNS.opening
         assert tuple(text.tokens[text.prompt_len - 3 : text.prompt_len]) == TURNS.answering
@@ -133,5 +134,5 @@ def test_conversations_follow_the_template() -> None:
 def test_base_models_write_on_from_their_start_token() -> None:
     """Guards models without turns, whose whole text is an answer."""
     turns = Turns((1,), (), frozenset({2}))
-    texts: Iterator[Written] = write(teacher(), turns, own_prompts(turns), rows=4, max_len=32)
+    texts: Iterator[Written] = write(Model(teacher(), num_threads=1), turns, own_prompts(turns), rows=4, max_len=32)
     assert all(text.tokens[0] == 1 and text.prompt_len == 1 for text in islice(texts, 6))

@@ -1,7 +1,7 @@
 """What runs inside a vLLM worker: one forward over rows of any sessions from any positions.
 
 vLLM adds `CascadeWorker` to the class of every worker (``worker_extension_cls``), and `collective_rpc` calls its methods on
-all ranks. Neither vLLM's scheduler nor its sampler takes part. Tried with vLLM 0.32 on CPUs.
+all ranks. Neither vLLM's scheduler nor its sampler takes part. Tried with vLLM 0.32 on CPUs, and 0.26 on an H100.
 """
 
 import threading

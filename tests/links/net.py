@@ -229,8 +229,10 @@ async def relay(address: str) -> AsyncIterator[tuple[str, Callable[[], None]]]:
 
     async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", dead.set
-        server.close()
+        for listening in server.sockets:  # asyncio drops a connection, unclosed, whose transport is made after `close`
+            asyncio.get_running_loop().remove_reader(listening.fileno())
         await asyncio.sleep(0.01)  # what has been accepted reaches `accept`: gRPC may just have come again
+        server.close()
         for task in joining:
             task.cancel()
         await asyncio.gather(*joining, return_exceptions=True)

@@ -90,8 +90,8 @@ def house(
 
     def run() -> None:
         loop.run_until_complete(live())
+        loop.run_until_complete(_let_go(loop))
         loop.run_until_complete(loop.shutdown_default_executor())
-        loop.run_until_complete(let_go(loop))
 
     thread = threading.Thread(target=run, name="house")
     patch = pytest.MonkeyPatch()
@@ -126,16 +126,16 @@ def serving(env: Mapping[str, str] | None = None, scope: Any = "module", **optio
     return served
 
 
-async def let_go(loop: Any) -> None:
+async def _let_go(loop: Any) -> None:
     """Until connections that the doors have closed have let go of their sockets, which a slow reader may put off."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(5):
             # those that are closed stay until the garbage is collected
             await until(lambda: not any(transport._sock for transport in loop._transports.values()))
-    await asyncio.sleep(0.01)  # a connection that was accepted last has its transport some steps of the loop later
+            return
     for transport in list(loop._transports.values()):
         transport.abort()
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0)
 
 
 async def _build(

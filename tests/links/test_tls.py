@@ -31,7 +31,7 @@ from deployments.links.tls import channel, check, server_credentials
 from deployments.links.uplink import CHANNEL_OPTIONS
 from deployments.ops.launch import Server, free_port
 from tests import small
-from tests.doors import house, let_go
+from tests.doors import house
 from tests.links.certificates import NAME, Authority
 from tests.links.net import Held, Net, Rogue, entry, opening, serve_raw
 from tests.waiting import LONG_S, until
@@ -169,7 +169,6 @@ async def test_a_renewed_door_is_shown(ours: Authority, theirs: Authority, monke
     shutil.copyfile(renewed.key, door.key)
     assert await welcome(renewed.authority)
     await server.close(0)
-    await let_go(asyncio.get_running_loop())  # of connections that were still shaking hands
 
 
 WRONG: dict[str, tuple[Callable[[Authority, Authority], LinkTLS], str]] = {  # of links

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from tokenizers import AddedToken
 
-from benchmarks.toy import fold
 from cascade.engine.tokenizer import Tokenizer
+from cascade.simulation.toy import fold
 from deployments.gateway.chat.reader import CLOSE, OPEN
 from tests import small
 from tests.doors import House, house

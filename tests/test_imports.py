@@ -14,7 +14,7 @@ FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those 
     ("cascade.drafters", "cascade.client"),
     ("cascade.session", "cascade.engine"),
     ("cascade.tier",),
-    ("cascade.family", "cascade.training"),
+    ("cascade.family", "cascade.training", "cascade.simulation"),
     ("cascade.settings",),
     ("cascade.local",),
     ("cascade.bench", "cascade.llm"),

@@ -14,15 +14,15 @@ from rich.table import Table
 
 from benchmarks.cluster.devices import Setup
 from benchmarks.cluster.recording import Recording
-from benchmarks.cluster.toy_tier import ToyTier
 from benchmarks.crowd import Crowd
-from benchmarks.toy import full_text
 from benchmarks.turns import ALONE, AUTO
 from cascade import family
 from cascade.bench.load import Mode
 from cascade.client import AsyncClient
 from cascade.messages import Open
 from cascade.params import SamplingParams, Speculation
+from cascade.simulation.toy import full_text
+from cascade.simulation.toy_tier import ToyTier
 from deployments.ops.launch import Server
 
 REPLICAS = ((1, 1, 1), (1, 1, 2), (2, 2, 4))  # tiny, medium, full

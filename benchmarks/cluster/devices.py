@@ -10,13 +10,13 @@ import yaml
 
 from benchmarks.cluster.emulated import Device, num_gpus
 from benchmarks.cluster.recording import Recording, fake
-from benchmarks.cluster.toy_tier import ToyTier
-from benchmarks.simulation.scenario import Request, Scenario, SimTier
-from benchmarks.simulation.simulate import simulate
 from cascade.engine.model_config import context_len, read_config
 from cascade.engine.tokenizer import Tokenizer
 from cascade.params import DEFAULT_WINDOW, SamplingParams, Speculation
 from cascade.settings.config import CascadeConfig, TierConfig
+from cascade.simulation.scenario import Request, Scenario, SimTier
+from cascade.simulation.simulate import simulate
+from cascade.simulation.toy_tier import ToyTier
 
 FILE = Path(__file__).parent / "emulated.yaml"
 PAUSE_S = 1e4  # of virtual time, from one request to the next

@@ -15,12 +15,12 @@ from rich.table import Table
 
 from benchmarks.cluster.devices import Asked, Setup, Simulated, simulated
 from benchmarks.cluster.recording import RecordedText, Recording
-from benchmarks.simulation.scenario import SimTier
 from benchmarks.turns import ALONE, AUTO
 from cascade import family
 from cascade.bench.load import Mode, isolated
 from cascade.client import Client
 from cascade.params import SamplingParams, Speculation
+from cascade.simulation.scenario import SimTier
 from deployments.ops.launch import Server
 
 LOWER = family.NAMES[:-1]

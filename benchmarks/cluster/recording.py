@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
-from benchmarks.cluster.toy_tier import Agreement, ToyTier
 from cascade.errors import ConfigError
 from cascade.params import SamplingParams
 from cascade.scorer import RunnerUp
+from cascade.simulation.toy_tier import Agreement, ToyTier
 
 SEEN = 24  # tokens before a position by which a text is known; together with the position they are one text's alone
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cluster.recording import RecordedText, RecordedTier, Recording, fake
-from benchmarks.cluster.toy_tier import ToyTier
-from benchmarks.simulation.scenario import PassCost, Request, Scenario, SimTier
-from benchmarks.simulation.simulate import simulate
-from benchmarks.toy import full_text
 from cascade.errors import ConfigError
 from cascade.messages import Open
 from cascade.params import SamplingParams
 from cascade.scorer import RunnerUp
+from cascade.simulation.scenario import PassCost, Request, Scenario, SimTier
+from cascade.simulation.simulate import simulate
+from cascade.simulation.toy import full_text
+from cascade.simulation.toy_tier import ToyTier
 from tests.cases import rare
 
 VOCAB = 64

@@ -12,11 +12,11 @@ from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
 from benchmarks.cluster.devices import Setup
-from benchmarks.toy import full_text
 from cascade import SamplingParams, Speculation
 from cascade.client import Client
 from cascade.messages import Open
 from cascade.settings.router import ListenConfig
+from cascade.simulation.toy import full_text
 from deployments.app import parse
 from deployments.ops.launch import LOOPBACK, free_port
 from tests.conftest import Cluster

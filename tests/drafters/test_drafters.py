@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.toy import ToyModel
 from cascade.draft import NO_DRAFT, Draft
 from cascade.drafters import DrafterSpec, make
 from cascade.drafters.in_pass import MOST_STEPS, TRY, InPass
@@ -16,6 +15,7 @@ from cascade.messages import Open
 from cascade.params import SamplingParams
 from cascade.planner.cost import Profile
 from cascade.scorer import UNREAD, Drafter, Guesser, RunnerUp, Scored
+from cascade.simulation.toy import ToyModel
 from cascade.tier.tier import Tier
 from tests.cases import rare
 from tests.tier.test_tier import alone, answered, opening, running, written

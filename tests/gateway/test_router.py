@@ -9,12 +9,12 @@ from typing import Any
 import grpc
 import pytest
 
-from benchmarks.toy import ToyModel, full_text
 from cascade.draft import Draft
 from cascade.errors import CascadeError, DeadlineExceeded, Unavailable
 from cascade.messages import Failed, Message, Proposal
 from cascade.scorer import Row, Scored
 from cascade.settings.config import CascadeConfig
+from cascade.simulation.toy import ToyModel, full_text
 from cascade.v1 import serving_pb2 as pb
 from deployments import router as module
 from deployments.full_tier import MAX_FRUITLESS, RetryBudget, SessionFailed, held_lease_s, next_proposal

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from benchmarks.toy import ToyModel
 from cascade.answer import Answer
 from cascade.client import Client
 from cascade.draft import Draft
@@ -18,6 +17,7 @@ from cascade.messages import Lane, Message, Proposal, origin
 from cascade.params import Handling, SamplingParams, Speculation
 from cascade.scorer import Scored
 from cascade.session.session import Session
+from cascade.simulation.toy import ToyModel
 from cascade.tier.tier import Tier
 from tests.doors import House, serving
 from tests.http.test_http import PROMPT, ask

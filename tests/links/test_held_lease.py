@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from benchmarks.toy import ToyModel, full_text
 from cascade.errors import ConfigError
 from cascade.messages import Close, Open
 from cascade.settings.config import CascadeConfig
+from cascade.simulation.toy import ToyModel, full_text
 from deployments.links.downlink import Downlink
 from deployments.links.leases import MOST_HELD, OPEN_TIMEOUT_S, LeasePool
 from tests import small

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.toy import ToyModel, full_text
 from cascade.messages import Close
+from cascade.simulation.toy import ToyModel, full_text
 from deployments.links.downlink import Downlink
 from deployments.links.leases import GivenLeases, Lease, LeasePool
 from tests.links.net import SHORT_S, Held, Net, drafted, opening

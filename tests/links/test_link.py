@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from benchmarks.toy import ToyModel, full_text
 from cascade.errors import ConfigError, Unavailable
 from cascade.messages import Failed, Message
 from cascade.scorer import Row, Scored
+from cascade.simulation.toy import ToyModel, full_text
 from cascade.tier import runner
 from deployments.links import uplink
 from deployments.links.downlink import Downlink

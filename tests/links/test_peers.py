@@ -8,9 +8,9 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from benchmarks.toy import ToyModel, full_text
 from cascade.answer import Answer
 from cascade.messages import Close, Commit, Failed, Proposal
+from cascade.simulation.toy import ToyModel, full_text
 from cascade.v1 import link_pb2 as pb
 from cascade.v1 import link_pb2_grpc
 from deployments.links.codec import encode

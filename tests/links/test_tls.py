@@ -16,13 +16,13 @@ import grpc
 import pytest
 from starlette.responses import PlainTextResponse
 
-from benchmarks.toy import ToyModel, full_text
 from cascade import SamplingParams
 from cascade.client import Client
 from cascade.errors import ConfigError, Unavailable
 from cascade.messages import Failed, Message
 from cascade.settings.config import LinkTLS
 from cascade.settings.router import DoorTLS, ListenConfig, RequestLimits
+from cascade.simulation.toy import ToyModel, full_text
 from cascade.v1 import link_pb2_grpc
 from deployments.gateway.http import server as http_server
 from deployments.links.downlink import Downlink

@@ -8,10 +8,6 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.cluster.toy_tier import ToyTier
-from benchmarks.simulation.scenario import NO_FAULTS, Death, Faults, Outcome, PassCost, Request, Scenario, SimTier
-from benchmarks.simulation.simulate import simulate
-from benchmarks.toy import ToyCache
 from cascade.messages import Failed, Message
 from cascade.params import MOST_BRANCHES, SamplingParams
 from cascade.planner.chains import ALONE, MIN_PASSES, SHARE, Chain, Planner, Seen
@@ -19,6 +15,10 @@ from cascade.planner.choice import Policy
 from cascade.planner.cost import CHUNK, Profile
 from cascade.scorer import Scored
 from cascade.session.session import Session
+from cascade.simulation.scenario import NO_FAULTS, Death, Faults, Outcome, PassCost, Request, Scenario, SimTier
+from cascade.simulation.simulate import simulate
+from cascade.simulation.toy import ToyCache
+from cascade.simulation.toy_tier import ToyTier
 from cascade.tier.drafting import FIRST_BACKOFF_S, MOST_READING, SCOUTS, SETTLING, Drafting
 from cascade.tier.kv_admission import KVAdmission
 from cascade.tier.loop import Limits, Loop

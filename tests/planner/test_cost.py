@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.toy import ToyModel
 from cascade.engine.model import Model
 from cascade.planner.cost import CHUNK, Profile
 from cascade.scorer import Row, Scored
+from cascade.simulation.toy import ToyModel
 from cascade.tier.runner import CONTEXT, GRID, measure
 from tests.architectures import build
 from tests.tier.test_tier import alone, opening, written

@@ -6,11 +6,11 @@ import pytest
 from ray import serve
 
 from benchmarks.cluster.devices import Setup
-from benchmarks.toy import full_text
 from cascade import SamplingParams, Speculation
 from cascade.client import Client
 from cascade.messages import Open
 from cascade.settings.config import CascadeConfig
+from cascade.simulation.toy import full_text
 from deployments.ops.launch import Server
 from tests.conftest import Cluster
 from tests.waiting import wait_until

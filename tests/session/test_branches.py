@@ -5,7 +5,6 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.toy import ToyCache
 from cascade.draft import Draft
 from cascade.messages import MAX_RANKS
 from cascade.planner.acceptance import Calibration
@@ -13,6 +12,7 @@ from cascade.planner.choice import DEARER, affordable
 from cascade.scorer import MAX_FORKED, RunnerUp, Scored, gap_byte
 from cascade.session.branches import MIN_CHANCE, Branches, Margin
 from cascade.session.session import Session
+from cascade.simulation.toy import ToyCache
 from cascade.tier.block_manager import BlockManager
 from cascade.tier.kv_admission import KVAdmission
 from cascade.tier.slot import Slot

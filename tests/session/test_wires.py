@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from benchmarks.toy import ToyCache, ToyModel, full_text
 from cascade.draft import Draft
 from cascade.messages import Commit, Failed, Message, Open, Proposal
 from cascade.params import SamplingParams
@@ -18,6 +17,7 @@ from cascade.planner.choice import Policy
 from cascade.planner.cost import Profile
 from cascade.session.guesses import Hint
 from cascade.session.session import Session, Work
+from cascade.simulation.toy import ToyCache, ToyModel, full_text
 from cascade.tier.kv_admission import KVAdmission
 from cascade.tier.loop import Limits, Loop
 from cascade.tier.runner import row_of

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.cluster.toy_tier import ToyTier
-from benchmarks.simulation.scenario import Death, Faults, PassCost, Request, Scenario, SimTier
-from benchmarks.simulation.simulate import Stuck, simulate
-from benchmarks.simulation.virtual import Agenda, Device
-from benchmarks.toy import ToyModel, full_text
 from cascade.messages import Open
 from cascade.params import MOST_BRANCHES, SamplingParams
 from cascade.planner.choice import Policy
+from cascade.simulation.scenario import Death, Faults, PassCost, Request, Scenario, SimTier
+from cascade.simulation.simulate import Stuck, simulate
+from cascade.simulation.toy import ToyModel, full_text
+from cascade.simulation.toy_tier import ToyTier
+from cascade.simulation.virtual import Agenda, Device
 from tests.cases import examples
 
 NAMES = ("t0", "t1", "t2", "t3", "t4")

@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from benchmarks.toy import ToyCache
 from cascade.scorer import BLOCK, grown_capacity
+from cascade.simulation.toy import ToyCache
 from cascade.tier import block_manager
 from cascade.tier.block_manager import Allocation, BlockManager, block_keys
 from tests.books import check_blocks

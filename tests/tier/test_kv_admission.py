@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.toy import ToyModel, full_text
 from cascade.answer import Answer
 from cascade.engine import devices
 from cascade.engine.model import Model
@@ -17,6 +16,7 @@ from cascade.errors import ModelError
 from cascade.messages import Open, Proposal
 from cascade.params import SamplingParams
 from cascade.scorer import BLOCK, TILE, Row
+from cascade.simulation.toy import ToyModel, full_text
 from cascade.tier.block_manager import BlockManager
 from cascade.tier.local_links import join
 from cascade.tier.tier import Tier

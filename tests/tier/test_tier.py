@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.toy import ToyCache, ToyModel, full_text
 from cascade.answer import Answer
 from cascade.messages import Close, Failed, Link, Message, Open, Proposal, mint
 from cascade.params import SamplingParams
 from cascade.scorer import Row, Scored
+from cascade.simulation.toy import ToyCache, ToyModel, full_text
 from cascade.tier import runner
 from cascade.tier.local_links import join
 from cascade.tier.runner import FACTOR, GRACE_S, Watchdog

@@ -17,12 +17,12 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from benchmarks.toy import ToyModel, full_text
 from cascade import InvalidRequest, SamplingParams, Structured
 from cascade.engine.sampling.processors import shape
 from cascade.engine.sampling.state import SequenceState, state_maker
 from cascade.messages import Open, mint
 from cascade.scorer import Row, Scored
+from cascade.simulation.toy import ToyModel, full_text
 from cascade.tier.tier import Tier
 from tests.cases import examples
 from tests.tier.test_tier import answered, running

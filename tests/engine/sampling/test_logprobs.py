@@ -9,7 +9,6 @@ import torch
 from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
-from benchmarks.toy import ToyModel
 from cascade import Cascade, Completion, SamplingParams, Structured
 from cascade.answer import Answer, PromptToken
 from cascade.client import Client
@@ -17,6 +16,7 @@ from cascade.engine.sampling.state import state_maker
 from cascade.messages import Proposal, mint
 from cascade.scorer import Row, Scored
 from cascade.session.session import MAX_PROMPT_SCORED
+from cascade.simulation.toy import ToyModel
 from tests import small
 from tests.cases import crossed
 from tests.doors import House, serving

@@ -9,13 +9,13 @@ import itertools
 import math
 from dataclasses import dataclass, field
 
-from benchmarks.simulation.scenario import Outcome, Scenario, SimTier, Usage
-from benchmarks.simulation.virtual import ROUTER, Agenda, Wires
 from cascade.answer import Answer
 from cascade.messages import Close, Edge, Failed, Message, Open, Proposal, add_edges
 from cascade.planner.chains import Planner
 from cascade.planner.cost import Profile
 from cascade.scorer import Scored
+from cascade.simulation.scenario import Outcome, Scenario, SimTier, Usage
+from cascade.simulation.virtual import ROUTER, Agenda, Wires
 from cascade.tier.kv_admission import KVAdmission
 from cascade.tier.loop import Limits, Loop
 from cascade.tier.runner import GRID, row_of

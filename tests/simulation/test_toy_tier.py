@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from benchmarks.cluster.toy_tier import ABOVE, ToyTier
 from cascade.params import SamplingParams
+from cascade.simulation.toy_tier import ABOVE, ToyTier
 
 VOCAB = 64
 AGREEMENT = (0.65, 0.82)

@@ -6,8 +6,8 @@ import random
 from collections import defaultdict
 from collections.abc import Callable
 
-from benchmarks.simulation.scenario import Scenario
 from cascade.messages import Message, Proposal
+from cascade.simulation.scenario import Scenario
 
 ROUTER = "router"
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import TypeAlias
 
-from benchmarks.toy import ToyModel, fold, uniform
 from cascade.params import SamplingParams
 from cascade.scorer import RunnerUp
+from cascade.simulation.toy import ToyModel, fold, uniform
 from cascade.splitmix import mix
 
 Agreement: TypeAlias = tuple[float, ...]  # shares of own tokens that a tier has in common with the next, from one tier upwards

@@ -80,7 +80,6 @@ class Capabilities:
             window=self.answer_window,
             draft_window=speculation.draft_window(self.window),
             draft_branches=speculation.most_branches,
-            lockstep=speculation.lockstep,
             adaptive=speculation.adaptive,
             priority=task.handling.priority,
             cache_salt=task.handling.cache_salt,

@@ -114,7 +114,6 @@ class Open:
     chain: tuple[str, ...] = ()  # tiers to use below that one, top to bottom
     window: int = 16  # tokens this session may run ahead of what is committed
     draft_window: int = 16  # the same for the sessions below
-    lockstep: bool = False  # verify only whole windows
     adaptive: bool = False  # tiers of the chain that do not pay may be left out
     priority: int = 0  # lower is served sooner
     cache_salt: str = ""  # keys and values are reused only among requests with the same one

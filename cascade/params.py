@@ -22,7 +22,6 @@ MAX_WINDOW = 256
 DEFAULT_WINDOW = 32  # twice what one pass scores: while it runs, the guesses for the next one are made
 MOST_BRANCHES = 8  # that a tier may offer and prepare, where a request does not say
 MAX_BRANCHES = 32  # that a request may ask for
-LOCKSTEP_WINDOW = 8  # a lockstep round gains nothing from more
 MAX_PRIORITY = 1000
 MAX_SALT_CHARS = 256
 RANGES: dict[str, tuple[float, float]] = {  # of sampling parameters
@@ -225,40 +224,30 @@ class Speculation:
     # lower tiers and drafters inside tiers to use, by name in any order; None: those that pay, see `Planner`
     tiers: tuple[str, ...] | None = None
     window: int | None = None  # tokens a tier may run ahead of the tier above; None: the server's default
-    schedule: Literal["async", "lockstep"] = "async"  # "lockstep", a baseline: draft a whole window, wait, verify, wait
     branches: int | None = None  # beside its text that a tier may write and offer; 0: lines only; None: as many as pay
 
     def __post_init__(self) -> None:
         if self.tiers is not None:
             object.__setattr__(self, "tiers", tuple(self.tiers))
         _require(self.mode in ("auto", "off"), "speculation.mode", self.mode, "'auto' or 'off'")
-        _require(self.schedule in ("async", "lockstep"), "speculation.schedule", self.schedule, "'async' or 'lockstep'")
         window_ok = self.window is None or _is_int(self.window, 1, MAX_WINDOW)
         _require(window_ok, "speculation.window", self.window, f"an integer from 1 to {MAX_WINDOW}")
         branches_ok = self.branches is None or _is_int(self.branches, 0, MAX_BRANCHES)
         _require(branches_ok, "speculation.branches", self.branches, f"an integer from 0 to {MAX_BRANCHES}")
-        lines_ok = not (self.lockstep and self.branches)
-        _require(lines_ok, "speculation.branches", self.branches, "0 with schedule 'lockstep', whose drafts are lines")
-
-    @property
-    def lockstep(self) -> bool:
-        return self.schedule == "lockstep"
 
     def draft_window(self, default: int) -> int:
         """Tokens that a tier may run ahead; ``default`` is the server's window, for requests that name none."""
-        return self.window or (min(default, LOCKSTEP_WINDOW) if self.lockstep else default)
+        return self.window or default
 
     @property
     def most_branches(self) -> int:
-        """Branches of a tier; none in lockstep."""
-        if self.branches is None:
-            return 0 if self.lockstep else MOST_BRANCHES
-        return self.branches
+        """Branches of a tier."""
+        return MOST_BRANCHES if self.branches is None else self.branches
 
     @property
     def adaptive(self) -> bool:
-        """Whether tiers that do not pay may be left out: not if the request names tiers, nor in lockstep, a measurement."""
-        return self.mode == "auto" and self.tiers is None and not self.lockstep
+        """Whether tiers that do not pay may be left out: not if the request names tiers."""
+        return self.mode == "auto" and self.tiers is None
 
     def chosen(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Tiers and drafters to use below the full tier, top to bottom; ``names`` are all of the cascade, bottom to top."""

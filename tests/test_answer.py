@@ -181,7 +181,6 @@ CAPABLE = Capabilities(
         ([1], {"logit_bias": {10: 1.0}}, {}, "logit_bias is 10: it must be token ids from 0 to 9"),
         ([1], {"stop_token_ids": (11,)}, {}, "stop_token_ids is 11"),
         ([1], {"adapter": "german"}, {}, "adapter is 'german': it must be one of french"),
-        ([1], {}, {"branches": 2, "schedule": "lockstep"}, "speculation.branches is 2: it must be 0 with schedule 'lockstep'"),
         ([1], {}, {"tiers": ("full",)}, "'full': it must be one of the tiers and drafters below full: tiny"),
     ],
 )
@@ -193,12 +192,9 @@ def test_what_cannot_be_served_is_not_admitted(
         CAPABLE.admit(Task(ids, SamplingParams(**{"max_tokens": 1} | params), Speculation(**speculation)))
 
 
-@pytest.mark.parametrize(
-    ("speculation", "branches"),
-    [({}, MOST_BRANCHES), ({"branches": 3}, 3), ({"schedule": "lockstep"}, 0), ({"schedule": "lockstep", "branches": 0}, 0)],
-)
+@pytest.mark.parametrize(("speculation", "branches"), [({}, MOST_BRANCHES), ({"branches": 3}, 3), ({"branches": 0}, 0)])
 def test_branches_are_those_that_were_asked_for(speculation: dict[str, Any], branches: int) -> None:
-    """Guards branches against being silently dropped, and the lines of lockstep."""
+    """Guards branches against being silently dropped."""
     opening = CAPABLE.admit(Task([1], SamplingParams(max_tokens=1), Speculation(**speculation)))
     assert opening.draft_branches == branches
 
@@ -208,7 +204,7 @@ def test_what_is_admitted_is_what_was_asked() -> None:
     CAPABLE.admit(Task([1] * 8, SamplingParams(max_tokens=1)))  # just fits
     assert not GRAMMARS
     params = SamplingParams(max_tokens=4, seed=7, stop_token_ids=(5,), adapter="french", structured=Structured(regex="a"))
-    opening = CAPABLE.admit(Task([1, 2], params, Speculation(schedule="lockstep", window=3), Handling(-2, "mine", True)))
+    opening = CAPABLE.admit(Task([1, 2], params, Speculation(window=3, branches=2), Handling(-2, "mine", True)))
     assert [params.structured] == GRAMMARS
     assert replace(opening, session="s") == Open(
         "s",
@@ -220,7 +216,8 @@ def test_what_is_admitted_is_what_was_asked() -> None:
         chain=("tiny",),
         window=256,
         draft_window=3,
-        lockstep=True,
+        draft_branches=2,
+        adaptive=True,
         priority=-2,
         cache_salt="mine",
         watch=True,
@@ -228,7 +225,7 @@ def test_what_is_admitted_is_what_was_asked() -> None:
     )
     plain = SamplingParams(max_tokens=4, ignore_eos=True)
     other = CAPABLE.admit(Task([1, 2], plain))
-    assert (other.ends, other.draft_window, other.adaptive, other.lockstep) == (frozenset(), 32, True, False)
+    assert (other.ends, other.draft_window, other.adaptive) == (frozenset(), 32, True)
     assert other.params == replace(plain, seed=other.params.seed)
     assert other.session != opening.session
 

@@ -46,7 +46,6 @@ CHAINS = {
     "suffix": ("suffix",),
     "all": ("suffix", "tiny", "medium"),
 }
-SCHEDULES = ("async", "lockstep")
 
 
 @pytest.fixture(scope="module")
@@ -81,16 +80,15 @@ PARAMS = {
 
 
 @pytest.mark.parametrize(("params", "tiers"), crossed(PARAMS, CHAINS))
-def test_text_does_not_depend_on_tiers_windows_or_schedule(
+def test_text_does_not_depend_on_tiers_windows_or_branches(
     cascade: Cascade, params: SamplingParams, tiers: tuple[str, ...]
 ) -> None:
-    """Guards the promise: any subset of tiers, window, schedule and branches give the text of the full model alone."""
+    """Guards the promise: any subset of tiers, window and branches give the text of the full model alone."""
     rng = random.Random(params.seed or 0)
     alone = cascade.generate(PROMPT, params, Speculation("off"))
     assert {edge.drafter for edge in alone.stats.edges} == {""}
-    for schedule in SCHEDULES:
-        window, branches = rng.randint(1, 20), rng.choice((None, 0, 1, 20)) if schedule == "async" else None
-        speculation = Speculation(tiers=tiers, window=window, schedule=schedule, branches=branches)  # type: ignore[arg-type]
+    for branches in rng.sample((None, 0, 1, 20), 2):
+        speculation = Speculation(tiers=tiers, window=rng.randint(1, 20), branches=branches)
         other = cascade.generate(PROMPT, params, speculation)
         assert (other.text, other.token_ids, other.finish_reason) == (alone.text, alone.token_ids, alone.finish_reason)
         assert len(other.origins) == len(other.token_ids)
@@ -147,9 +145,8 @@ def test_other_architectures_keep_the_promise(cascade: Cascade, name: str, tempe
         expected = random_cascade.generate(prompt, params, Speculation("off")).token_ids
         if temperature == 0:
             assert list(expected) == greedy
-        for schedule in SCHEDULES:
-            speculation = Speculation(tiers=CHAINS["all"], window=5, schedule=schedule)  # type: ignore[arg-type]
-            assert random_cascade.generate(prompt, params, speculation).token_ids == expected
+        speculation = Speculation(tiers=CHAINS["all"], window=5)
+        assert random_cascade.generate(prompt, params, speculation).token_ids == expected
 
 
 def test_models_on_one_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,13 +180,15 @@ def identical(cascade: Cascade) -> Iterator[Cascade]:  # which counts threads at
 
 
 @pytest.mark.parametrize(
-    ("temperature", "schedule", "num_tokens"),
-    [(0.0, "lockstep", 50), (1.0, "async", 50), *(rare(heat, schedule, 150) for heat in (0.0, 1.0) for schedule in SCHEDULES)],
+    ("temperature", "branches", "num_tokens"),
+    [(0.0, 0, 50), (1.0, None, 50), *(rare(heat, branches, 150) for heat in (0.0, 1.0) for branches in (0, None))],
 )
-def test_identical_models_accept_everything(identical: Cascade, temperature: float, schedule: Any, num_tokens: int) -> None:
+def test_identical_models_accept_everything(
+    identical: Cascade, temperature: float, branches: int | None, num_tokens: int
+) -> None:
     """Guards keys, values and positions of drafters: an error there leaves the text right and the guesses wrong."""
     params = SamplingParams(max_tokens=num_tokens, temperature=temperature, seed=3, ignore_eos=True)
-    speculation = Speculation(tiers=identical.names[:-1], schedule=schedule, window=7)
+    speculation = Speculation(tiers=identical.names[:-1], branches=branches, window=7)
     edges: list[Edge] = []
 
     def drafted() -> int:  # who runs beside its twin may come too late each time
@@ -198,7 +197,7 @@ def test_identical_models_accept_everything(identical: Cascade, temperature: flo
 
     wait_until(drafted)
     assert not any(edge.corrected for edge in edges)
-    if schedule == "lockstep":  # whose drafts are lines: nothing else is offered
+    if branches == 0:  # drafts are lines: nothing else is offered
         assert all(edge.accepted == edge.proposed for edge in edges)
 
 

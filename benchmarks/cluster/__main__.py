@@ -4,7 +4,7 @@
 
 First the family is recorded (`recorded`): its answers to built-in prompts, and what each tier says along them. Passes take
 what those of Qwen3 0.6B, 4B and 32B take on an H100 each (`trio`). Parts: ``one`` (one request at a time: the full model alone,
-pairs in lockstep and not, three tiers, beside the simulator) and ``scale`` (1 to 64 requests at once, one to four full
+pairs, three tiers, beside the simulator) and ``scale`` (1 to 64 requests at once, one to four full
 replicas). Texts must be those that the full model wrote alone, else the run fails.
 With ``--only`` the other parts of the document at ``--results`` stay.
 Devices are fakes (`benchmarks.cluster.emulated`): what is measured is all around them. The last line is one JSON document.
@@ -30,7 +30,7 @@ def measure(parts: Sequence[str], *, quick: bool) -> dict[str, Any]:
     single, many = one.Size(), crowd.Size()
     prompts, tokens = recorded.PROMPTS, recorded.TOKENS
     if quick:
-        single = one.Size(stretch=QUICK_STRETCH, tokens=24, alone=8, warm_up=8, windows=(4,))
+        single = one.Size(stretch=QUICK_STRETCH, tokens=24, alone=8, warm_up=8)
         many = crowd.Size(stretch=QUICK_STRETCH, tokens=24, loads=(1, 4), replicas=((1, 1, 1),))
         prompts, tokens = 1, 24
     recording = timed("Recording the family", lambda: recorded.record(prompts, tokens))

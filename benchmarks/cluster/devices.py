@@ -129,7 +129,6 @@ def simulated(tiers: Sequence[SimTier], asked: Asked, speculation: Speculation, 
         (*(tier for tier in tiers[:-1] if tier.name in lower), tiers[-1]),
         requests,
         window=speculation.draft_window(DEFAULT_WINDOW),
-        lockstep=speculation.schedule == "lockstep",
         branches=speculation.most_branches,
         adaptive=speculation.adaptive,
     )

@@ -24,9 +24,8 @@ from cascade.simulation.scenario import SimTier
 from deployments.ops.launch import Server
 
 LOWER = family.NAMES[:-1]
-WINDOWS = (1, 2, 3, 4, 6, 8, 12)  # of lockstep pairs
-PAIRS = tuple(Mode(f"async pair, {name}", Speculation(tiers=(name,))) for name in LOWER)
-THREE = Mode("async three", Speculation(tiers=LOWER))
+PAIRS = tuple(Mode(f"pair, {name}", Speculation(tiers=(name,))) for name in LOWER)
+THREE = Mode("three", Speculation(tiers=LOWER))
 WARM_ALONE = 8  # tokens
 
 
@@ -38,7 +37,6 @@ class Size:
     tokens: int = 64  # of an answer
     alone: int = 16  # the same of the full tier alone, which always takes as long
     warm_up: int = 48  # of one that does not count, in each mode
-    windows: tuple[int, ...] = WINDOWS
 
 
 @dataclass(slots=True)
@@ -73,8 +71,7 @@ def measure(recording: Recording, setup: Setup, size: Size, tell: Callable[[str]
     texts = recording.texts
     prompts, params = [text.prompt for text in texts], SamplingParams(max_tokens=size.tokens, temperature=0)
     asked, tiers = Asked(prompts, params, setup.ends), setup.tiers()
-    locked = [best_lockstep(tiers, asked, name, size) for name in LOWER]
-    runs = [predicted(tiers, asked, mode, size) for mode in (ALONE, *locked, *PAIRS, THREE, AUTO)]
+    runs = [predicted(tiers, asked, mode, size) for mode in (ALONE, *PAIRS, THREE, AUTO)]
     with Server.start(setup.values, port=0, num_gpus=setup.num_gpus) as server, Client(server.address) as client:
         for run in runs:  # links and leases exist, and the planner knows what pays
             answer(client, prompts[0], replace(params, max_tokens=warm_up(run.mode, size), seed=len(prompts)), run.mode)
@@ -104,16 +101,6 @@ def predicted(tiers: Sequence[SimTier], asked: Asked, mode: Mode, size: Size) ->
 def warm_up(mode: Mode, size: Size) -> int:
     """Tokens of the first answer; the full tier alone has nothing to learn."""
     return min(WARM_ALONE, size.warm_up) if mode is ALONE else size.warm_up
-
-
-def best_lockstep(tiers: Sequence[SimTier], asked: Asked, drafter: str, size: Size) -> Mode:
-    """The lockstep pair of a drafter with the window that is best in the simulator."""
-    modes = [
-        Mode(f"lockstep pair, {drafter}, {window}", Speculation(tiers=(drafter,), window=window, schedule="lockstep"))
-        for window in size.windows
-    ]
-    times = [simulated(tiers, asked, mode.speculation, size.warm_up).seconds for mode in modes]
-    return modes[times.index(min(times))]
 
 
 def figures(setup: Setup, runs: Sequence[Run], texts: Sequence[RecordedText]) -> dict[str, Any]:
@@ -149,13 +136,12 @@ def agreement(recording: Recording) -> dict[str, float]:
 
 def ratios(speeds: Mapping[str, float]) -> dict[str, float]:
     """Of three tiers, and of those that the planner chooses."""
-    best = {kind: max(speed for name, speed in speeds.items() if name.startswith(kind)) for kind in ("lockstep", "async pair")}
+    pair = max(speeds[mode.name] for mode in PAIRS)
     three, auto, alone = (speeds[mode.name] for mode in (THREE, AUTO, ALONE))
     found = {
         "auto_vs_best": auto / max(speed for name, speed in speeds.items() if name != AUTO.name),
         "three_vs_alone": three / alone,
-        "three_vs_async_pair": three / best["async pair"],
-        "three_vs_lockstep_pair": three / best["lockstep"],
+        "three_vs_pair": three / pair,
         "auto_vs_alone": auto / alone,
     }
     return {name: round(value, 3) for name, value in found.items()}

@@ -17,7 +17,7 @@ from cascade.planner.acceptance import Calibration, DraftStats, RunAhead
 from cascade.scorer import Scored
 from cascade.session.branches import UNKNOWN, Branch, Branches, Margin
 from cascade.session.edge_totals import EdgeTotals
-from cascade.session.guesses import MAX_NODES, Guesses, Hint, usable_nodes
+from cascade.session.guesses import Guesses, Hint, usable_nodes
 
 MIN_RUN_AHEAD = 2
 MAX_REPEATED = 4  # tokens of a proposal at most, for each that the tier above has not been sent
@@ -103,9 +103,8 @@ class Session:
         """How far the text may go on. Computed when it or what is committed changes, since each pass asks many times."""
         text, opening = self.text, self.opening
         self.done = len(text) >= self._limit or (len(text) > opening.prompt_len and text[-1] in opening.ends)
-        if not opening.lockstep:  # where a window is always whole
-            useful = self.run_ahead.tokens
-            self.window = opening.window if useful >= opening.window else max(MIN_RUN_AHEAD, math.ceil(useful))
+        useful = self.run_ahead.tokens
+        self.window = opening.window if useful >= opening.window else max(MIN_RUN_AHEAD, math.ceil(useful))
         left = min(self._limit, self.committed + self.window) - len(text)
         self.stalled = self.done or left <= 0
         self.max_depth = max(0, left - 1)
@@ -140,13 +139,6 @@ class Session:
     @property
     def runner_ups(self) -> int:
         return RUNNER_UPS if self.branches is not None else 0
-
-    @property
-    def window_full(self) -> bool:
-        """All that the tier below drafts before it waits is here: a whole window, or a text's end."""
-        tokens = self.guesses.draft.trunk.tokens
-        whole = min(self.opening.draft_window, self.max_depth, MAX_NODES)
-        return len(tokens) >= whole or not self.opening.ends.isdisjoint(tokens[-1:])
 
     def candidates(self) -> list[tuple[float, int]]:
         """Nodes of the draft that the next pass can use, each with the chance that it is right: the likeliest first."""

@@ -74,7 +74,6 @@ class Scenario:
     tiers: tuple[SimTier, ...]
     requests: tuple[Request, ...]
     window: int = DEFAULT_WINDOW  # tokens a lower tier may run ahead
-    lockstep: bool = False
     faults: Faults = NO_FAULTS
     max_pass_tokens: int = 512
     deadline_s: float = math.inf  # virtual time after which it is `Stuck`

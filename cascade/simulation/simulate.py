@@ -196,8 +196,7 @@ class Router:
             chain=tuple(tier.name for tier in reversed(tiers[:-1])),
             window=UNBOUNDED,
             draft_window=self.scenario.window,
-            draft_branches=0 if self.scenario.lockstep else self.scenario.branches,
-            lockstep=self.scenario.lockstep,
+            draft_branches=self.scenario.branches,
             adaptive=self.scenario.adaptive,
         )
         self.texts[index] = []

@@ -118,9 +118,7 @@ class Loop(Generic[U]):
         self._drafting.begin(slot, len(self.slots), now)
 
     def _inner_drafters(self, opening: Open) -> tuple[InnerDrafter, ...]:
-        """Drafters inside the tier that the request allows; with tiers below in lockstep none."""
-        if opening.lockstep and opening.chain:
-            return ()
+        """Drafters inside the tier that the request allows."""
         learnt, temperature = self._drafting.calibrations, opening.params.temperature
         chosen = (drafter for drafter in self._drafters if drafter.name in opening.drafters)
         return tuple(InnerDrafter(one.name, learnt.of(one.name, temperature), one.begin(opening.cache_salt)) for one in chosen)

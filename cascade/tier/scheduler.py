@@ -19,7 +19,6 @@ from cascade.tier.slot import Slot, U
 PRIORITY_S = 10.0  # a step of priority is worth having come so much earlier: so nobody starves
 PREFILL_SHARE = 4  # prefills get at least this part of a pass, one over it
 MAX_STRETCH = 3.0  # a prefill beside sessions that decode may take so many times their pass
-LOCKSTEP_PATIENCE_S = 5.0  # a lockstep verifier goes on without a whole window after this time: nothing hangs
 MIN_BRANCH_CHANCE = 0.05  # to be of use, for which a pass may start that scores nothing but branches
 
 Batch: TypeAlias = list[tuple[Slot[U], Work]]
@@ -55,9 +54,8 @@ def schedule(
     first = min((start_at for start_at, _ in ready), default=None)
     if first is None or first > now:
         return [], first
-    joining = [slot for start_at, slot in ready if start_at <= now or not slot.session.opening.lockstep]
-    prefills = [slot for slot in joining if slot.session.num_pending >= CHUNK]
-    decodes = [slot for slot in joining if slot.session.num_pending < CHUNK]
+    prefills = [slot for _, slot in ready if slot.session.num_pending >= CHUNK]
+    decodes = [slot for _, slot in ready if slot.session.num_pending < CHUNK]
     reserved = _prefill_budget(prefills, decodes, profile, max_tokens)
     batch = _decode_rows(decodes, branches, max_tokens - reserved, policy.max_guesses, profile)
     left = max_tokens - sum(len(work) for _, work in batch)
@@ -71,8 +69,6 @@ def _start_at(slot: Slot[Any], policy: Policy, profile: Profile) -> float:
     session, since = slot.session, slot.since
     if not session.drafter or session.prefilling or not session.max_depth:
         return since
-    if session.opening.lockstep:
-        return since if session.window_full else since + LOCKSTEP_PATIENCE_S
     stats = session.guesses.stats
     if stats.interrupted and session.likely_depth < policy.waits_for(stats, session.max_depth):
         return since + policy.patience * profile.pass_s
@@ -106,12 +102,6 @@ def _decode_rows(
             nodes[id(slot)] = []
             own += slot.session.chance
             left -= slot.session.num_pending
-    for slot in texts:
-        if slot.session.opening.lockstep:  # its window is scored as a whole, whatever it costs
-            window = slot.session.candidates()[: max(0, min(max_guesses, left))]
-            nodes[id(slot)] = [node for _, node in window]
-            own += sum(chance for chance, _ in window)
-            left -= len(window)
     candidates = _candidates(texts, slots, branches, max_guesses) if left > 0 else []
     sizes = [(chance, len(one.pending) if isinstance(one, Branch) else 1) for chance, _, one in candidates]
     cost = partial(profile.turn, context=sum(slot.session.kv_len for slot in texts))
@@ -135,8 +125,7 @@ def _candidates(
     found: list[Candidate[U]] = []
     for slot in texts:
         session = slot.session
-        if not session.opening.lockstep:
-            found += [(session.chance * chance, slot, node) for chance, node in session.candidates()[:max_guesses]]
+        found += [(session.chance * chance, slot, node) for chance, node in session.candidates()[:max_guesses]]
     for slot in slots:
         found += [(chance, slot, branch) for chance, branch in branches.get(id(slot), ())]
     return sorted(found, key=itemgetter(0), reverse=True)

@@ -30,7 +30,7 @@ class Message(_message.Message):
     def __init__(self, session: _Optional[str] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("tokens", "prompt_len", "sampling", "ends", "tier", "chain", "window", "draft_window", "lockstep", "priority", "cache_salt", "adaptive", "watch", "branches", "draft_branches", "drafters", "traceparent", "tracestate", "lease", "domain")
+    __slots__ = ("tokens", "prompt_len", "sampling", "ends", "tier", "chain", "window", "draft_window", "priority", "cache_salt", "adaptive", "watch", "branches", "draft_branches", "drafters", "traceparent", "tracestate", "lease", "domain")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -39,7 +39,6 @@ class Open(_message.Message):
     CHAIN_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     DRAFT_WINDOW_FIELD_NUMBER: _ClassVar[int]
-    LOCKSTEP_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     ADAPTIVE_FIELD_NUMBER: _ClassVar[int]
@@ -59,7 +58,6 @@ class Open(_message.Message):
     chain: _containers.RepeatedScalarFieldContainer[str]
     window: int
     draft_window: int
-    lockstep: bool
     priority: int
     cache_salt: str
     adaptive: bool
@@ -71,7 +69,7 @@ class Open(_message.Message):
     tracestate: str
     lease: str
     domain: str
-    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[_serving_pb2.Sampling, _Mapping]] = ..., ends: _Optional[_Iterable[int]] = ..., tier: _Optional[str] = ..., chain: _Optional[_Iterable[str]] = ..., window: _Optional[int] = ..., draft_window: _Optional[int] = ..., lockstep: _Optional[bool] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adaptive: _Optional[bool] = ..., watch: _Optional[bool] = ..., branches: _Optional[int] = ..., draft_branches: _Optional[int] = ..., drafters: _Optional[_Iterable[str]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., lease: _Optional[str] = ..., domain: _Optional[str] = ...) -> None: ...
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[_serving_pb2.Sampling, _Mapping]] = ..., ends: _Optional[_Iterable[int]] = ..., tier: _Optional[str] = ..., chain: _Optional[_Iterable[str]] = ..., window: _Optional[int] = ..., draft_window: _Optional[int] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adaptive: _Optional[bool] = ..., watch: _Optional[bool] = ..., branches: _Optional[int] = ..., draft_branches: _Optional[int] = ..., drafters: _Optional[_Iterable[str]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., lease: _Optional[str] = ..., domain: _Optional[str] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("start", "tokens")

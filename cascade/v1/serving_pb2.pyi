@@ -108,18 +108,16 @@ class Choice(_message.Message):
     def __init__(self, texts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Speculation(_message.Message):
-    __slots__ = ("mode", "tiers", "window", "schedule", "branches")
+    __slots__ = ("mode", "tiers", "window", "branches")
     MODE_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
-    SCHEDULE_FIELD_NUMBER: _ClassVar[int]
     BRANCHES_FIELD_NUMBER: _ClassVar[int]
     mode: str
     tiers: _containers.RepeatedScalarFieldContainer[str]
     window: int
-    schedule: str
     branches: int
-    def __init__(self, mode: _Optional[str] = ..., tiers: _Optional[_Iterable[str]] = ..., window: _Optional[int] = ..., schedule: _Optional[str] = ..., branches: _Optional[int] = ...) -> None: ...
+    def __init__(self, mode: _Optional[str] = ..., tiers: _Optional[_Iterable[str]] = ..., window: _Optional[int] = ..., branches: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("text", "tokens", "finish", "prompt", "lanes", "seed")

@@ -28,12 +28,17 @@ served = serving()
 def test_positions_and_reasons_are_reported(served: House) -> None:
     """Guards the way from the full tier to the client: counts by position, time to first token, the reason; over HTTP, too."""
     with Client(served.grpc) as client:
-        drafted = client.generate(
-            PROMPT, SamplingParams(max_tokens=60, seed=3, ignore_eos=True), Speculation(schedule="lockstep", window=4)
-        ).stats
+        everyone = Speculation(tiers=("tiny", "medium"), window=4)
+        params = SamplingParams(max_tokens=60, seed=3, ignore_eos=True)
+        answers: list[Stats] = []
+
+        def accepted() -> int:  # guesses may come too late on a busy machine
+            answers.append(client.generate(PROMPT, params, everyone).stats)
+            return sum(edge.accepted for edge in answers[-1].edges if edge.verifier == "full")
+
+        wait_until(accepted)
+        drafted = answers[-1]
         alone = client.generate(PROMPT, SamplingParams(max_tokens=8, seed=3), Speculation("off")).stats
-    top = [edge for edge in drafted.edges if edge.verifier == "full"]
-    assert sum(edge.accepted for edge in top) > 0
     assert all(sum(edge.accepted_by_position) <= edge.accepted for edge in drafted.edges)
     assert all(edge.accepted_by_position[0] <= edge.passes for edge in drafted.edges if edge.accepted)
     assert (drafted.undrafted, alone.undrafted) == (None, "disabled")

@@ -45,7 +45,6 @@ HANDLED: dict[str, dict[str, Any]] = {
 DRAFTED: dict[str, dict[str, Any]] = {
     "tiers": {"tiers": ("tiny",)},
     "window": {"window": 3},
-    "schedule": {"schedule": "lockstep"},
     "branches": {"branches": 0},
 }
 SILENT = {"logprobs", "prompt_logprobs", *HANDLED, *DRAFTED}  # never change a text

@@ -2,7 +2,7 @@
 
 from benchmarks.cluster import __main__ as bench
 from benchmarks.cluster import crowd, one
-from benchmarks.cluster.devices import FILE, Asked, Setup, Simulated
+from benchmarks.cluster.devices import FILE, Setup, Simulated
 from benchmarks.cluster.emulated import Device
 from benchmarks.cluster.recording import RecordedText, Recording
 from benchmarks.cluster.trio import TRIO
@@ -29,13 +29,7 @@ def test_other_texts_fail_the_run() -> None:
     texts = [RecordedText((1,), (((RunnerUp(1, 0.0),), (RunnerUp(2, 0.0),)),) * 3, "code")]
     runs = [
         one.Run(mode, Simulated((2.0,), ((1, 2),), 1.0), seconds=[1.0], texts=[(1, 2)])
-        for mode in (
-            one.ALONE,
-            one.best_lockstep(Setup().tiers(), Asked(PROMPTS, PARAMS), "tiny", one.Size(windows=(4,))),
-            *one.PAIRS,
-            one.THREE,
-            one.AUTO,
-        )
+        for mode in (one.ALONE, *one.PAIRS, one.THREE, one.AUTO)
     ]
     found = one.figures(Setup(), runs, texts)
     assert lossless({"one": found})

@@ -92,14 +92,6 @@ def test_a_text_is_the_full_models(tiers: list[Tier], temperature: float, branch
         assert all(edge.accepted <= edge.proposed for edge in own)
 
 
-def test_rounds_are_whole_windows_of_the_tier_below(tiers: list[Tier]) -> None:
-    """Guards lockstep, a measurement of chains: with a chain no drafter inside takes part, and without one nothing waits."""
-    asked = request(tiers, 1, 0.0, lockstep=True)
-    [answer], _ = written(tiers[-1], asked)
-    edges = {edge.drafter for edge in answer.edges if edge.verifier == tiers[-1].name}
-    assert edges <= ({"1"} if asked.chain else {"", *asked.drafters})
-
-
 @pytest.mark.parametrize("asked", [("lookup",), ("suffix",), ()])
 def test_a_text_that_repeats_itself_takes_few_passes(asked: tuple[str, ...]) -> None:
     """Guards the speed that it is for, through the bends in a text that repeats itself but for a token now and then; and

@@ -5,6 +5,7 @@ import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from cascade.engine.adapters import AdaptedModel
 from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ConfigError
-from cascade.params import Speculation
 from cascade.scorer import Row
 from cascade.settings.config import CascadeConfig
 from tests import small
@@ -164,20 +164,6 @@ def test_adapters_that_do_not_fit_are_refused(folder: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_draft_tiers_use_the_adapter_of_the_request(folder: Path) -> None:
-    """Guards drafts for an adapter: a tier that has it too is always right. One that has it not drafts as itself, and must not
-    swallow the name: the tier below it, the same model, then drafts otherwise than it does."""
-    with Cascade([adapted(folder), Model(build("llama")), adapted(folder)], tokenizer()) as cascade:
-        for name in NAMES:
-            params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, adapter=name)
-            for tiers in (("tiny",), ("tiny", "medium")):
-                answer = cascade.generate(PROMPT, params, Speculation(tiers=tiers, window=4, schedule="lockstep"))
-                assert list(answer.token_ids) == expected(folder, name)
-                edge = {edge.drafter: edge for edge in answer.stats.edges}["tiny"]
-                assert edge.proposed > 0
-                assert (edge.corrected > 0) == (len(tiers) == 2 and name != "")
-
-
 def test_a_draft_tier_takes_no_folder_of_adapters() -> None:
     """Guards the configuration: what a lower tier would ignore is refused."""
     values = small.config().model_dump(mode="json")
@@ -190,8 +176,8 @@ def test_a_draft_tier_takes_no_folder_of_adapters() -> None:
 
 
 def test_quantised_checkpoints_are_served(tmp_path: Path) -> None:
-    """Guards checkpoints in fewer bits, as Transformers writes them: a twin of the full model is nearly always right, takes the
-    memory of its bits, and is never heard in the text."""
+    """Guards checkpoints in fewer bits, as Transformers writes them: a twin of a model nearly always says the same, in the
+    memory of its bits."""
     source, folder = small.paths()[-1], str(tmp_path)
     bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
     AutoModelForCausalLM.from_pretrained(source, quantization_config=bits, device_map="cpu").save_pretrained(folder)
@@ -200,13 +186,10 @@ def test_quantised_checkpoints_are_served(tmp_path: Path) -> None:
     packed = Model.from_pretrained(folder, dtype="float32", device="cpu")
     held, whole = (sum(weight.nbytes for weight in model._network.parameters()) for model in (packed, full))
     assert held < 0.45 * whole  # embeddings stay
-    params = SamplingParams(max_tokens=64, temperature=0.0)
-    with Cascade([packed, full], tokenizer()) as cascade:
-        alone = cascade.generate("def read(path):\n", params, Speculation("off"))
-        drafted = cascade.generate("def read(path):\n", params, Speculation(tiers=("tiny",), window=4, schedule="lockstep"))
-    assert drafted.token_ids == alone.token_ids
-    edge = drafted.stats.edges[0]
-    assert edge.accepted > 0.7 * edge.proposed > 0
+    text = list(tokenizer().encode("def read(path):\n    with open(path) as file:\n        return file.read()\n"))
+    greedy = SamplingParams(temperature=0, seed=0)
+    own, others = ([*one.run([Row(one.new_cache(), 0, text, len(text), greedy)])[0].own] for one in (packed, full))
+    assert sum(map(eq, own, others)) > 0.7 * len(text)
 
 
 def test_adapters_of_a_shared_model_do_not_mix(folder: Path) -> None:

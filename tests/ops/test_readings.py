@@ -8,6 +8,7 @@ from dataclasses import replace
 from cascade import SamplingParams, Speculation
 from cascade.bench.scrape import scrape
 from cascade.client import Client
+from cascade.messages import Edge
 from cascade.planner.cost import Profile
 from deployments.ops.metrics.series import SERIES
 from deployments.tier import replica_readings
@@ -111,11 +112,16 @@ def test_vllms_benchmark_finds_what_drafters_did(served: House) -> None:
 
     before = counted()
     with Client(served.grpc) as client:
-        asked = [replace(PARAMS, seed=seed) for seed in range(3)]
-        answers = [client.generate("def read(path):\n", one, Speculation(schedule="lockstep")).stats.drafted for one in asked]
+        answers: list[Edge] = []
+
+        def accepted() -> int:  # guesses may come too late on a busy machine
+            asked = replace(PARAMS, seed=len(answers))
+            answers.append(client.generate("def read(path):\n", asked, Speculation(tiers=("tiny", "medium"))).stats.drafted)
+            return answers[-1].accepted
+
+        wait_until(accepted)
     served.settle()
     drafted = sum(answers[1:], answers[0])
-    assert drafted.accepted > 0
     expected = {
         "num_drafts_total": drafted.passes,
         "num_draft_tokens_total": drafted.proposed,

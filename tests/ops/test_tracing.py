@@ -125,7 +125,7 @@ LINKS = {  # whose child each span is
 def test_one_trace_over_all_processes(served: House, traces: Traces) -> None:
     """Guards the parents of spans, and what they say of the work that each tier did."""
     traces.taken()
-    num_tokens = generate(served, speculation=replace(ALL, schedule="lockstep"))  # guesses come in time
+    num_tokens = generate(served)
     spans = tree(traces.taken())
     assert trace_ids(list(spans.values())) == {TRACE}
     assert spans.keys() == LINKS.keys() | {"cascade.request"}

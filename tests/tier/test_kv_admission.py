@@ -35,8 +35,7 @@ def prompted(tokens: tuple[int, ...], **options: object) -> Open:
 
 
 @pytest.mark.parametrize("blocks", [4, 7, 60])
-@pytest.mark.parametrize("lockstep", [False, True])
-def test_short_memory_changes_no_text_and_starves_nobody(blocks: int, lockstep: bool) -> None:
+def test_short_memory_changes_no_text_and_starves_nobody(blocks: int) -> None:
     """Guards requests against each other: when only one or two fit at a time, all finish, with the text they have alone."""
     models = [ToyModel(agreement=0.6), ToyModel(agreement=0.8), ToyModel()]
     tiers = [Tier(str(level), level, model, cache_tokens=blocks * BLOCK) for level, model in enumerate(models)]
@@ -44,7 +43,7 @@ def test_short_memory_changes_no_text_and_starves_nobody(blocks: int, lockstep: 
     for tier in tiers:
         tier.start()
     chains = ("1", "0"), ("0",), ()
-    written(tiers[-1], *(opening(s, 0.8, 5 + 3 * s, chain=chains[s % 3], lockstep=lockstep) for s in range(14)))
+    written(tiers[-1], *(opening(s, 0.8, 5 + 3 * s, chain=chains[s % 3]) for s in range(14)))
     settle(tiers)
     for tier in tiers:
         check_memory(tier.kv_admission)

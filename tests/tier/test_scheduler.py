@@ -1,7 +1,5 @@
 """What goes into a pass: budget, order and shares, without threads, models or clocks."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -144,16 +142,6 @@ def test_a_session_that_waits_for_guesses_joins_a_pass() -> None:
     assert not batch
     assert again_at is not None
     assert picked([waiting, ready]) == [1, 1]
-
-
-def test_lockstep_windows_are_whole_whatever_they_cost() -> None:
-    """Guards the baseline against passes that were slow once."""
-    dear = Profile([(1, 0.01), (2, 0.02), (3, 10.0), (600, 1000.0)])
-    plain, waiting = slot(1, 8), slot(1, 8)
-    waiting.session.opening = replace(waiting.session.opening, lockstep=True)
-    assert picked([plain], costs=dear) < [9]
-    assert picked([waiting], costs=dear) == [9]
-    assert picked([waiting], 5, costs=dear) == [5]
 
 
 def test_guesses_are_judged_by_all_that_a_pass_takes() -> None:

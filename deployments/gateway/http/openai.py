@@ -28,7 +28,6 @@ class SpeculationBody(Body):
     mode: Literal["auto", "off"] = "auto"
     tiers: Annotated[list[str], Field(max_length=MAX_TIERS, fail_fast=True)] | None = None
     window: int | None = None
-    schedule: Literal["async", "lockstep"] = "async"
     branches: int | None = None
 
 

@@ -20,12 +20,13 @@ from transformers import (
 from cascade import InvalidRequest, SamplingParams, Structured
 from cascade.engine.sampling.processors import shape
 from cascade.engine.sampling.state import SequenceState, state_maker
-from cascade.messages import Open, mint
+from cascade.messages import Edge, Open, mint
 from cascade.scorer import Row, Scored
 from cascade.simulation.toy import ToyModel, full_text
 from cascade.tier.tier import Tier
 from tests.cases import examples
 from tests.tier.test_tier import answered, running
+from tests.waiting import wait_until
 
 VOCAB = 12
 PROMPT = (1, 2, 3, 2)
@@ -147,13 +148,12 @@ def cascades() -> Iterator[list[list[Tier]]]:
     which=st.integers(0, 2),
     chain=st.sampled_from([(), ("tiny",), ("medium",), ("medium", "tiny")]),
     window=st.integers(1, 9),
-    lockstep=st.booleans(),
 )
 def test_text_is_the_full_models(
-    cascades: list[list[Tier]], params: SamplingParams, which: int, chain: tuple[str, ...], window: int, lockstep: bool
+    cascades: list[list[Tier]], params: SamplingParams, which: int, chain: tuple[str, ...], window: int
 ) -> None:
     """Guards the promise for every parameter: any tiers, windows and drafts give the text of the full model alone."""
-    request = opening_of(params, chain=chain, draft_window=window, lockstep=lockstep)
+    request = opening_of(params, chain=chain, draft_window=window)
     [answer], _ = answered(cascades[which][-1], request)
     expected = full_text(ToyModel(VOCAB), request)
     assert [*PROMPT, *answer.tokens] == expected
@@ -167,9 +167,15 @@ def test_penalised_drafts_are_accepted(cascades: list[list[Tier]]) -> None:
         max_tokens=60, temperature=0.8, seed=3, presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=1.3,
         logit_bias={5: 2.0}, min_tokens=60, logprobs=1,
     )  # fmt: skip
-    [answer], _ = answered(cascades[-1][-1], opening_of(params, chain=("tiny",), draft_window=6, lockstep=True))
-    assert sum(edge.proposed for edge in answer.edges) > 30
-    assert all(edge.accepted == edge.proposed for edge in answer.edges)
+    edges: list[Edge] = []
+
+    def drafted() -> bool:  # a tier as fast as its verifier comes too late at times
+        [answer], _ = answered(cascades[-1][-1], opening_of(params, chain=("tiny",), draft_window=6))
+        edges.extend(answer.edges)
+        return sum(edge.proposed for edge in edges) > 30
+
+    wait_until(drafted)
+    assert all(edge.accepted == edge.proposed for edge in edges)
 
 
 PROCESSORS = {

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from cascade.messages import Commit, Edge, Lane, Logprobs, Open, Proposal
+from cascade.messages import Commit, Edge, Logprobs, Open, Proposal
 
 FinishReason = Literal["stop", "length"]
 Undrafted = Literal["disabled", "load", "low_acceptance", "no_replica", "short", "late"]
@@ -93,7 +93,6 @@ class Chunk:
     index: int = 0  # of the prompt, in a batch
     logprobs: tuple[Logprobs, ...] = ()  # one a token if the request asked for them
     prompt: tuple[PromptToken, ...] = ()  # with the first piece, if the request asked for log-probabilities of it
-    lanes: tuple[Lane, ...] = ()  # of watched requests; positions are those of the output, and such a piece may have no tokens
     seed: int | None = None  # of the shared noise, with the first piece
 
 
@@ -160,7 +159,7 @@ class Answer:
         known = begin - proposal.start
         new = proposal.draft.tokens[known:] if known >= 0 else ()
         if not new:
-            return (self._watched(None, proposal) if self._num_sent_tokens else None), None
+            return None, None
         if len(self.tokens) == self._num_known:
             self._num_cached = proposal.cached
         if not self.tokens and self.elapsed is not None:
@@ -173,14 +172,7 @@ class Answer:
             assert len(proposal.logprobs) == len(proposal.draft), "the full tier was asked for log-probabilities"
             self.logprobs += proposal.logprobs[known:]
         self._extend(new, proposal.draft.origins[known:])
-        return self._watched(self._piece(), proposal), Commit(proposal.session, begin, tuple(new))
-
-    def _watched(self, chunk: Chunk | None, proposal: Proposal) -> Chunk | None:
-        """``chunk`` with the lanes that came with it."""
-        if not proposal.lanes:
-            return chunk
-        lanes = tuple(replace(lane, start=lane.start - self.opening.prompt_len) for lane in proposal.lanes)
-        return replace(chunk or Chunk("", (), (), b"", index=self.index), lanes=lanes)
+        return self._piece(), Commit(proposal.session, begin, tuple(new))
 
     def replay(self, session: str) -> Open:
         """The opening that lets another replica go on where this text stands."""

@@ -83,7 +83,6 @@ class Capabilities:
             adaptive=speculation.adaptive,
             priority=task.handling.priority,
             cache_salt=task.handling.cache_salt,
-            watch=task.handling.watch,
             train=task.handling.train,
             domain=params.adapter,
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 from typing import Any, Protocol
 
-from cascade.draft import NO_DRAFT, Draft
+from cascade.draft import Draft
 from cascade.params import SamplingParams
 
 MAX_POSITIONS = 16  # of a draft that are counted one by one
@@ -85,23 +85,6 @@ class Logprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
-    """Guesses of a tier that the one above it has not judged yet, for clients that watch."""
-
-    tier: str
-    start: int  # position of the first
-    tokens: tuple[int, ...]
-    parents: tuple[int, ...] = ()  # as those of a `Draft`
-
-    def after(self, text: Sequence[int]) -> "Lane":
-        """What it guesses after ``text``; nothing if the text contradicts it."""
-        known, draft = text[self.start :], Draft(self.tokens, bytes(len(self.tokens)), parents=self.parents)
-        path = draft.find(known)
-        rest = draft.below(path[-1] if path else -1) if len(path) == len(known) else NO_DRAFT
-        return Lane(self.tier, max(self.start, len(text)), rest.tokens, rest.parents)
-
-
-@dataclass(frozen=True, slots=True)
 class Open:
     """Begin a session: write on after ``tokens``, the first ``prompt_len`` of which are the prompt."""
 
@@ -117,7 +100,6 @@ class Open:
     adaptive: bool = False  # tiers of the chain that do not pay may be left out
     priority: int = 0  # lower is served sooner
     cache_salt: str = ""  # keys and values are reused only among requests with the same one
-    watch: bool = False  # proposals bring lanes, and come for these alone too
     train: bool = True  # drafters may learn from its text; only routers ask, so it is not on the wire
     branches: int = 0  # beside its text that this session may write and offer, see `cascade.session.branches`
     draft_branches: int = 0  # the same for the sessions below
@@ -165,7 +147,6 @@ class Proposal:
     logprobs: tuple[Logprobs, ...] = field(default=(), compare=False)  # one a token where the session was opened with them
     skip_reason: str = field(default="", compare=False)  # why the sender's planner leaves out the tiers below, if it does
     prompt_logprobs: tuple[Logprobs, ...] = field(default=(), compare=False)  # of the prompt's tokens but the first, likewise
-    lanes: tuple[Lane, ...] = field(default=(), compare=False)  # of the tiers below, where the session is watched
     cached: int = field(default=0, compare=False)  # positions of the prompt whose keys and values the sender had already
 
 

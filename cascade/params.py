@@ -265,7 +265,6 @@ class Handling:
 
     priority: int = 0  # lower is served sooner; nobody starves, see `cascade.tier.scheduler.PRIORITY_S`
     cache_salt: str = ""  # keys and values of a prompt are reused only among requests with the same salt
-    watch: bool = False  # the stream also brings guesses that no tier has verified yet, see `cascade.messages.Lane`
     train: bool = True  # drafters may learn from the answer, where the server lets them
 
     def __post_init__(self) -> None:
@@ -276,5 +275,4 @@ class Handling:
         _limit("cache_salt", len(self.cache_salt), MAX_SALT_CHARS, "characters")
         if not is_text(self.cache_salt):
             raise InvalidRequest(f"cache_salt is {self.cache_salt!r}: {LONE_SURROGATE}")
-        _require(isinstance(self.watch, bool), "watch", self.watch, "true or false")
         _require(isinstance(self.train, bool), "train", self.train, "true or false")

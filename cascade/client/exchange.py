@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from cascade.answer import Chunk, Completion, PromptToken, Stats
-from cascade.client.wire import decode_edge, decode_lane, encode_sampling, encode_speculation
+from cascade.client.wire import decode_edge, encode_sampling, encode_speculation
 from cascade.errors import InvalidRequest, Unavailable
 from cascade.messages import Logprobs, origin
 from cascade.params import Handling, SamplingParams, Speculation
@@ -69,7 +69,6 @@ class Exchange(ABC, Generic[Whole, Piece]):
             completion=completion,
             logprobs=_logprobs(response.tokens),
             prompt=_prompt_tokens(response.prompt),
-            lanes=tuple(map(decode_lane, response.lanes)),
             seed=seed,
         )
 

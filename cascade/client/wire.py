@@ -9,7 +9,7 @@ from typing import Any
 
 from google.protobuf.message import Message as ProtoMessage
 
-from cascade.messages import MAX_POSITIONS, MAX_RANKS, Edge, Lane
+from cascade.messages import MAX_POSITIONS, MAX_RANKS, Edge
 from cascade.params import Handling, SamplingParams, Speculation, Structured
 from cascade.v1 import link_pb2
 from cascade.v1 import serving_pb2 as pb
@@ -74,16 +74,6 @@ def decode_speculation(speculation: pb.Speculation) -> Speculation:
 def decode_handling(request: pb.GenerateRequest | pb.ChatRequest) -> Handling:
     """How the request is handled among others; raises `InvalidRequest`."""
     return Handling(**values(request, HANDLING))
-
-
-def encode_lane(lane: Lane) -> pb.Lane:
-    """Guesses of a tier on the wire."""
-    return pb.Lane(tier=lane.tier, start=lane.start, tokens=lane.tokens, parents=[parent + 1 for parent in lane.parents])
-
-
-def decode_lane(lane: pb.Lane) -> Lane:
-    """Guesses of a tier from the wire; raises `ValueError` if they are no tree."""
-    return Lane(lane.tier, lane.start, tuple(lane.tokens), decode_parents(lane.parents, len(lane.tokens)))
 
 
 def decode_parents(sent: Sequence[int], size: int) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from cascade.draft import NO_DRAFT, Draft, num_same
-from cascade.messages import Lane, Proposal
+from cascade.messages import Proposal
 from cascade.planner.acceptance import Calibration, DraftStats
 from cascade.session.edge_totals import EdgeTotals
 
@@ -77,7 +77,6 @@ class Guesses:
         self.hints: tuple[Hint, ...] = ()  # of drafters inside the tier
         self.stats = DraftStats()  # of the tier below
         self.calibration = Calibration()  # of its guesses
-        self.lanes_below: tuple[Lane, ...] = ()  # in a watched session, what the tier below has told of those below it
         self._unprepared: int | None = None  # position of a correction that no guess is known after
         self._pool: tuple[Draft, tuple[Hint, ...], Pool] | None = None  # the last one, and what it was made of
 
@@ -94,18 +93,9 @@ class Guesses:
         likely = sum(chance > LIKELY for hint in self.hints for chance in hint.calibration.chances(hint.draft.trunk))
         return max(self.draft.height, likely)
 
-    def lanes(self, text: Sequence[int], drafter: str) -> tuple[Lane, ...]:
-        """Guesses after ``text`` that nobody has judged: those at hand, and those that tiers below have of each other."""
-        begin, end = len(text), len(text) + len(self.draft.trunk)
-        hints = tuple(Lane(hint.drafter, begin, hint.draft.tokens, hint.draft.parents) for hint in self.hints)
-        if not drafter:
-            return hints
-        below = (lane.after(text) for lane in self.lanes_below if lane.start <= end)  # others: of a text cut since
-        return (Lane(drafter, begin, self.draft.tokens, self.draft.parents), *hints, *below)
-
     def change_drafter(self) -> None:
         """The tier below is another one, or none, from now on."""
-        self.lanes_below, self._unprepared = (), None
+        self._unprepared = None
 
     def advance(self, start: int, new: Sequence[int], path: Sequence[int]) -> None:
         """The text goes on with ``new`` at ``start``: count which guesses were right, and keep what is guessed after them.
@@ -122,7 +112,6 @@ class Guesses:
         self._totals.current.agreed += num_right
         if num_right < min(len(trunk), len(new)):  # the tier below was wrong there
             self._totals.current.corrected += 1
-            self.lanes_below = ()
             if len(path) > num_right and (num_prepared := self.draft.below(path[num_right]).height):
                 self._totals.prepared(num_prepared)
             else:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cascade.draft import NO_DRAFT, Draft, num_same
-from cascade.messages import RUNNER_UPS, Close, Commit, Edge, Lane, Open, Proposal, origin
+from cascade.messages import RUNNER_UPS, Close, Commit, Edge, Open, Proposal, origin
 from cascade.planner.acceptance import Calibration, DraftStats, RunAhead
 from cascade.scorer import Scored
 from cascade.session.branches import UNKNOWN, Branch, Branches, Margin
@@ -266,8 +266,6 @@ class Session:
         if proposal.session != self.drafter_session:
             return
         self.totals.heard(proposal.edges)
-        if self.opening.watch:
-            self.guesses.lanes_below = proposal.lanes
         self.guesses.receive(proposal, self.text)
 
     def hint(self, hints: Sequence[Hint]) -> None:
@@ -279,18 +277,17 @@ class Session:
         """All that is not committed, for the tier above; ``None`` if there is nothing, or nothing worth a message.
 
         The further ahead a token is, the less its chance to be right, and the longer until it is wanted: so what is repeated
-        with it may be `MAX_REPEATED` times as long, and a text ahead takes few messages instead of one for each token. Watched
-        sessions tell everything, and their lanes.
+        with it may be `MAX_REPEATED` times as long, and a text ahead takes few messages instead of one for each token.
         """
         ahead, new = len(self.text) - self.committed, len(self.text) - max(self.committed, self._sent_len)
-        watch, branches = self.opening.watch, self.branches
+        branches = self.branches
         worth_it = new > 0 and (MAX_REPEATED * new >= ahead or self.stalled)
-        if not (watch or worth_it or (branches is not None and branches.unsent)):
+        if not (worth_it or (branches is not None and branches.unsent)):
             return None
         self._sent_len = len(self.text)
         tokens, origins = self.text[self.committed :], bytes(self._origins[self.committed :])
         self._without_totals += 1
-        has_totals = watch or self.done or self._without_totals >= TOTALS_EVERY
+        has_totals = self.done or self._without_totals >= TOTALS_EVERY
         if has_totals:
             self._without_totals = 0
         return Proposal(
@@ -299,14 +296,8 @@ class Session:
             branches.proposal(tokens, origins, self.level) if branches is not None else Draft(tuple(tokens), origins),
             self.edges if has_totals else (),
             skip_reason=self.skip_reason,
-            lanes=self.lanes if watch else (),
             cached=self.cached,
         )
-
-    @property
-    def lanes(self) -> tuple[Lane, ...]:
-        """Guesses that nobody has judged: those at hand, and those that tiers below have of each other."""
-        return self.guesses.lanes(self.text, self.drafter)
 
     @property
     def edges(self) -> tuple[Edge, ...]:

@@ -47,10 +47,6 @@ class Drafting(Generic[U]):
         self._num_begun = 0
         self._slots: dict[str, Slot[U]] = {}  # by the name of their session below
 
-    def slot(self, session: str) -> Slot[U] | None:
-        """Whose session below has that name."""
-        return self._slots.get(session)
-
     def begin(self, slot: Slot[U], num_sessions: int, now: float) -> None:
         """Find a drafter for a new session, one of so many. It has no `SETTLING`: that its first guesses are late counts."""
         slot.allowed = slot.session.opening.chain

@@ -23,8 +23,6 @@ from cascade.tier.slot import InnerDrafter, Slot, U
 
 log = logging.getLogger(__name__)
 
-SHOW_S = 0.02  # between two proposals of a watched session that bring no new tokens
-
 # from a session's opening, and its text while it grows; raises `InvalidRequest`
 NewState: TypeAlias = Callable[[Open, Sequence[int]], RowState]
 # what a pass said of a row; None if it cannot be scored, an error if that is the request's own fault
@@ -84,8 +82,6 @@ class Loop(Generic[U]):
             lost = self._drafting.receive(message, now)
             if lost is not None:
                 log.info("Tier %s goes on without %s: %s", self._name, *lost)
-            elif (slot := self._drafting.slot(message.session)) is not None:
-                slot.unseen = slot.session.opening.watch
         elif message.session not in self.slots:
             return  # it has failed meanwhile
         elif isinstance(message, Close):
@@ -170,9 +166,6 @@ class Loop(Generic[U]):
         for slot in self.slots.values():
             if slot.attached != slot.chain:  # it drafts with others than it should, or with nobody
                 wake_at = earliest(wake_at, self._drafting.draft(slot, now))
-            if slot.unseen and now - slot.shown_at > SHOW_S:  # before the pass that judges its guesses
-                slot.unseen, slot.shown_at = False, now
-                self._propose(slot)
         able, retry_at = self.kv_admission.admit(self.slots.values(), self._limits.policy.max_guesses, now)
         batch, start_at = schedule(able, self._limits.policy, self._profile, max_tokens, now)
         batch = [(slot, work) for slot, work in batch if work.branch is None or self._fork(slot, work)]

@@ -48,8 +48,6 @@ class Slot(Generic[U]):
     settling: int = 0  # passes to come that say nothing yet about a new drafter
     forks: dict[Branch, Fork] = field(default_factory=dict)
     drafters: tuple[InnerDrafter, ...] = ()
-    unseen: bool = False  # a watched session has guesses that the tier above has not been sent
-    shown_at: float = 0.0  # when it was last sent some
 
     @property
     def cache(self) -> Store:

@@ -30,7 +30,7 @@ class Message(_message.Message):
     def __init__(self, session: _Optional[str] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("tokens", "prompt_len", "sampling", "ends", "tier", "chain", "window", "draft_window", "priority", "cache_salt", "adaptive", "watch", "branches", "draft_branches", "drafters", "traceparent", "tracestate", "lease", "domain")
+    __slots__ = ("tokens", "prompt_len", "sampling", "ends", "tier", "chain", "window", "draft_window", "priority", "cache_salt", "adaptive", "branches", "draft_branches", "drafters", "traceparent", "tracestate", "lease", "domain")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -42,7 +42,6 @@ class Open(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     ADAPTIVE_FIELD_NUMBER: _ClassVar[int]
-    WATCH_FIELD_NUMBER: _ClassVar[int]
     BRANCHES_FIELD_NUMBER: _ClassVar[int]
     DRAFT_BRANCHES_FIELD_NUMBER: _ClassVar[int]
     DRAFTERS_FIELD_NUMBER: _ClassVar[int]
@@ -61,7 +60,6 @@ class Open(_message.Message):
     priority: int
     cache_salt: str
     adaptive: bool
-    watch: bool
     branches: int
     draft_branches: int
     drafters: _containers.RepeatedScalarFieldContainer[str]
@@ -69,7 +67,7 @@ class Open(_message.Message):
     tracestate: str
     lease: str
     domain: str
-    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[_serving_pb2.Sampling, _Mapping]] = ..., ends: _Optional[_Iterable[int]] = ..., tier: _Optional[str] = ..., chain: _Optional[_Iterable[str]] = ..., window: _Optional[int] = ..., draft_window: _Optional[int] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adaptive: _Optional[bool] = ..., watch: _Optional[bool] = ..., branches: _Optional[int] = ..., draft_branches: _Optional[int] = ..., drafters: _Optional[_Iterable[str]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., lease: _Optional[str] = ..., domain: _Optional[str] = ...) -> None: ...
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[_serving_pb2.Sampling, _Mapping]] = ..., ends: _Optional[_Iterable[int]] = ..., tier: _Optional[str] = ..., chain: _Optional[_Iterable[str]] = ..., window: _Optional[int] = ..., draft_window: _Optional[int] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adaptive: _Optional[bool] = ..., branches: _Optional[int] = ..., draft_branches: _Optional[int] = ..., drafters: _Optional[_Iterable[str]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., lease: _Optional[str] = ..., domain: _Optional[str] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("start", "tokens")
@@ -86,7 +84,7 @@ class Close(_message.Message):
     def __init__(self, keep: _Optional[bool] = ...) -> None: ...
 
 class Proposal(_message.Message):
-    __slots__ = ("start", "tokens", "origins", "edges", "logprobs", "skip_reason", "prompt_logprobs", "lanes", "confidences", "parents", "cached")
+    __slots__ = ("start", "tokens", "origins", "edges", "logprobs", "skip_reason", "prompt_logprobs", "confidences", "parents", "cached")
     START_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     ORIGINS_FIELD_NUMBER: _ClassVar[int]
@@ -94,7 +92,6 @@ class Proposal(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     SKIP_REASON_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    LANES_FIELD_NUMBER: _ClassVar[int]
     CONFIDENCES_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
     CACHED_FIELD_NUMBER: _ClassVar[int]
@@ -105,11 +102,10 @@ class Proposal(_message.Message):
     logprobs: _containers.RepeatedCompositeFieldContainer[LinkLogprobs]
     skip_reason: str
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[LinkLogprobs]
-    lanes: _containers.RepeatedCompositeFieldContainer[_serving_pb2.Lane]
     confidences: bytes
     parents: _containers.RepeatedScalarFieldContainer[int]
     cached: int
-    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., origins: _Optional[bytes] = ..., edges: _Optional[_Iterable[_Union[LinkEdge, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[LinkLogprobs, _Mapping]]] = ..., skip_reason: _Optional[str] = ..., prompt_logprobs: _Optional[_Iterable[_Union[LinkLogprobs, _Mapping]]] = ..., lanes: _Optional[_Iterable[_Union[_serving_pb2.Lane, _Mapping]]] = ..., confidences: _Optional[bytes] = ..., parents: _Optional[_Iterable[int]] = ..., cached: _Optional[int] = ...) -> None: ...
+    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., origins: _Optional[bytes] = ..., edges: _Optional[_Iterable[_Union[LinkEdge, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[LinkLogprobs, _Mapping]]] = ..., skip_reason: _Optional[str] = ..., prompt_logprobs: _Optional[_Iterable[_Union[LinkLogprobs, _Mapping]]] = ..., confidences: _Optional[bytes] = ..., parents: _Optional[_Iterable[int]] = ..., cached: _Optional[int] = ...) -> None: ...
 
 class LinkLogprobs(_message.Message):
     __slots__ = ("logprob", "top_ids", "top")

@@ -7,14 +7,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("prompt", "token_ids", "sampling", "speculation", "priority", "cache_salt", "watch", "resume", "train")
+    __slots__ = ("prompt", "token_ids", "sampling", "speculation", "priority", "cache_salt", "resume", "train")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
-    WATCH_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     TRAIN_FIELD_NUMBER: _ClassVar[int]
     prompt: str
@@ -23,10 +22,9 @@ class GenerateRequest(_message.Message):
     speculation: Speculation
     priority: int
     cache_salt: str
-    watch: bool
     resume: Resume
     train: bool
-    def __init__(self, prompt: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., watch: _Optional[bool] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., train: _Optional[bool] = ...) -> None: ...
+    def __init__(self, prompt: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., train: _Optional[bool] = ...) -> None: ...
 
 class Resume(_message.Message):
     __slots__ = ("token_ids",)
@@ -120,32 +118,18 @@ class Speculation(_message.Message):
     def __init__(self, mode: _Optional[str] = ..., tiers: _Optional[_Iterable[str]] = ..., window: _Optional[int] = ..., branches: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("text", "tokens", "finish", "prompt", "lanes", "seed")
+    __slots__ = ("text", "tokens", "finish", "prompt", "seed")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
-    LANES_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     text: str
     tokens: _containers.RepeatedCompositeFieldContainer[Token]
     finish: Finish
     prompt: _containers.RepeatedCompositeFieldContainer[PromptToken]
-    lanes: _containers.RepeatedCompositeFieldContainer[Lane]
     seed: int
-    def __init__(self, text: _Optional[str] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., prompt: _Optional[_Iterable[_Union[PromptToken, _Mapping]]] = ..., lanes: _Optional[_Iterable[_Union[Lane, _Mapping]]] = ..., seed: _Optional[int] = ...) -> None: ...
-
-class Lane(_message.Message):
-    __slots__ = ("tier", "start", "tokens", "parents")
-    TIER_FIELD_NUMBER: _ClassVar[int]
-    START_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PARENTS_FIELD_NUMBER: _ClassVar[int]
-    tier: str
-    start: int
-    tokens: _containers.RepeatedScalarFieldContainer[int]
-    parents: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, tier: _Optional[str] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, text: _Optional[str] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., prompt: _Optional[_Iterable[_Union[PromptToken, _Mapping]]] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class PromptToken(_message.Message):
     __slots__ = ("id", "logprob", "top")
@@ -256,7 +240,7 @@ class CompleteResponse(_message.Message):
     def __init__(self, text: _Optional[str] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., prompt: _Optional[_Iterable[_Union[PromptToken, _Mapping]]] = ...) -> None: ...
 
 class ChatRequest(_message.Message):
-    __slots__ = ("messages", "sampling", "speculation", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "priority", "cache_salt", "watch", "include_reasoning", "separate_reasoning", "resume", "train")
+    __slots__ = ("messages", "sampling", "speculation", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "priority", "cache_salt", "include_reasoning", "separate_reasoning", "resume", "train")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
@@ -268,7 +252,6 @@ class ChatRequest(_message.Message):
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
-    WATCH_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_REASONING_FIELD_NUMBER: _ClassVar[int]
     SEPARATE_REASONING_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
@@ -284,12 +267,11 @@ class ChatRequest(_message.Message):
     continue_final_message: bool
     priority: int
     cache_salt: str
-    watch: bool
     include_reasoning: bool
     separate_reasoning: bool
     resume: Resume
     train: bool
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., tool_choice: _Optional[_Union[ToolChoice, _Mapping]] = ..., parallel_tool_calls: _Optional[bool] = ..., chat_template_kwargs: _Optional[str] = ..., add_generation_prompt: _Optional[bool] = ..., continue_final_message: _Optional[bool] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., watch: _Optional[bool] = ..., include_reasoning: _Optional[bool] = ..., separate_reasoning: _Optional[bool] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., train: _Optional[bool] = ...) -> None: ...
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., tool_choice: _Optional[_Union[ToolChoice, _Mapping]] = ..., parallel_tool_calls: _Optional[bool] = ..., chat_template_kwargs: _Optional[str] = ..., add_generation_prompt: _Optional[bool] = ..., continue_final_message: _Optional[bool] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., include_reasoning: _Optional[bool] = ..., separate_reasoning: _Optional[bool] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., train: _Optional[bool] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
     __slots__ = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
@@ -352,13 +334,12 @@ class ToolChoice(_message.Message):
     def __init__(self, mode: _Optional[str] = ..., function: _Optional[str] = ...) -> None: ...
 
 class ChatResponse(_message.Message):
-    __slots__ = ("content", "tool_calls", "tokens", "finish", "prompt", "lanes", "text", "reasoning_content", "seed")
+    __slots__ = ("content", "tool_calls", "tokens", "finish", "prompt", "text", "reasoning_content", "seed")
     CONTENT_FIELD_NUMBER: _ClassVar[int]
     TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
-    LANES_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     REASONING_CONTENT_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
@@ -367,11 +348,10 @@ class ChatResponse(_message.Message):
     tokens: _containers.RepeatedCompositeFieldContainer[Token]
     finish: Finish
     prompt: _containers.RepeatedCompositeFieldContainer[PromptToken]
-    lanes: _containers.RepeatedCompositeFieldContainer[Lane]
     text: str
     reasoning_content: str
     seed: int
-    def __init__(self, content: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., prompt: _Optional[_Iterable[_Union[PromptToken, _Mapping]]] = ..., lanes: _Optional[_Iterable[_Union[Lane, _Mapping]]] = ..., text: _Optional[str] = ..., reasoning_content: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
+    def __init__(self, content: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., prompt: _Optional[_Iterable[_Union[PromptToken, _Mapping]]] = ..., text: _Optional[str] = ..., reasoning_content: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class CompleteChatResponse(_message.Message):
     __slots__ = ("message", "tokens", "finish", "prompt", "text")

@@ -57,7 +57,6 @@ def _encode_proposal(proposal: Proposal) -> pb.Proposal:
         logprobs=map(_encode_logprobs, proposal.logprobs),
         prompt_logprobs=map(_encode_logprobs, proposal.prompt_logprobs),
         skip_reason=proposal.skip_reason,
-        lanes=map(wire.encode_lane, proposal.lanes),
         cached=proposal.cached,
     )
 
@@ -101,9 +100,8 @@ def _decode_proposal(session: str, said: pb.Proposal) -> Proposal:
         raise ValueError("a proposal has log-probabilities for all tokens or for none")
     logprobs, prompt = tuple(map(_decode_logprobs, said.logprobs)), tuple(map(_decode_logprobs, said.prompt_logprobs))
     edges = tuple(map(wire.decode_edge, said.edges))
-    lanes = tuple(map(wire.decode_lane, said.lanes))
     draft = _decode_draft(said)
-    return Proposal(session, said.start, draft, edges, logprobs, said.skip_reason, prompt, lanes, said.cached)
+    return Proposal(session, said.start, draft, edges, logprobs, said.skip_reason, prompt, said.cached)
 
 
 def _decode_draft(said: pb.Proposal) -> Draft:

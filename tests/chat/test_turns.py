@@ -11,7 +11,7 @@ from openai import OpenAI
 from cascade.client import AsyncClient, Client
 from cascade.client.chat import Turn, TurnPiece
 from cascade.errors import InvalidRequest
-from cascade.params import Handling, SamplingParams, Speculation, Structured
+from cascade.params import SamplingParams, Speculation, Structured
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
 from deployments.gateway.chat.template import Style
@@ -264,7 +264,6 @@ RAW: dict[str, tuple[pb.ChatRequest, str]] = {
         pb.ChatRequest(messages=[USER], chat_template_kwargs='{"a": ' + "[" * 100_000),
         "chat_template_kwargs: it must be the text of a JSON object",
     ),
-    "watched": (pb.ChatRequest(messages=[USER], watch=True), "only streams tell of guesses, so ask for Chat"),
 }
 
 
@@ -290,11 +289,9 @@ def test_what_cannot_be_sent_is_said(client: Client, messages: Any) -> None:
 
 
 async def test_event_loops_have_conversations(served: House) -> None:
-    """Guards the asynchronous client: the same turns; watched ones with lanes."""
+    """Guards the asynchronous client: the same turns, whole and in pieces."""
     async with AsyncClient(served.grpc) as client:
         turn = await client.chat([CALLS], params({}), tools=TOOLS)
-        watched = client.stream_chat([CALLS], params({}), Speculation(tiers=("tiny",)), Handling(watch=True), tools=TOOLS)
-        pieces = [piece async for piece in watched]
+        pieces = [piece async for piece in client.stream_chat([CALLS], params({}), tools=TOOLS)]
     check_pieces(pieces, turn)
-    assert {lane.tier for piece in pieces for lane in piece.chunk.lanes} == {"tiny"}
     served.settle()

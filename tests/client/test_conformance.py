@@ -119,6 +119,6 @@ def test_every_parameter_is_tried_and_told() -> None:
     page = (ROOT / "docs/reference/parameters.md").read_text(encoding="utf-8").split("## Order")[0]
     rows = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("| `")]
     told = {row[0].strip(" `"): row[-1].strip() for row in rows}
-    elsewhere = {"mode", "watch"}  # answers are compared with and without drafts anyway; only streams can be watched
+    elsewhere = {"mode"}  # answers are compared with and without drafts anyway
     assert set(told) == {*elsewhere, *CHOSEN, *HANDLED, *DRAFTED}
     assert {name for name, changes in told.items() if changes == "no"} == SILENT | elsewhere

@@ -75,7 +75,7 @@ def test_fields_of_other_apis_are_taken_or_refused_as_the_page_says(served: Hous
 
 def test_fields_that_are_taken_are_on_the_page() -> None:
     """Guards the page against fields that it forgets; our own have no row."""
-    ours = {"adapter", "structured", "speculation", "history", "watch", "resume", "train"}
+    ours = {"adapter", "structured", "speculation", "history", "resume", "train"}
     assert (
         names(CompletionBody) | names(ChatBody)
         == {name for name, said in rows("Request fields").items() if not said.startswith("refused")} | ours

@@ -87,8 +87,8 @@ def figure(page: Page, name: str) -> str:
     return page.locator(f".{name}").last.inner_text()
 
 
-def lanes(page: Page, words: str) -> list[int]:
-    """What the lanes of the last answer say in ``words``, the full tier's first."""
+def history(page: Page, words: str) -> list[int]:
+    """What the rows of the last answer say in ``words``, the full tier's first."""
     label = page.locator(".tracks").last.get_attribute("aria-label") or ""
     assert [part.split(":")[0] for part in label.split("; ")] == list(reversed(LEVELS))
     return [int(number) for number in re.findall(words.replace("N", r"(\d+)"), label)]
@@ -103,7 +103,7 @@ def expected(served: House, *messages: str, tokens: int = 60, system: str = "") 
 
 
 def test_answer_is_the_servers_and_coloured(page: Page, served: House) -> None:
-    """Guards the page: the text is the server's, each token says its tier in colour and words, lanes and figures are filled."""
+    """Guards the page: the text is the server's, each token says its tier in colour and words, rows and figures are filled."""
     say(page)
     choice = expected(served, FIRST)
     assert said(page) == choice["message"]["content"]
@@ -117,7 +117,7 @@ def test_answer_is_the_servers_and_coloured(page: Page, served: House) -> None:
     drawn = tokens.evaluate_all("all => all.map(one => getComputedStyle(one).backgroundColor)")
     assert drawn == [colours[level] for level in levels]
     assert page.locator("#legend").inner_text().split("\n")[:4] == ["Whose guess survived:", *LEVELS[:3]]
-    assert lanes(page, "N of") == [levels.count(level) for level in (3, 2, 1, 0)]
+    assert history(page, "N of") == [levels.count(level) for level in (3, 2, 1, 0)]
     assert figure(page, "edges") != ""  # shares, or why there are none: on a busy machine guesses may come too late
     assert float(figure(page, "passes")) >= 1
     assert figure(page, "count") == str(len(levels))
@@ -155,7 +155,7 @@ def test_model_without_a_template_completes(page: Page, served: House, monkeypat
 
 
 def streamed(*pieces: dict[str, Any]) -> str:
-    """A watched answer as the server streams it, of what its pieces say of themselves."""
+    """An answer as the server streams it, of what its pieces say of themselves."""
     texts = [one.get("text", "x" * len(one["token_ids"])) for one in pieces]
     choices = [{"index": 0, "delta": {"content": text}, "cascade": one} for text, one in zip(texts, pieces, strict=True)]
     choices[-1]["finish_reason"] = "stop"
@@ -163,7 +163,7 @@ def streamed(*pieces: dict[str, Any]) -> str:
 
 
 def answer_with(page: Page, body: str) -> None:
-    """Every answer is ``body``: how far tiers run ahead of a real one, and what falls, is for the machine to say."""
+    """Every answer is ``body``: who guesses what in a real one is for the machine to say."""
     page.route(f"**{CHAT}", lambda route: route.fulfill(content_type="text/event-stream", body=body))
 
 
@@ -193,52 +193,26 @@ def test_broken_answer_goes_on(page: Page, served: House) -> None:
     assert page.locator("#error").is_hidden()
 
 
-def lane(tier: str, start: int, tokens: list[int], parents: tuple[int, ...] = ()) -> dict[str, Any]:
-    return {"tier": tier, "start": start, "tokens": tokens, "parents": parents}
-
-
-def test_guesses_run_ahead_and_roll_back(page: Page) -> None:
-    """Guards the live lanes: who drafts is ahead by its guesses, those that the text contradicts fall, none outlive the end.
+def test_tokens_are_drawn_in_the_rows_of_their_tiers(page: Page) -> None:
+    """Guards what is drawn of an answer: who said each token, what was replaced, what was prepared for that.
 
     And no text of a model becomes markup.
     """
     markup = "<img src=x onerror=alert(1)>"
-    medium, tiny = lane("medium", 1, [6, 7]), lane("tiny", 3, [8, 9, 10])
-    edge = {"drafter": "medium", "verifier": "full", "passes": 3, "proposed": 3, "accepted": 2}
+    counts = {"passes": 3, "proposed": 3, "accepted": 2, "corrected": 2, "prefetched": 1}
+    edge = {"drafter": "medium", "verifier": "full", **counts}
     answer = streamed(
-        {"token_ids": [5], "ends": [1], "origins": [4], "lanes": [medium, tiny]},
-        # 6 is as guessed; 99 in place of 7 takes with it what tiny wrote after it, and medium begins again
-        {"token_ids": [6, 99], "ends": [1, 2], "origins": [2, 5], "lanes": [lane("medium", 3, [20])]},
-        {"token_ids": [20], "ends": [len(markup)], "origins": [2], "edges": [edge], "seed": 1, "text": markup},
+        {"token_ids": [5], "ends": [1], "origins": [2]},
+        {"token_ids": [6, 99], "ends": [1, 2], "origins": [4, 7]},
+        {"token_ids": [20], "ends": [len(markup)], "origins": [4], "edges": [edge], "seed": 1, "text": markup},
     )
     answer_with(page, answer)
     say(page)
     assert said(page) == "xxx" + markup
     assert page.locator(".said img").count() == 0
-    assert lanes(page, "most N ahead") == [0, 2, 3, 0]
-    assert lanes(page, "N rolled back") == [0, 1, 3, 0]
-    assert page.locator(".ahead").count() == 0
+    assert history(page, "N of 4 tokens") == [1, 2, 1, 0]
+    assert history(page, "N replaced") == [0, 1, 0, 0]
     assert figure(page, "count") == "4"
-
-
-def test_branches_come_true(page: Page) -> None:
-    """Guards what is shown of trees: a runner-up is no guess that falls, and it stays once the answer takes its way.
-
-    ``medium`` offers 9 in place of 7, with 8 and then 5 after it; ``tiny`` offers 9 at the same place of another text.
-    """
-    tree = lane("medium", 1, [6, 7, 9, 8, 5, 99], (-1, 0, 0, 2, 3, -1))
-    counts = {"passes": 3, "proposed": 3, "accepted": 2, "corrected": 2, "prefetched": 1}
-    edge = {"drafter": "medium", "verifier": "full", **counts}
-    answer = streamed(
-        {"token_ids": [5], "ends": [1], "origins": [4], "lanes": [tree, lane("tiny", 1, [3, 4, 9], (-1, 0, 0))]},
-        {"token_ids": [6, 9], "ends": [1, 2], "origins": [2, 2], "lanes": [lane("medium", 3, [8, 5])]},
-        {"token_ids": [8, 4], "ends": [1, 2], "origins": [2, 5], "seed": 1, "edges": [edge]},
-    )
-    answer_with(page, answer)
-    say(page)
-    assert lanes(page, "N branches taken") == [0, 2, 0, 0]
-    assert lanes(page, "most N ahead") == [0, 2, 2, 0]
-    assert lanes(page, "N rolled back") == [0, 2, 2, 0]
     assert figure(page, "edges").split("\n") == ["medium → full", "67 %", "corrections ready", "1 of 2"]
 
 

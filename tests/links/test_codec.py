@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cascade.draft import Draft
-from cascade.messages import Close, Commit, Edge, Failed, Lane, Logprobs, Message, Open, Proposal
+from cascade.messages import Close, Commit, Edge, Failed, Logprobs, Message, Open, Proposal
 from cascade.params import MAX_SEED, SamplingParams, Structured
 from cascade.v1 import link_pb2 as pb
 from deployments.links.codec import decode, encode
@@ -61,8 +61,6 @@ params = some(
         lambda kind: st.builds(Structured, **{kind: st.text(min_size=1)})
     ),
 )
-parents = st.lists(st.integers(0, 99), max_size=8).map(lambda drawn: tuple(n % (node + 1) - 1 for node, n in enumerate(drawn)))
-lanes = parents.flatmap(lambda shape: some(Lane, tokens=several(ids, len(shape)), parents=st.sampled_from(((), shape))))
 opens = some(
     Open,
     tokens=st.lists(ids, min_size=3, max_size=8).map(tuple),
@@ -73,15 +71,23 @@ opens = some(
     train=st.just(True),
 )
 values = st.floats(-1e6, 0, width=32)
+parents = st.lists(st.integers(0, 99), max_size=8).map(lambda drawn: tuple(n % (node + 1) - 1 for node, n in enumerate(drawn)))
+drafts = parents.flatmap(
+    lambda shape: st.builds(
+        Draft,
+        several(ids, len(shape)),
+        st.binary(min_size=len(shape), max_size=len(shape)),
+        parents=st.sampled_from(((), shape)),
+    )
+)
 logprobs = st.builds(Logprobs, values, several(st.tuples(ids, values)))
-proposals = st.integers(0, 8).flatmap(
-    lambda length: some(
+proposals = drafts.flatmap(
+    lambda draft: some(
         Proposal,
-        draft=st.builds(Draft, several(ids, length), st.binary(min_size=length, max_size=length)),
+        draft=st.just(draft),
         edges=several(some(Edge, accepted_by_rank=several(ids), proposed_by_rank=several(ids))),
-        logprobs=st.just(()) | several(logprobs, length),
+        logprobs=st.just(()) | several(logprobs, len(draft)),
         prompt_logprobs=several(logprobs),
-        lanes=several(lanes),
     )
 )
 messages = st.one_of(opens, some(Commit), some(Close), proposals, some(Failed))
@@ -92,7 +98,7 @@ def test_codec_keeps_every_message(batch: list[Message]) -> None:
     """Guards against fields that the wire forgets, swaps or rounds."""
     arrived = decode(pb.Batch.FromString(encode(batch).SerializeToString()))
     assert arrived == batch
-    for name in ("edges", "logprobs", "prompt_logprobs", "lanes", "skip_reason", "cached"):  # which equality leaves out
+    for name in ("edges", "logprobs", "prompt_logprobs", "skip_reason", "cached"):  # which equality leaves out
         said = [[getattr(m, name) for m in some if isinstance(m, Proposal)] for some in (arrived, batch)]
         assert said[0] == said[1]
 

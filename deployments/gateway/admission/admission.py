@@ -174,8 +174,6 @@ class AnswerRecord:
 
     def piece(self, chunk: Chunk) -> None:
         """The next piece is about to be sent."""
-        if not chunk.token_ids and chunk.completion is None:  # only lanes, for a watched request
-            return
         now, since_last = time.monotonic(), "inter_token_latency_seconds"
         if not self.tokens:
             self.trace.first_piece()

@@ -14,7 +14,7 @@ from ray.serve.grpc_util import RayServegRPCContext
 from cascade.answer import Chunk, Completion
 from cascade.capabilities import Task
 from cascade.client.chat import UNCONVERTED
-from cascade.client.wire import decode_handling, decode_sampling, decode_speculation, encode_edge, encode_lane, values
+from cascade.client.wire import decode_handling, decode_sampling, decode_speculation, encode_edge, values
 from cascade.errors import InvalidRequest
 from cascade.messages import origin_corrected, origin_level
 from cascade.params import SamplingParams
@@ -77,7 +77,6 @@ class TextRequest:
             tokens=tokens(chunk),
             finish=None if chunk.completion is None else finish(chunk.completion),
             prompt=prompt(chunk),
-            lanes=map(encode_lane, chunk.lanes),
             seed=chunk.seed,
         )
 
@@ -115,7 +114,6 @@ class TurnRequest:
             tokens=tokens(chunk),
             finish=None if end is None else _finish(end, reader),
             prompt=prompt(chunk),
-            lanes=map(encode_lane, chunk.lanes),
             text=None if reader.plain else chunk.text,
             reasoning_content=delta.thoughts,
             seed=chunk.seed,
@@ -156,8 +154,6 @@ def parse_task(request: Asked, ids: Sequence[int], params: SamplingParams) -> Ta
 
 def refuse_streaming(request: Asked, rpc: str) -> None:
     """Raise `InvalidRequest` if a request for a whole answer asks for what only the streaming ``rpc`` has."""
-    if request.watch:
-        raise InvalidRequest(f"watch is true: only streams tell of guesses, so ask for {rpc}")
     if request.HasField("resume"):
         raise InvalidRequest(f"resume is set: only streams go on where they broke off, so ask for {rpc}")
 

@@ -1,7 +1,7 @@
 """Request bodies of OpenAI's API, with extensions. Unknown fields and values that cannot be honoured are errors."""
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AliasChoices, Field, field_validator, model_validator
@@ -194,13 +194,12 @@ class AnswersBody(SamplingBody):
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    watch: bool = False  # streamed pieces also tell of guesses that nobody has judged yet
     resume: ResumeBody | None = None
     history: bool = False  # each piece says its token ids, where they end and who wrote them
 
     @model_validator(mode="after")
     def _streams(self) -> Self:
-        given = next((name for name in ("stream_options", "watch", "resume") if getattr(self, name)), None)
+        given = next((name for name in ("stream_options", "resume") if getattr(self, name)), None)
         if given and not self.stream:
             raise ValueError(f"{given} is given without stream: set stream to true")
         return self
@@ -208,10 +207,6 @@ class AnswersBody(SamplingBody):
     @property
     def form(self) -> Structured | None:
         return None if self.response_format is None else self.response_format.structured
-
-    @property
-    def handling(self) -> Handling:
-        return replace(super().handling, watch=self.watch)
 
     @property
     def answers(self) -> int:

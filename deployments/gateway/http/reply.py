@@ -122,13 +122,11 @@ class CompletionReply:
         """A piece of a choice, ``offset`` characters after its begin; nothing if there is nothing to say yet."""
         form, reader, end = self._form, self._readers[index], chunk.completion
         said = reader.take(chunk)
-        if not (said or end or form.history or form.name or chunk.lanes or chunk.seed is not None):
+        if not (said or end or form.history or form.name or chunk.seed is not None):
             return b""
         extra = history([chunk]) if form.history else {}
         if end is not None:
             extra |= report(end)
-        if chunk.lanes:
-            extra["lanes"] = [asdict(lane) for lane in chunk.lanes]
         if chunk.seed is not None:
             extra["seed"] = chunk.seed
         content = {"content": said.content} if said.content or reader.plain else {}

@@ -47,6 +47,8 @@ class LLM:
     def generate(self, prompts: Prompt | Batch, sampling_params: SamplingParams | None = None) -> list[RequestOutput]:
         """The texts after ``prompts``, in their order: a string or a list of token ids, or a list of either.
 
+        Without ``sampling_params`` they are `get_default_sampling_params`.
+
         Raises `InvalidRequest`, or `Unavailable` if the full model fails.
         """
         if not prompts and not isinstance(prompts, str):
@@ -69,6 +71,10 @@ class LLM:
         tokenizer, one = self.cascade.tokenizer, not messages or isinstance(messages[0], Mapping)
         texts = [chat_text(tokenizer, chat) for chat in cast("Sequence[Conversation]", [messages] if one else messages)]
         return self._outputs(texts, [tokenizer.encode_part(text) for text in texts], sampling_params)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What requests without parameters get: those of the model's ``generation_config``."""
+        return self.cascade.default_params
 
     def close(self) -> None:
         """End all requests and free everything."""

@@ -15,6 +15,7 @@ from cascade.answer import Answer, Chunk, Completion
 from cascade.capabilities import Capabilities, Task
 from cascade.drafters import AUTO, DrafterSpec, check_drafters, head_of, make, specs
 from cascade.drafters.in_pass import InPass
+from cascade.engine import generation
 from cascade.engine.devices import UTILIZATION
 from cascade.engine.grammar import Grammars
 from cascade.engine.loading import common_room, find_device, load
@@ -65,6 +66,7 @@ class Cascade:
         window: int = DEFAULT_WINDOW,
         policy: Policy = Policy(),
         drafter: Drafters = AUTO,
+        default_params: SamplingParams | None = None,
     ) -> None:
         """Start a thread for each tier.
 
@@ -73,6 +75,7 @@ class Cascade:
         - ``window``: tokens that a tier may run ahead of the one above it, unless a request says otherwise.
         - ``drafter``: what guesses inside every tier, by kind, see `cascade.drafters`; ``None``: nothing does. One that
           reads a model is the last one's, which `Model.from_pretrained` has loaded with it.
+        - ``default_params``: what requests without parameters get.
         - ``policy``: how long a pass waits for guesses, and how many it scores (`cascade.planner.choice.Policy`).
 
         Raises `ConfigError` if there are too few models or too many, or not as many names.
@@ -82,6 +85,7 @@ class Cascade:
         check_drafters(kinds, names)
         self.names = (*kinds, *names)  # bottom to top
         self.tokenizer = tokenizer
+        self.default_params = default_params or SamplingParams()
         self._loaded: Sequence[Model | VllmModel] = ()  # by `from_pretrained`, which nobody else closes
         self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}  # of those that wait for answers
         self.context_len = min(model.context_len for model in models)
@@ -129,21 +133,26 @@ class Cascade:
         trust_remote_code: bool = False,
         drafter: Drafters = AUTO,
         engine: Literal["cascade", "vllm"] = "cascade",
+        generation_config: str = generation.AUTO,
     ) -> Self:
         """Load ``models`` bottom to top, each a local path or a Hugging Face hub id.
 
         ``dtype`` (such as ``"bfloat16"``) and ``device`` (such as ``"cuda:0"``) default to the checkpoint's and to the GPU if
         there is one. ``names``, ``window``, ``policy`` and ``drafter`` are `Cascade`'s. With ``engine`` "vllm" all run on vLLM;
-        for other engine arguments load each as a `cascade.engine.vllm.model.VllmModel`.
+        for other engine arguments load each as a `cascade.engine.vllm.model.VllmModel`. Requests without parameters get those
+        of the last model's ``generation_config``: "auto" is its own file, "vllm" none, and else a folder that holds one.
 
         Raises `ModelError` if a model cannot be loaded, `ConfigError` if they do not belong together.
         """
         names, inner = tier_names(models, names), specs(drafter)
         check_drafters([one.kind for one in inner], names)
         tokenizer = _common_tokenizer(models, trust_remote_code)
+        default_params = SamplingParams(**generation.sampling_defaults(models[-1], generation_config))
         options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
         loaded = (_load_on_vllm if engine == "vllm" else _load)(models, inner, options)
-        cascade = cls(loaded, tokenizer, names=names, window=window, policy=policy, drafter=inner)
+        cascade = cls(
+            loaded, tokenizer, names=names, window=window, policy=policy, drafter=inner, default_params=default_params
+        )
         cascade._loaded = loaded
         return cascade
 
@@ -153,7 +162,8 @@ class Cascade:
 
         Raises `ModelError` if the full one is nowhere, see `cascade.family.full`.
         """
-        return cls.from_pretrained(family.paths(), dtype=dtype, device=device, drafter=drafter)
+        models, sampling = family.paths(), str(family.WEIGHTS / family.NAMES[-1])
+        return cls.from_pretrained(models, dtype=dtype, device=device, drafter=drafter, generation_config=sampling)
 
     # requests
 
@@ -256,7 +266,7 @@ class Cascade:
         handling: Handling | None,
         link: Link,
     ) -> Requests:
-        asked = (params or SamplingParams(), speculation or Speculation(), handling or Handling())
+        asked = (params or self.default_params, speculation or Speculation(), handling or Handling())
         begin, answers = time.monotonic(), []
         for index, one in enumerate(prompt if _is_batch(prompt) else [prompt]):
             opening = self._capabilities.admit(Task(self._encode(one), *asked))

@@ -19,12 +19,14 @@ from starlette.types import ASGIApp, Message
 from cascade.answer import Answer, Chunk
 from cascade.capabilities import Capabilities, Task
 from cascade.engine.adapter_folder import AdapterFolder
+from cascade.engine.generation import sampling_defaults
 from cascade.engine.grammar import Grammars
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ConfigError, InvalidRequest
 from cascade.messages import Open
 from cascade.params import MOST_BRANCHES, SamplingParams
 from cascade.settings.config import CascadeConfig
+from cascade.settings.engine import generation_folder
 from cascade.settings.live import changed
 from cascade.v1 import serving_pb2 as pb
 from deployments.full_tier import FullTier
@@ -79,6 +81,9 @@ class Router:
         source = full.model_loading_config.source
         self.tokenizer = await asyncio.to_thread(
             Tokenizer.from_pretrained, source, revision=engine.revision, trust_remote_code=engine.trust_remote_code
+        )
+        self.defaults = await asyncio.to_thread(
+            sampling_defaults, source, generation_folder(engine.generation_config), revision=engine.revision
         )
         self._folder = None if engine.lora_path is None else await asyncio.to_thread(AdapterFolder, engine.lora_path)
         self._tiers = Tiers(self._config, handles, limits)
@@ -145,27 +150,27 @@ class Router:
         self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext
     ) -> AsyncIterator[pb.GenerateResponse]:
         """The answer, piece by piece."""
-        asked = TextRequest(request, self.encode)
+        asked = TextRequest(request, self.defaults, self.encode)
         async with self._asked(asked, grpc_context) as chunks:
             async for chunk in chunks:
                 yield asked.piece(chunk)
 
     async def Complete(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.CompleteResponse:
         """The whole answer."""
-        asked = TextRequest(request, self.encode)
+        asked = TextRequest(request, self.defaults, self.encode)
         async with self._asked(asked, grpc_context, "Generate") as chunks:
             return asked.whole([chunk async for chunk in chunks])
 
     async def Chat(self, request: pb.ChatRequest, grpc_context: RayServegRPCContext) -> AsyncIterator[pb.ChatResponse]:
         """The assistant's next turn, piece by piece."""
-        asked = TurnRequest(request, self.assistant)
+        asked = TurnRequest(request, self.defaults, self.assistant)
         async with self._asked(asked, grpc_context) as chunks:
             async for chunk in chunks:
                 yield asked.piece(chunk)
 
     async def CompleteChat(self, request: pb.ChatRequest, grpc_context: RayServegRPCContext) -> pb.CompleteChatResponse:
         """The assistant's whole next turn."""
-        asked = TurnRequest(request, self.assistant)
+        asked = TurnRequest(request, self.defaults, self.assistant)
         async with self._asked(asked, grpc_context, "Chat") as chunks:
             return asked.whole([chunk async for chunk in chunks])
 
@@ -192,6 +197,7 @@ class Router:
                 version=version("cascade-serve"),
                 drafters=self._config.drafters,
                 branches=MOST_BRANCHES,
+                defaults=pb.Sampling(**self.defaults),
                 key=pb.KeyLimits(name=account.name, **account.limits.model_dump(exclude_none=True)),
             )
             for tier in self._config.tiers:

@@ -346,7 +346,9 @@ def _plain(annotation: Any) -> str:
 
 
 def _default(field: "Field[Any]") -> str:
-    return "required" if field.default is MISSING and field.default_factory is MISSING else f"`{field.default!r}`"
+    if field.default_factory is not MISSING:
+        return f"`{getattr(field.default_factory, '__name__', field.default_factory)}()`"
+    return "required" if field.default is MISSING else f"`{field.default!r}`"
 
 
 BLOCKS: dict[str, Callable[[str], str]] = {

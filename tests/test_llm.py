@@ -1,6 +1,8 @@
 """`cascade.LLM`: vLLM's shape around `Cascade`, on the small models."""
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -66,3 +68,19 @@ def test_what_cannot_be_asked_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(backend, "chat_template", None)
     with pytest.raises(InvalidRequest, match="has no chat template"):
         llm.chat(CHATS[0])
+
+
+def test_parameters_default_to_the_models_generation_config(tmp_path: Path) -> None:
+    """Guards vLLM's default: without parameters a model is sampled as its generation config says, and only then."""
+    full = tmp_path / "full"
+    shutil.copytree(small.paths()[-1], full)
+    (full / "generation_config.json").write_text('{"temperature": 0, "repetition_penalty": 1.3, "max_new_tokens": 9}')
+    expected = SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=9)
+    with LLM(str(full), dtype="float32", device="cpu") as llm:
+        assert llm.get_default_sampling_params() == expected
+        [[one], [other]] = [output.outputs for output in llm.generate(PROMPTS[:1]) + llm.generate(PROMPTS[:1], expected)]
+        assert one.text == other.text
+        [output] = llm.generate(PROMPTS[:1], SamplingParams(max_tokens=3))
+        assert len(output.outputs[0].token_ids) == 3
+    with LLM(str(full), dtype="float32", device="cpu", generation_config="vllm") as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()

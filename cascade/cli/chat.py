@@ -40,14 +40,14 @@ def chat(models: tuple[str, ...], address: str | None, system: str, plain: bool,
     """
     if address and models:
         raise click.UsageError("--address names a server and MODELS run here: give one of them")
-    params, speculation = parameters(options)
+    sampled, speculation = parameters(options)
     with connected(address, models) as backend:
         if not backend.has_template():
             raise ModelError("The model has no chat template and holds no conversations: `cascade generate` goes on with texts")
         if not plain:
             console.print(screen.legend(backend.names))
         console.print("/help lists what can be typed.\n", style="dim")
-        Conversation(backend, params, speculation, system, plain).run()
+        Conversation(backend, sampled(backend.default_params), speculation, system, plain).run()
 
 
 @dataclass(slots=True)

@@ -36,6 +36,7 @@ class Local:
     def __init__(self, cascade: "Cascade") -> None:
         self._cascade = cascade
         self.names = cascade.names
+        self.default_params = cascade.default_params
         self.stream = cascade.stream
 
     def has_template(self) -> bool:
@@ -63,6 +64,7 @@ class Served:
     def __init__(self, client: "Client") -> None:
         self._client = client
         self.info = client.describe()
+        self.default_params = self.info.defaults
         self.names = (*self.info.drafters, *(tier.name for tier in self.info.tiers))
         self.stream = client.stream
 

@@ -20,10 +20,10 @@ from cascade.params import Handling
 @sampling_options
 def generate(prompt: str, address: str | None, models: tuple[str, ...], plain: bool, **options: Any) -> None:
     """Go on with PROMPT ("-" reads it from standard input), streaming. For conversations see `cascade chat`."""
-    params, speculation = parameters(options)
+    sampled, speculation = parameters(options)
     prompt = sys.stdin.read() if prompt == "-" else prompt
     with connected(address, models) as backend:
-        chunks = backend.stream(prompt, params, speculation, Handling())
+        chunks = backend.stream(prompt, sampled(backend.default_params), speculation, Handling())
         if plain:
             for chunk in chunks:
                 click.echo(chunk.text, nl=False)

@@ -1,6 +1,8 @@
 """Options that several commands have: those of a request, and the models that answer here."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -9,18 +11,19 @@ import click
 from cascade.params import SamplingParams, Speculation, Structured
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+MODELS = "the model's"  # generation config, as the server or the library has read it
 OPTIONS = (
-    click.option("--max-tokens", default=128, show_default=True, help="Output tokens at most."),
-    click.option("--temperature", "-t", default=SamplingParams().temperature, show_default=True, help="0 is greedy."),
-    click.option("--top-k", default=0, show_default=True, help="Keep the k likeliest tokens; 0 keeps all."),
-    click.option("--top-p", default=1.0, show_default=True, help="Keep the likeliest tokens with this probability."),
-    click.option("--min-p", default=0.0, show_default=True, help="Keep tokens this likely relative to the likeliest."),
+    click.option("--max-tokens", type=int, help="Output tokens at most; by default the model's, else 128."),
+    click.option("--temperature", "-t", type=float, show_default=MODELS, help="0 is greedy."),
+    click.option("--top-k", type=int, show_default=MODELS, help="Keep the k likeliest tokens; 0 keeps all."),
+    click.option("--top-p", type=float, show_default=MODELS, help="Keep the likeliest tokens with this probability."),
+    click.option("--min-p", type=float, show_default=MODELS, help="Keep tokens this likely relative to the likeliest."),
     click.option("--seed", type=int, help="Same seed, same text. Random if not given."),
     click.option("--stop", multiple=True, help="End the text before this string. May be repeated."),
     click.option("--ignore-eos", is_flag=True, help="Go on after the model's end-of-text token."),
     click.option("--presence-penalty", default=0.0, show_default=True, help="Against tokens that the output has."),
     click.option("--frequency-penalty", default=0.0, show_default=True, help="The same for each time it has them."),
-    click.option("--repetition-penalty", default=1.0, show_default=True, help="Divides logits of tokens seen before."),
+    click.option("--repetition-penalty", type=float, show_default=MODELS, help="Divides logits of tokens seen before."),
     click.option("--json-schema", metavar="SCHEMA", help="The text is JSON of this schema; @FILE reads it from a file."),
     click.option("--regex", metavar="REGEX", help="The text matches this expression as a whole."),
     click.option("--mode", type=click.Choice(["auto", "off"]), default="auto", help="off: the full model alone."),
@@ -48,8 +51,8 @@ named_models = click.option(
 )
 
 
-def parameters(options: dict[str, Any]) -> tuple[SamplingParams, Speculation]:
-    """What the values of `OPTIONS`, by name, ask for."""
+def parameters(options: dict[str, Any]) -> tuple[Callable[[SamplingParams], SamplingParams], Speculation]:
+    """What the values of `OPTIONS`, by name, ask for; the sampling parameters given those of the model."""
     tiers, mode = options.pop("tiers"), options.pop("mode")
     names = None if tiers is None else tuple(name.strip() for name in tiers.split(",") if name.strip())
     schema, regex = options.pop("json_schema"), options.pop("regex")
@@ -59,4 +62,6 @@ def parameters(options: dict[str, Any]) -> tuple[SamplingParams, Speculation]:
         except (OSError, UnicodeError) as error:
             raise click.BadParameter(f"{schema[1:]} cannot be read: {error}", param_hint="--json-schema") from None
     structured = Structured(json_schema=schema, regex=regex) if schema or regex else None
-    return SamplingParams(structured=structured, **options), Speculation(mode, tiers=names)
+    given = {name: value for name, value in {**options, "structured": structured}.items() if value is not None}
+    SamplingParams(**given)  # raises `InvalidRequest` before anything starts
+    return partial(replace, **given), Speculation(mode, tiers=names)

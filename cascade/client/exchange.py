@@ -95,7 +95,7 @@ def encode_request(
         return pb.GenerateRequest(
             prompt=prompt if isinstance(prompt, str) else None,
             token_ids=None if isinstance(prompt, str) else pb.TokenIds(ids=prompt),
-            **encode_options(params or SamplingParams(), speculation, handling),
+            **encode_options(params, speculation, handling),
         )
     except (ValueError, TypeError) as error:
         raise InvalidRequest(f"The request cannot be sent: {error}") from None

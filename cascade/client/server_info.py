@@ -1,8 +1,9 @@
 """What a server serves, as its clients are told."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from cascade.client.wire import values
+from cascade.client.wire import decode_sampling, values
+from cascade.params import SamplingParams
 from cascade.planner.chains import Worth
 from cascade.v1 import serving_pb2 as pb
 
@@ -50,11 +51,13 @@ class ServerInfo:
     drafters: tuple[str, ...] = ()  # inside tiers; in levels they come before the tiers
     branches: int = 0  # branches beside its text that a tier may write unless a request says otherwise
     key: KeyInfo = KeyInfo()  # the caller's
+    defaults: SamplingParams = field(default_factory=SamplingParams)  # of requests without parameters, as the model has them
 
 
 def read_server_info(response: pb.DescribeResponse) -> ServerInfo:
     tiers = tuple(map(_tier_info, response.tiers))
-    return ServerInfo(**values(response) | {"tiers": tiers, "key": KeyInfo(**values(response.key))})
+    known = {"tiers": tiers, "key": KeyInfo(**values(response.key)), "defaults": decode_sampling(response.defaults)}
+    return ServerInfo(**values(response) | known)
 
 
 def _tier_info(tier: pb.Tier) -> TierInfo:

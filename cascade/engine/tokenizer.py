@@ -11,13 +11,15 @@ from urllib.request import getproxies
 from huggingface_hub import constants
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import DecodeStream
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from cascade.engine.generation import configured_ends
 from cascade.engine.gguf import described
 from cascade.errors import ModelError, reason
 
 CONNECT_S = 5.0  # to the hub
 PRIMING_TOKENS = 8  # of the prompt that a decoder sees first, so that leading spaces come out right
+PROBE_ANSWER = "probe_answer"  # of an assistant, behind which a chat template writes the end of its turn
 
 
 class Tokenizer:
@@ -38,7 +40,7 @@ class Tokenizer:
             raise ModelError(f"No tokenizer can be loaded from {source!r}: {reason(error)}") from error
         if not backend.is_fast:
             raise ModelError(f"{source!r} has no tokenizer.json; convert its tokenizer to the fast format")
-        return cls(backend, _end_ids(folder, revision, backend))
+        return cls(backend, _end_ids(source, revision, backend))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model expects around it."""
@@ -104,15 +106,26 @@ class Decoder:
 
 
 def _end_ids(source: str, revision: str | None, backend: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Tokens that end a text: those of the generation config, else of the model's, else of the tokenizer."""
-    for loader in (GenerationConfig, AutoConfig):
-        try:
-            ids = loader.from_pretrained(source, revision=revision).eos_token_id
-        except (OSError, ValueError):
-            continue
-        if ids is not None:
-            return frozenset([ids] if isinstance(ids, int) else ids)
-    return frozenset() if backend.eos_token_id is None else frozenset([backend.eos_token_id])
+    """Tokens that end a text, whoever names them: the two configs, the tokenizer, and the chat template.
+
+    Any one of them may lack what the others know: a base model's configs name the end of a document, its tokenizer or its
+    template the end of a turn, without which an answer would run on into turns of the user.
+    """
+    named = {backend.eos_token_id, _end_of_turn(backend)} - {None}
+    return configured_ends(source, revision=revision) | frozenset(named)
+
+
+def _end_of_turn(backend: PreTrainedTokenizerBase) -> int | None:
+    """The special token that the chat template writes behind what the assistant says; ``None`` if it writes none."""
+    said = [{"role": "user", "content": "probe_question"}, {"role": "assistant", "content": PROBE_ANSWER}]
+    try:
+        text = str(backend.apply_chat_template(said, tokenize=False))
+    except Exception:  # there is no template, or it wants other conversations; templates are programs
+        return None
+    _, answer, after = text.rpartition(PROBE_ANSWER)
+    following = backend.encode(after.lstrip(), add_special_tokens=False)[:1] if answer else []
+    added = backend.added_tokens_decoder
+    return next((token for token in following if token in added and added[token].special), None)
 
 
 def check_source(source: str) -> None:

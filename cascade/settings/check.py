@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from cascade.drafters import head_of
 from cascade.engine.checkpoint import Anatomy, anatomy
 from cascade.engine.devices import ACCELERATORS, default_device, free_bytes
+from cascade.engine.generation import sampling_defaults
 from cascade.engine.heads.checkpoint import num_weights
 from cascade.engine.memory import GIB
 from cascade.engine.model_config import context_len, read_config
@@ -20,6 +21,7 @@ from cascade.engine.tokenizer import Tokenizer
 from cascade.engine.vllm import batch_invariant, installed
 from cascade.errors import ConfigError, ModelError
 from cascade.settings.config import CascadeConfig, TierConfig
+from cascade.settings.engine import generation_folder
 
 MIN_TOKENS = 4096  # of cache, or the model's context if that is shorter: with less a tier is of no use
 
@@ -120,6 +122,10 @@ def verify(config: CascadeConfig) -> None:
     """Compare tokenizers, contexts and vocabularies of all tiers, and look at their heads; raises `ConfigError`."""
     full = config.tiers[-1]
     tokenizers = {tier.name: _tokenizer(tier) for tier in config.tiers}
+    with _naming(f"The model of tier {full.name}"):
+        engine = full.engine_kwargs
+        source, chosen = full.model_loading_config.source, generation_folder(engine.generation_config)
+        sampling_defaults(source, chosen, revision=engine.revision)
     fingerprint, num_ids = tokenizers[full.name].fingerprint, tokenizers[full.name].num_ids
     for tier in config.tiers:
         if tokenizers[tier.name].fingerprint != fingerprint:

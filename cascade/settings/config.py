@@ -18,6 +18,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from cascade import family
+from cascade.engine.generation import AUTO
 from cascade.errors import ConfigError
 from cascade.params import DEFAULT_WINDOW, MAX_WINDOW
 from cascade.settings.alignment import AlignmentConfig, alignment_problems, students
@@ -93,6 +94,8 @@ class CascadeConfig(Section):
         for tier in self.tiers[:-1]:
             if tier.engine_kwargs.lora_path:
                 yield f"lora_path of tier {tier.name!r}: only the full tier, the last one, takes a folder; give lora_modules"
+            if tier.engine_kwargs.generation_config != AUTO:
+                yield f"generation_config of tier {tier.name!r}: requests get the full tier's, which is the last one; remove it"
         if self.link_ports is not None and self.link_ports[0] > self.link_ports[1]:
             yield f"link_ports are {list(self.link_ports)}: name the lower port first"
         if self.alignment is not None:
@@ -178,11 +181,12 @@ class CascadeConfig(Section):
     @classmethod
     def demo(cls) -> Self:
         """The demonstration family on CPU, the lower tiers with one thread each."""
+        full = {"num_threads": 2, "generation_config": EMBEDDED + family.NAMES[-1]}
         tiers = [
             {
                 "name": name,
                 "model_loading_config": {"model_id": model_id, "model_source": EMBEDDED + name},
-                "engine_kwargs": {"num_threads": 2 if model_id == family.MODEL else 1},
+                "engine_kwargs": full if model_id == family.MODEL else {"num_threads": 1},
                 "deployment_config": {"ray_actor_options": {"num_cpus": 0.5}},
             }
             for name, model_id in zip(family.NAMES, ("cascade-tiny", "cascade-medium", family.MODEL), strict=True)

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_
 from cascade import family
 from cascade.drafters import AUTO, DrafterSpec, head_of, specs
 from cascade.engine import vllm
+from cascade.engine.generation import AUTO as AUTO_CONFIG
 from cascade.errors import ModelError, reason
 from cascade.settings.section import Count, Section, Text
 
@@ -37,6 +38,11 @@ class ModelLoadingConfig(Section):
 def resolved(source: str) -> str:
     """A path or hub id; that of the demonstration family if it is meant."""
     return family.path(source.removeprefix(EMBEDDED)) if source.startswith(EMBEDDED) else source
+
+
+def generation_folder(chosen: str) -> str:
+    """What `sampling_defaults` takes: a switch or a folder, that of the demonstration family if it is meant."""
+    return str(family.WEIGHTS / chosen.removeprefix(EMBEDDED)) if chosen.startswith(EMBEDDED) else chosen
 
 
 def pinned(source: str, revision: str | None) -> str:
@@ -88,6 +94,9 @@ class EngineKwargs(Section):
     # of weights; by default the checkpoint's, or float32 for float16 on a CPU
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     device: str | None = None  # such as cuda:0 or cpu; by default the GPU if there is one
+    # the full tier's, whose sampling parameters are the defaults of requests: `auto` for the model's own
+    # generation_config.json, `vllm` for none, a folder that holds one, or `embedded:full` for the demonstration's
+    generation_config: Text = AUTO_CONFIG
     revision: str | None = None  # branch, tag or commit of a model on the hub
     trust_remote_code: bool = False  # run code that comes with a model of the hub
     quantization: str | None = None  # of weights while they load, by a method of vLLM's; quantised checkpoints need none

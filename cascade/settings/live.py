@@ -15,9 +15,9 @@ from cascade.settings.config import CascadeConfig, TierConfig
 from cascade.settings.section import Section
 
 # of a tier, what Ray Serve compares itself: it replaces replicas for ray_actor_options, for others it does not
-COMPARED_BY_SERVE = {"deployment_config", "accelerator_type", "placement_group_config"}
+COMPARED_BY_SERVE = ("deployment_config", "accelerator_type", "placement_group_config")
 # of the full tier's engine_kwargs, all that routers read
-READ_BY_ROUTERS = {"revision", "trust_remote_code", "lora_modules", "lora_path"}
+READ_BY_ROUTERS = {"revision", "trust_remote_code", "lora_modules", "lora_path", "generation_config"}
 
 
 def _live_paths(section: type[Section], prefix: str = "") -> Iterator[str]:
@@ -51,7 +51,9 @@ def changed(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 def fixed_of_tier(tier: TierConfig) -> dict[str, Any]:
     """What replaces the replicas of ``tier`` when it changes."""
-    return tier.model_dump(mode="json", exclude=COMPARED_BY_SERVE)
+    return tier.model_dump(
+        mode="json", exclude={**dict.fromkeys(COMPARED_BY_SERVE, True), "engine_kwargs": {"generation_config"}}
+    )
 
 
 def fixed_of_router(config: CascadeConfig) -> dict[str, Any]:

@@ -384,13 +384,14 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("tiers", "max_model_len", "window", "version", "drafters", "branches", "key")
+    __slots__ = ("tiers", "max_model_len", "window", "version", "drafters", "branches", "defaults", "key")
     TIERS_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DRAFTERS_FIELD_NUMBER: _ClassVar[int]
     BRANCHES_FIELD_NUMBER: _ClassVar[int]
+    DEFAULTS_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     tiers: _containers.RepeatedCompositeFieldContainer[Tier]
     max_model_len: int
@@ -398,8 +399,9 @@ class DescribeResponse(_message.Message):
     version: str
     drafters: _containers.RepeatedScalarFieldContainer[str]
     branches: int
+    defaults: Sampling
     key: KeyLimits
-    def __init__(self, tiers: _Optional[_Iterable[_Union[Tier, _Mapping]]] = ..., max_model_len: _Optional[int] = ..., window: _Optional[int] = ..., version: _Optional[str] = ..., drafters: _Optional[_Iterable[str]] = ..., branches: _Optional[int] = ..., key: _Optional[_Union[KeyLimits, _Mapping]] = ...) -> None: ...
+    def __init__(self, tiers: _Optional[_Iterable[_Union[Tier, _Mapping]]] = ..., max_model_len: _Optional[int] = ..., window: _Optional[int] = ..., version: _Optional[str] = ..., drafters: _Optional[_Iterable[str]] = ..., branches: _Optional[int] = ..., defaults: _Optional[_Union[Sampling, _Mapping]] = ..., key: _Optional[_Union[KeyLimits, _Mapping]] = ...) -> None: ...
 
 class KeyLimits(_message.Message):
     __slots__ = ("name", "min_priority", "weight", "max_running", "tokens_per_minute", "train")

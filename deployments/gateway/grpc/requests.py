@@ -1,7 +1,7 @@
 """gRPC requests as the library's values, and pieces of an answer as messages; conversations in the form of OpenAI's JSON."""
 
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias, TypeVar
@@ -15,6 +15,7 @@ from cascade.answer import Chunk, Completion
 from cascade.capabilities import Task
 from cascade.client.chat import UNCONVERTED
 from cascade.client.wire import decode_handling, decode_sampling, decode_speculation, encode_edge, values
+from cascade.engine.generation import with_room
 from cascade.errors import InvalidRequest
 from cascade.messages import origin_corrected, origin_level
 from cascade.params import SamplingParams
@@ -52,8 +53,14 @@ def metadata(context: RayServegRPCContext) -> dict[str, str]:
 class TextRequest:
     """A request for the text after a prompt, whose tokens ``encode`` tells."""
 
-    def __init__(self, request: pb.GenerateRequest, encode: Callable[[str | Sequence[int]], Awaitable[Sequence[int]]]) -> None:
+    def __init__(
+        self,
+        request: pb.GenerateRequest,
+        defaults: Mapping[str, Any],
+        encode: Callable[[str | Sequence[int]], Awaitable[Sequence[int]]],
+    ) -> None:
         self.request = request
+        self._defaults = defaults
         self._encode = encode
 
     async def task(self) -> Task:
@@ -63,7 +70,7 @@ class TextRequest:
         kind = request.WhichOneof("input")
         if kind is None:
             raise InvalidRequest("The request has neither prompt nor token_ids: set one of them")
-        params = parse_sampling(request)
+        params = parse_sampling(request, self._defaults)
         ids = await self._encode(request.prompt if kind == "prompt" else list(request.token_ids.ids))
         return parse_task(request, ids, params)
 
@@ -89,14 +96,16 @@ class TextRequest:
 class TurnRequest:
     """A request for the assistant's next turn: its `task` comes first, then the pieces of the answer."""
 
-    def __init__(self, request: pb.ChatRequest, assistant: Assistant) -> None:
+    def __init__(self, request: pb.ChatRequest, defaults: Mapping[str, Any], assistant: Assistant) -> None:
         self.request = request
+        self._defaults = defaults
         self._assistant = assistant
         self._reader = TurnReader()
 
     async def task(self) -> Task:
         """What the full tier is asked; raises `InvalidRequest`."""
-        task = await self._assistant.task(conversation(self.request), partial(parse_sampling, self.request))
+        sampled = partial(parse_sampling, self.request, self._defaults)
+        task = await self._assistant.task(conversation(self.request), sampled)
         self._reader = task.reader()
         return parse_task(self.request, task.ids, task.params)
 
@@ -137,12 +146,13 @@ class TurnRequest:
         )
 
 
-def parse_sampling(request: Asked, room: int | None = None) -> SamplingParams:
-    """Sampling parameters, defaults where nothing is set, ``room`` that of ``max_tokens``; raises `InvalidRequest`."""
-    sampling = request.sampling
-    if room is not None and not sampling.HasField("max_tokens"):
-        sampling = pb.Sampling(max_tokens=room)
-        sampling.MergeFrom(request.sampling)
+def parse_sampling(request: Asked, defaults: Mapping[str, Any], room: int | None = None) -> SamplingParams:
+    """Sampling parameters, the model's ``defaults`` where nothing is set; raises `InvalidRequest`.
+
+    Without a ``max_tokens`` an answer may fill the ``room`` that the context leaves, if that is given.
+    """
+    sampling = pb.Sampling(**with_room(defaults, room))
+    sampling.MergeFrom(request.sampling)
     return decode_sampling(sampling)
 
 

@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 
 from cascade.answer import Chunk
 from cascade.capabilities import Task
+from cascade.engine.generation import with_room
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import KINDS, CascadeError, InvalidRequest, NotFound, Unavailable
 from cascade.messages import Open
@@ -48,6 +49,7 @@ PAGE_POLICY = (
 )
 Asked = TypeVar("Asked", bound=SamplingBody)
 Talking = TypeVar("Talking", ChatBody, ResponsesBody, MessagesBody)
+COMPLETION_TOKENS = 16  # of a completion at most, as in OpenAI's API, if neither the request nor the model says
 STARTED = int(time.time())
 BEARER = HTTPBearer(auto_error=False)  # only for the schema: `Middleware` looks at the key
 Timeout = Annotated[float | None, Header(alias="x-request-timeout-seconds", gt=0, allow_inf_nan=False)]
@@ -83,6 +85,7 @@ class Backend(Protocol):
     tokenizer: Tokenizer
     max_model_len: int
     assistant: Assistant
+    defaults: dict[str, Any]  # arguments of `SamplingParams` for requests that do not give them
 
     @property
     def model_names(self) -> tuple[str, ...]: ...
@@ -190,7 +193,7 @@ class Api:
         if len(prompts) > most:
             raise InvalidRequest(f"prompt has {len(prompts)} prompts: this server takes {most}")
         ids = [await self._backend.encode(prompt) for prompt in prompts]
-        params = body.params(body.limit)
+        params = body.params({"max_tokens": COMPLETION_TOKENS} | self._backend.defaults)
         echoes = [await self._echo(*both, params) if body.echo else Echo() for both in zip(prompts, ids, strict=True)]
         form = self._form("text", body, params, f"cmpl-{caller.id}", sum(map(len, ids)))
         repeated = [echo for echo in echoes for _ in range(body.answers)]
@@ -233,7 +236,7 @@ class Api:
         """The body as `_received` gives it, with the task of its conversation."""
         body, assistant = await self._received(body), self._backend.assistant
         said = body.as_chat(assistant.template.variables)
-        return body, await assistant.task(said, lambda room: body.params(body.limit or room))
+        return body, await assistant.task(said, lambda room: body.params(with_room(self._backend.defaults, room)))
 
     def _form(
         self,
@@ -331,7 +334,13 @@ class Api:
         backend, account = self._backend, request.state.account
         key = {"name": account.name, **account.limits.model_dump()}
         chat = backend.tokenizer.backend.chat_template is not None
-        ours = {"tiers": backend.chain_names, "max_model_len": backend.max_model_len, "chat": chat, "key": key}
+        ours = {
+            "tiers": backend.chain_names,
+            "max_model_len": backend.max_model_len,
+            "chat": chat,
+            "key": key,
+            "sampling": backend.defaults,
+        }
         parent = None if name in backend.model_names else backend.model_names[0]
         return {"id": name, "object": "model", "created": STARTED, "owned_by": "cascade", "parent": parent, **ours}
 

@@ -1,6 +1,6 @@
 """Request bodies of OpenAI's API, with extensions. Unknown fields and values that cannot be honoured are errors."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -173,8 +173,13 @@ class SamplingBody(IgnoredFields):
         """Tokens that the client has of each choice; raises `InvalidRequest`."""
         return [[] for _ in range(num_choices)]
 
-    def params(self, max_tokens: int) -> SamplingParams:
-        """Sampling parameters; raises `InvalidRequest`."""
+    @property
+    def limit(self) -> int | None:
+        """Output tokens at most, if the request says so; raises `InvalidRequest`."""
+        return None
+
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """Sampling parameters, ``defaults`` where the request gives none; raises `InvalidRequest`."""
         chosen = {name: value for name in SAME_FIELDS if (value := getattr(self, name)) is not None}
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         biases = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
@@ -184,8 +189,10 @@ class SamplingBody(IgnoredFields):
                 raise InvalidRequest("The text has to be of two forms, response_format and structured: give one")
             kinds = self.structured.model_dump().items()
             structured = Structured(**{name: value for name, value in kinds if value is not None and value is not False})
-        more: dict[str, Any] = {**chosen, **self.logprob_params}
-        return SamplingParams(max_tokens=max_tokens, stop=stop, logit_bias=biases, structured=structured, **more)
+        given: dict[str, Any] = {**defaults, **chosen, **self.logprob_params}
+        if (limit := self.limit) is not None:
+            given["max_tokens"] = limit
+        return SamplingParams(stop=stop, logit_bias=biases, structured=structured, **given)
 
 
 class AnswersBody(SamplingBody):
@@ -237,9 +244,8 @@ class CompletionBody(AnswersBody):
     logprobs: int | None = None
 
     @property
-    def limit(self) -> int:
-        """Output tokens at most; OpenAI's own default if the request says nothing."""
-        return self.max_tokens or 16
+    def limit(self) -> int | None:
+        return self.max_tokens
 
     @property
     def logprob_params(self) -> dict[str, int]:
@@ -277,7 +283,6 @@ class ChatBody(AnswersBody, Conversation):
 
     @property
     def limit(self) -> int | None:
-        """Output tokens at most, if the request says so."""
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise InvalidRequest("max_tokens and max_completion_tokens differ: give one of them")
         return self.max_completion_tokens or self.max_tokens

@@ -1,0 +1,84 @@
+"""What a model's own files say about writing: the tokens that end a text, and how to sample where a request says nothing.
+
+Imports neither PyTorch nor Transformers.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
+
+from cascade.engine.gguf import described
+from cascade.errors import InvalidRequest, ModelError, reason
+from cascade.params import SamplingParams
+
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+AUTO, NONE = "auto", "vllm"  # values of the switch `generation_config` beside folders: the model's own file, no file
+# fields of a generation config that are taken as defaults, and their names here; the same that vLLM takes
+SAMPLING = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
+SAMPLING["max_new_tokens"] = "max_tokens"
+
+
+def sampling_defaults(source: str, choice: str = AUTO, *, revision: str | None = None) -> dict[str, Any]:
+    """Arguments of `SamplingParams` that the generation config of a model gives; a request's own values win.
+
+    ``choice`` is "auto" for the model's own file, "vllm" for none, or a folder that holds one. Raises `ModelError` if the
+    file is broken or a value is none that a request may have.
+    """
+    if choice == NONE:
+        return {}
+    if choice != AUTO and not Path(choice, GENERATION_CONFIG).is_file():
+        raise ModelError(f"generation_config is {choice!r}: it must be 'auto', 'vllm', or a folder with {GENERATION_CONFIG}")
+    origin = source if choice == AUTO else choice
+    values = _read(origin, GENERATION_CONFIG, revision if choice == AUTO else None)
+    found = {ours: values[theirs] for theirs, ours in SAMPLING.items() if values.get(theirs) is not None}
+    try:
+        SamplingParams(**found)
+    except InvalidRequest as error:
+        raise ModelError(f"{GENERATION_CONFIG} of {origin!r}: {error}; mend it, or set generation_config to 'vllm'") from None
+    return found
+
+
+def with_room(defaults: Mapping[str, Any], room: int | None) -> dict[str, Any]:
+    """``defaults`` for an answer for which the context leaves ``room``, tokens: ``max_tokens`` is that, or less."""
+    return dict(defaults) if room is None else {**defaults, "max_tokens": min(room, defaults.get("max_tokens", room))}
+
+
+def configured_ends(source: str, *, revision: str | None = None) -> frozenset[int]:
+    """End tokens that the config and the generation config of a model name, together; raises `ModelError` if one is broken."""
+    return frozenset(
+        token for name in (CONFIG, GENERATION_CONFIG) for token in _ends(source, name, _read(source, name, revision))
+    )
+
+
+def _ends(source: str, name: str, values: Mapping[str, Any]) -> Iterator[int]:
+    """The end tokens that a file names; of a model with several parts, also those of its text part."""
+    for part in (values, values.get("text_config")):
+        given = part.get("eos_token_id") if isinstance(part, Mapping) else None
+        for token in given if isinstance(given, list) else [] if given is None else [given]:
+            if not isinstance(token, int) or isinstance(token, bool):
+                raise ModelError(
+                    f"{name} of {source!r} has the eos_token_id {token!r}: it must be a token id or a list of them"
+                )
+            if token >= 0:  # some name -1 for none
+                yield token
+
+
+def _read(source: str, name: str, revision: str | None) -> dict[str, Any]:
+    """The JSON object in a file of a model; empty if it has no such file. Raises `ModelError`."""
+    folder = described(source)
+    try:
+        path = Path(folder, name) if Path(folder).is_dir() else Path(hf_hub_download(folder, name, revision=revision))
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, EntryNotFoundError):
+        return {}
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{name} of {source!r} is not JSON ({reason(error)}): mend it or download it again") from None
+    except Exception as error:  # of the network, of the hub, of the disk
+        raise ModelError(f"{name} of {source!r} cannot be read: {reason(error)}") from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{name} of {source!r} must hold a JSON object: mend it or download it again")
+    return values

@@ -17,7 +17,7 @@ GUIDELLM := .venv-guidellm
 AIPERF := .venv-aiperf
 # An AVX2 processor, imitated on a newer one.
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
-NUMERIC := tests/cpu $(addprefix tests/engine/,test_bits.py test_llama.py test_pass.py test_adapters.py)
+NUMERIC := tests/cpu $(addprefix tests/engine/,test_bits.py test_llama.py test_pass.py)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: demo serve generators docs figures test test-all test-avx2 test-nodes test-vllm lint proto clean bench-peers bench-vllm bench-drafters bench-never-slower bench-cluster bench-align soak

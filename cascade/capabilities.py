@@ -84,7 +84,6 @@ class Capabilities:
             priority=task.handling.priority,
             cache_salt=task.handling.cache_salt,
             train=task.handling.train,
-            domain=params.adapter,
         )
 
     def _check_ids(self, ids: Sequence[int]) -> None:

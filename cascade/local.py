@@ -112,7 +112,6 @@ class Cascade:
                 profile=apart(partial(measure, model, max_tokens=64, budget_s=0.3)),  # quickly: its user waits for it
                 new_state=new_state,
                 drafters=inner,
-                adapters=None if model is models[-1] else getattr(model, "adapters", ()),
             )
             for level, (name, model, inner) in enumerate(zip(names, models, drafters, strict=True), len(kinds))
         )

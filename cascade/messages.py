@@ -108,7 +108,6 @@ class Open:
     tracestate: str = ""  # likewise
     lease: str = ""  # by which it holds its replica; the session's own if empty
     affinity: str = ""  # requests with the same one go to the same replica; stays at the router
-    domain: str = ""  # the adapter that tiers below draft with if they have it: that of `params`, or the tenant's by its name
 
     def __post_init__(self) -> None:
         assert 0 < self.prompt_len <= len(self.tokens), "a text begins with its prompt"

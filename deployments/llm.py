@@ -44,7 +44,7 @@ class Accelerator(Section):
 
 
 class Lora(Section):
-    """`LoraConfig`, whose adapters are folders in a folder or a bucket."""
+    """`LoraConfig`, whose adapters are folders in a folder."""
 
     dynamic_lora_loading_path: str | None = None
     max_num_adapters_per_replica: Annotated[int, Field(ge=1)] = 16

@@ -301,8 +301,7 @@ class Router:
         `FullTier.pieces` writes the answer; this waits for its turn, counts, and collects what drafters may learn from.
         """
         async with self.admission.answering(opening, request, index) as record:
-            asked = replace(record.opening, domain=record.opening.domain or request.account.name)
-            answer = await self._answer(asked, index, lambda: time.monotonic() - request.since)
+            answer = await self._answer(record.opening, index, lambda: time.monotonic() - request.since)
             async with contextlib.aclosing(self._full.pieces(answer, request)) as pieces:
                 async for chunk in pieces:
                     record.piece(chunk)

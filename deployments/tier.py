@@ -89,14 +89,13 @@ class TierReplica:
             profile=self._profile,
             new_state=new_state if getattr(self._model, "shapes", True) else None,
             drafters=make(engine.drafters, drafters, encode),
-            adapters=tuple(engine.lora_modules) if draft else None,
         )
         traced = tracing(self._config.name, self._config.model_loading_config.model_id)
         lessors = {name: lessor(handle) for name, handle in lower.items()}
         leases = LeasePool(lessors, timeout_s=LEASE_TIMEOUT_S)
         self._downlink = Downlink(leases, self._tier.post, tls=tls, tracing=traced)
         self._tier.below = self._downlink if lower else None
-        self._server = LinkServer(self._tier, tls, traced, link_ports, None if folder is None else folder.fetch)
+        self._server = LinkServer(self._tier, tls, traced, link_ports)
         self._replica = replica_name()
         self._tier.start()
         await self._server.start(ray.util.get_node_ip_address())
@@ -208,8 +207,7 @@ def load_model(config: TierConfig, folder: AdapterFolder | None = None, *, draft
         source = config.model_loading_config.source
         given = {**share, **engine.vllm_options}
         adapters: dict[str, Any] = {"adapters": engine.lora_modules, "folder": folder, "most": engine.max_loras}
-        return VllmModel(source, cache_tokens=engine.cache_tokens, options=given, **adapters)
-    from cascade.engine.adapters import AdaptedModel
+        return VllmModel(source, cache_tokens=engine.cache_tokens, draft=draft, options=given, **adapters)
     from cascade.engine.loading import load
     from cascade.engine.model import Model
 
@@ -226,8 +224,6 @@ def load_model(config: TierConfig, folder: AdapterFolder | None = None, *, draft
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "num_threads": engine.num_threads,
     }
-    if engine.adapted:
-        return AdaptedModel(network, engine.lora_modules, folder=folder, most=engine.max_loras, **options)
     return Model.drafting(network, head_of(engine.drafters), owned=True, **options)
 
 

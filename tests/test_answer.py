@@ -220,7 +220,6 @@ def test_what_is_admitted_is_what_was_asked() -> None:
         adaptive=True,
         priority=-2,
         cache_salt="mine",
-        domain="french",
     )
     plain = SamplingParams(max_tokens=4, ignore_eos=True)
     other = CAPABLE.admit(Task([1, 2], plain))

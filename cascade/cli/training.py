@@ -14,12 +14,11 @@ from cascade.cli.screen import console
 from cascade.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cascade.settings.config import CascadeConfig
+    pass
 
 FOLDER = click.option(
     "--folder", required=True, type=click.Path(file_okay=False, path_type=Path), help="That of `alignment.folder`."
 )
-TENANT_RANK = 16  # of a tenant's adapter, unless it is given
 KEY_ENV = click.option("--key-env", help="Environment variable with the key of encrypted answers.")
 
 
@@ -103,9 +102,6 @@ def train(model: str, data: tuple[Path, ...], out: Path, device: str | None, **p
 @click.option("--tier", "student", required=True, help="Lower tier that learns, or eagle3 for the head of the full tier.")
 @click.option("--config", type=click.Path(path_type=Path), help="The server's configuration. The demonstration if not given.")
 @click.option("--seconds", default=300.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Of training.")
-@click.option("--tenant", help="Learn from the answers of the key of this name alone: an adapter of its own.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder of that adapter, for `lora_modules`.")
-@click.option("--lora-rank", type=click.IntRange(min=1), help="Of a LoRA that learns in place of all weights; 16 for a tenant.")
 @KEY_ENV
 @click.option("--device", help="Such as cuda:0. The GPU if there is one.")
 def align(
@@ -113,73 +109,44 @@ def align(
     student: str,
     config: Path | None,
     seconds: float,
-    tenant: str | None,
-    out: Path | None,
-    lora_rank: int | None,
     key_env: str | None,
     device: str | None,
 ) -> None:
     """Let a drafter learn from answers that a server has kept on disk.
 
     Weights that are no worse on answers that were held out become the latest in the folder, which a running server takes.
-    What is learnt from one tenant's answers is an adapter: name it like the tenant in the tier's `lora_modules`.
 
     \b
     cascade align --from /shared/cascade --tier tiny --config my.yaml
-    cascade align --from /shared/cascade --tier tiny --config my.yaml --tenant alice --out adapters/alice
     """
-    from cascade.drafters import EAGLE3
     from cascade.settings.config import CascadeConfig
     from cascade.training import alignment
 
-    if (tenant is None) != (out is None):
-        raise ConfigError(f"tenant is {tenant!r} and out is {str(out)!r}: give both for an adapter, or none of them")
-    if student == EAGLE3 and (tenant or lora_rank):
-        raise ConfigError(f"tier is {student!r}: a head learns whole, name a lower tier or leave out tenant and lora-rank")
     read = CascadeConfig.demo() if config is None else CascadeConfig.load(config)
     asked = {"folder": str(folder), "students": [student], "on_disk": True, "key_env": key_env}
-    whole = _teaching(read, asked, without_adapters=tenant is not None)
+    values = read.model_dump(mode="json")
+    whole = CascadeConfig.parse(values | {"alignment": (values["alignment"] or {}) | asked})
     assert whole.alignment is not None
     answers, versions = whole.alignment.reservoir(), whole.alignment.versions(student)
     if not len(answers):
         raise ConfigError(f"There are no answers in {folder}: set alignment.on_disk to true where the server runs")
-    newest, older = ([one for one in pool if tenant in (None, one.tenant)] for pool in (answers.newest, answers.older))
     verifier, source = whole.lesson(student)
-    if tenant is not None:
-        lora_rank, source = lora_rank or TENANT_RANK, whole.beginning(student)
-    learner = alignment.student_of(student, verifier, source, device=device, lora_rank=lora_rank)
+    learner = alignment.student_of(student, verifier, source, device=device)
     with console.status("") as shown:
         outcome = alignment.align(
             student,
             learner,
-            newest,
-            older,
+            answers.newest,
+            answers.older,
             seconds,
             tell=lambda now: shown.update(f"{student}: {now.share:.0%} of the time, step {now.steps}"),
         )
     console.print(f"{outcome}.")
     if outcome.problem:
         return
-    if out is not None:
-        assert isinstance(learner, alignment.TierStudent)
-        learner.write_adapter(out)
-        console.print(f"Serve it with [bold]lora_modules: {{{tenant}: {out}}}[/] of tier {student}.", soft_wrap=True)
-    else:
-        version = versions.add(alignment.record(learner, outcome))
-        versions.choose(version)
-        console.print(f"Its latest weights are {version}.", soft_wrap=True)
-
-
-def _teaching(read: "CascadeConfig", asked: dict[str, Any], *, without_adapters: bool) -> "CascadeConfig":
-    """A configuration whose `alignment` is as ``asked``; raises `ConfigError`.
-
-    Without adapters the student has only its own weights, beside which a new adapter learns.
-    """
-    values = read.model_dump(mode="json")
-    for tier in values["tiers"]:
-        if without_adapters and tier["name"] in asked["students"]:
-            tier["engine_kwargs"]["lora_modules"] = {}
-    return type(read).parse(values | {"alignment": (values["alignment"] or {}) | asked})
+    version = versions.add(alignment.record(learner, outcome))
+    versions.choose(version)
+    console.print(f"Its latest weights are {version}.", soft_wrap=True)
 
 
 @click.command()

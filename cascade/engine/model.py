@@ -40,7 +40,6 @@ class Model:
     """A causal language model that scores packed rows; see `cascade.scorer.Scorer`."""
 
     healthy = True  # its passes run in this process, which ends with them
-    _written_out = True  # networks that `Llama` can run are run by it
 
     def __init__(
         self,
@@ -68,7 +67,7 @@ class Model:
         self.vocab_size = 0  # rows of the output embedding, padding included
         self.bytes_per_token = 0
         self._windows: dict[int, int | None] = {}  # by layer, see `cascade.engine.network.survey.Survey`
-        self._busy = threading.RLock()  # tiers may share a model, and its passes share memory
+        self._busy = threading.Lock()  # tiers may share a model, and its passes share memory
         self._llama: Llama | None = None  # runs passes in place of the network
         self._owned = owned
         self.same_bits = True  # a text's logits have the same bits in every pass, as far as the probe tells
@@ -277,7 +276,7 @@ class Model:
         self._windows = seen.windows
         if self._attention is None:
             self._attention = Native(seen, self.dtype) if self.device.type == "cpu" else Contiguous()
-            if self._written_out and is_written_out(network):
+            if is_written_out(network):
                 self._llama = Llama(network, owned=self._owned)
         network.set_attn_implementation(ATTENTION)
         if self._llama is None:

@@ -314,7 +314,7 @@ class Session:
         return replace(
             opening,
             # only the full tier's log-probabilities are of use
-            params=replace(opening.params, adapter=opening.domain, logprobs=None, prompt_logprobs=None),
+            params=replace(opening.params, logprobs=None, prompt_logprobs=None),
             session=session,
             tokens=tuple(self.text),
             tier=drafter,

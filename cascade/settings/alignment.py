@@ -35,8 +35,6 @@ class AlignmentConfig(Section):
     key_env: Variable | None = None
     every_s: Annotated[float, Field(ge=0)] = 900.0  # seconds between two rounds; drift of acceptance begins one at once
     round_s: Seconds = 300.0  # seconds of training of each drafter in a round
-    # rank of the LoRA adapters that learn in place of a tier's own weights, and are merged into them; for large draft models
-    lora_rank: Count | None = None
     min_rows: Count = 128  # new answers before a round
     canary_s: Annotated[float, Field(ge=0)] = 60.0  # seconds that one replica serves new weights before the others do
     device: str | None = None  # of the learner, such as cuda:0; by default the GPU if there is one

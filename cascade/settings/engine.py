@@ -100,10 +100,10 @@ class EngineKwargs(Section):
     revision: str | None = None  # branch, tag or commit of a model on the hub
     trust_remote_code: bool = False  # run code that comes with a model of the hub
     quantization: str | None = None  # of weights while they load, by a method of vLLM's; quantised checkpoints need none
-    # LoRA adapters by name: paths or hub ids. Requests name those of the full tier; a lower tier drafts with the one that has
-    # the name of the request's adapter, or of its key
+    # LoRA adapters by name, for vLLM alone: paths or hub ids. Requests name those of the full tier; a lower tier drafts with
+    # its own of that name
     lora_modules: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], Text] = Field(default_factory=dict)
-    # in their place, a folder or bucket (s3://, gs://) of adapters, each of which is loaded when a request names it
+    # in their place, a folder of adapters, each of which is loaded when a request names it
     lora_path: Text | None = None
     max_loras: Count = 16  # adapters of `lora_path` that a replica has loaded at a time
     tensor_parallel_size: Count = 1  # GPUs that share one replica's model; more than one needs vLLM
@@ -119,12 +119,11 @@ class EngineKwargs(Section):
 
     @model_validator(mode="after")
     def _belongs_together(self) -> Self:
-        head, adapted = head_of(self.drafters), self.adapted
-        if head and adapted:
-            raise ValueError(f"drafter {head.kind!r} reads a model without adapters, and {adapted}: remove one of the two")
         if self.lora_modules and self.lora_path:
             raise ValueError(f"lora_modules are given and lora_path is {self.lora_path!r}: remove one of the two")
-        if self.plugin:  # which knows what it takes
+        if self.plugin:  # which knows what else it takes
+            if self._adapted:
+                raise ValueError(f"{self._adapted}, which only vLLM can serve: set engine to 'vllm', or remove it")
             return self
         if self.engine == "vllm":
             if self._only_ours:
@@ -138,9 +137,11 @@ class EngineKwargs(Section):
         return self
 
     @property
-    def adapted(self) -> str:
-        """The field that gives the model adapters; "" if none does."""
-        return "lora_modules" if self.lora_modules else "lora_path" if self.lora_path else ""
+    def _adapted(self) -> str:
+        """The adapters that are given, in words; "" if none are."""
+        if self.lora_path:
+            return f"lora_path is {self.lora_path!r}"
+        return f"lora_modules are {', '.join(self.lora_modules)}" if self.lora_modules else ""
 
     @property
     def _only_ours(self) -> str:
@@ -153,12 +154,12 @@ class EngineKwargs(Section):
         """What is given that our own engine cannot do, in words; "" if nothing is."""
         if self.tensor_parallel_size > 1:
             return f"tensor_parallel_size is {self.tensor_parallel_size}"
-        return f"quantization is {self.quantization!r}" if self.quantization else ""
+        return f"quantization is {self.quantization!r}" if self.quantization else self._adapted
 
     @property
     def _prefers_ours(self) -> bool:
         """Whether anything is given that means our own engine where none is named."""
-        return any((self._only_ours, self.adapted, self.num_threads))
+        return any((self._only_ours, self.num_threads))
 
     @property
     def plugin(self) -> bool:

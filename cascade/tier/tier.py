@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from cascade.messages import Failed, Link, Message, Open, mint
@@ -35,7 +35,6 @@ class Tier:
     - ``profile``: what passes cost; kept current.
     - ``new_state``: makes what sampling parameters need beside logits; without it requests with such parameters fail.
     - ``planner`` chooses the tiers below that draft; ``drafters`` guess inside this tier.
-    - ``adapters``: those that ``model`` has, on a tier that drafts: sessions that name another one use the model itself.
     """
 
     def __init__(
@@ -52,12 +51,10 @@ class Tier:
         profile: Profile | None = None,
         new_state: NewState | None = None,
         drafters: Sequence[Drafter] = (),
-        adapters: Collection[str] | None = None,
     ) -> None:
         self.name = name
         self.level = level
         self.below = below
-        self._adapters = adapters
         self.planner = planner or Planner()
         self.kv_admission = KVAdmission(model.new_cache, cache_tokens or model.cache_tokens)
         profile = profile or Profile()
@@ -156,8 +153,8 @@ class Tier:
                 if isinstance(item, tuple):
                     messages, up = item
                     for message in messages:
-                        if isinstance(message, Open):
-                            message = self._fitted(message)
+                        if isinstance(message, Open) and self.below is None:
+                            message = replace(message, chain=())
                         self._loop.receive(message, up, time.monotonic())
                 else:
                     self._loop.drop(item)
@@ -165,14 +162,6 @@ class Tier:
         except queue.Empty:
             return True
         return False
-
-    def _fitted(self, opening: Open) -> Open:
-        """A request without what this tier has not: tiers below it, or that adapter."""
-        if self.below is None:
-            opening = replace(opening, chain=())
-        if self._adapters is not None and opening.params.adapter and opening.params.adapter not in self._adapters:
-            opening = replace(opening, params=replace(opening.params, adapter=""))
-        return opening
 
     def _refuse(self) -> None:
         with contextlib.suppress(queue.Empty):

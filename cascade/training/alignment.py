@@ -5,10 +5,8 @@ it: at each of their positions the student's likeliest token is compared with th
 Weights that are worse by more than chance are dropped. Processes of a `group` share the answers of a round, and its steps.
 """
 
-import copy
 import json
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -66,17 +64,13 @@ class Student(Protocol):
 
 
 class TierStudent:
-    """The model of a lower tier as a student of the tier above.
-
-    All its weights learn, in float32; with a ``lora_rank`` only an adapter of that rank beside them, so that they need neither
-    gradients nor optimizer (LoRA, Hu et al., arXiv 2106.09685).
-    """
+    """The model of a lower tier as a student of the tier above. All its weights learn, in float32."""
 
     tokens = TOKENS
 
-    def __init__(self, verifier: PreTrainedModel, source: str, lora_rank: int | None = None) -> None:
+    def __init__(self, verifier: PreTrainedModel, source: str) -> None:
         """``source`` is the student's. Raises `ModelError` if it cannot be loaded, `ConfigError` if it cannot learn."""
-        student = load(source, dtype=None if lora_rank else "float32", device=str(verifier.device))
+        student = load(source, dtype="float32", device=str(verifier.device))
         if type(student) not in FAMILY:
             known = ", ".join(kind.__name__.removesuffix("ForCausalLM") for kind in FAMILY)
             raise ConfigError(f"{source!r} is a {type(student).__name__}: drafters that learn are {known}")
@@ -85,7 +79,6 @@ class TierStudent:
             raise ConfigError(f"{source!r} has {sizes[0]} tokens and its verifier {sizes[1]}: it cannot learn from that")
         verifier.set_attn_implementation(CAUSAL)
         self._verifier, self._scored = verifier, dict[bytes, Shard]()  # by tokens: each shard is scored once
-        self._adapted = _adapted(student, lora_rank) if lora_rank else None
         self._run = Run(student.train(), draft_vocab.said(student.config, source), Schedule(**RATES))
 
     def learn(self, shard: Shard, progress: float) -> None:
@@ -95,16 +88,7 @@ class TierStudent:
         return np.concatenate(self._run.agrees(self._score(shard), range(shard.num_texts), 1))
 
     def write(self, folder: Path) -> None:
-        run = self._run
-        if self._adapted is not None:
-            run = copy.copy(run)
-            run.student = copy.deepcopy(self._adapted).merge_and_unload()
-        run.write(folder)
-
-    def write_adapter(self, folder: Path) -> None:
-        """Write the adapter alone, as PEFT does: for `lora_modules` of the tier."""
-        assert self._adapted is not None, "there is none: all weights have learnt"
-        self._adapted.save_pretrained(folder)
+        self._run.write(folder)
 
     def _score(self, shard: Shard) -> Shard:
         """The shard with the verifier's distributions."""
@@ -112,17 +96,6 @@ class TierStudent:
         if key not in self._scored:
             self._scored[key] = score(self._verifier, shard)
         return self._scored[key]
-
-
-def _adapted(student: PreTrainedModel, rank: int) -> Any:
-    """``student`` with an untrained adapter of that rank beside all its matrices but the embeddings: nothing else learns."""
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError:
-        raise ConfigError(f"lora_rank is {rank}: `pip install 'cascade-serve[lora]'`, or leave it out") from None
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)  # PEFT's own
-        return get_peft_model(student, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
 
 
 class HeadStudent:
@@ -170,13 +143,11 @@ class HeadStudent:
         (folder / "config.json").write_text(json.dumps(self._checkpoint.config, indent=2) + "\n", encoding="utf-8")
 
 
-def student_of(
-    name: str, verifier: str, source: str, *, device: str | None = None, lora_rank: int | None = None
-) -> TierStudent | HeadStudent:
+def student_of(name: str, verifier: str, source: str, *, device: str | None = None) -> TierStudent | HeadStudent:
     """The drafter ``name``, a tier or the kind of a head; ``verifier`` and ``source`` are where its verifier's weights and its
-    own are. ``lora_rank`` is for tiers alone: a head learns whole. Raises as `TierStudent` and `HeadStudent`."""
+    own are. Raises as `TierStudent` and `HeadStudent`."""
     network = load(verifier, device=device).requires_grad_(False).eval()
-    return HeadStudent(network, source) if name == EAGLE3 else TierStudent(network, source, lora_rank)
+    return HeadStudent(network, source) if name == EAGLE3 else TierStudent(network, source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +243,6 @@ class Lesson:
     newest: Sequence[Sample]
     older: Sequence[Sample]
     seconds: float
-    lora_rank: int | None
     folder: Path  # of `Versions`
 
     def run(self, device: str | None, tell: Callable[[Progress], object]) -> Outcome:
@@ -280,7 +250,7 @@ class Lesson:
 
         Raises as `student_of` and `align`, and `Stopped` if ``tell`` does.
         """
-        learner = student_of(self.student, self.verifier, self.source, device=device, lora_rank=self.lora_rank)
+        learner = student_of(self.student, self.verifier, self.source, device=device)
         outcome = align(self.student, learner, self.newest, self.older, self.seconds, tell=tell)
         if not outcome.problem and group.rank() == 0:
             versions = Versions(self.folder)

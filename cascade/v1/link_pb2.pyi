@@ -30,7 +30,7 @@ class Message(_message.Message):
     def __init__(self, session: _Optional[str] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("tokens", "prompt_len", "sampling", "ends", "tier", "chain", "window", "draft_window", "priority", "cache_salt", "adaptive", "branches", "draft_branches", "drafters", "traceparent", "tracestate", "lease", "domain")
+    __slots__ = ("tokens", "prompt_len", "sampling", "ends", "tier", "chain", "window", "draft_window", "priority", "cache_salt", "adaptive", "branches", "draft_branches", "drafters", "traceparent", "tracestate", "lease")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -48,7 +48,6 @@ class Open(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     TRACESTATE_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
-    DOMAIN_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     prompt_len: int
     sampling: _serving_pb2.Sampling
@@ -66,8 +65,7 @@ class Open(_message.Message):
     traceparent: str
     tracestate: str
     lease: str
-    domain: str
-    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[_serving_pb2.Sampling, _Mapping]] = ..., ends: _Optional[_Iterable[int]] = ..., tier: _Optional[str] = ..., chain: _Optional[_Iterable[str]] = ..., window: _Optional[int] = ..., draft_window: _Optional[int] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adaptive: _Optional[bool] = ..., branches: _Optional[int] = ..., draft_branches: _Optional[int] = ..., drafters: _Optional[_Iterable[str]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., lease: _Optional[str] = ..., domain: _Optional[str] = ...) -> None: ...
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[_serving_pb2.Sampling, _Mapping]] = ..., ends: _Optional[_Iterable[int]] = ..., tier: _Optional[str] = ..., chain: _Optional[_Iterable[str]] = ..., window: _Optional[int] = ..., draft_window: _Optional[int] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adaptive: _Optional[bool] = ..., branches: _Optional[int] = ..., draft_branches: _Optional[int] = ..., drafters: _Optional[_Iterable[str]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., lease: _Optional[str] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("start", "tokens")

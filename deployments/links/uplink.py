@@ -6,7 +6,7 @@ import hmac
 import logging
 import random
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
 
 import grpc
@@ -24,7 +24,6 @@ from deployments.ops.tracing import UNTRACED, SessionSpans, Tracing
 
 log = logging.getLogger(__name__)
 
-FETCH_S = 60.0  # for an adapter to come from its bucket
 WATCH_S = 0.5  # between two checks whether the tier hangs
 REFUSAL_S = 1.0  # before a hanging tier refuses a lease: Serve prefers replicas with little to do, and it has nothing
 MAX_MESSAGE_BYTES = 64 * 2**20
@@ -77,11 +76,8 @@ class LinkServer(link_pb2_grpc.LinkServicer):
         tls: LinkTLS | None = None,
         tracing: Tracing = UNTRACED,
         ports: tuple[int, int] | None = None,
-        fetch: Callable[[str], object] | None = None,
     ) -> None:
-        """``fetch``, called in a thread, loads an adapter onto this machine before a session uses it."""
         self._tier = tier
-        self._fetch = fetch
         self._spans = SessionSpans(tracing)
         self._tls = tls
         self._ports = ports
@@ -157,10 +153,6 @@ class LinkServer(link_pb2_grpc.LinkServicer):
     async def _read(self, batches: AsyncIterator[pb.Batch], mailbox: Mailbox, sessions: set[str]) -> None:
         async for batch in batches:
             known = [message for message in decode(batch) if self._admit(message, mailbox, sessions)]
-            if self._fetch is not None:
-                for adapter in {one.params.adapter for one in known if isinstance(one, Open)} - {""}:
-                    with contextlib.suppress(Exception):  # of any library: the pass fails then
-                        await asyncio.wait_for(asyncio.to_thread(self._fetch, adapter), FETCH_S)
             if known:
                 self._tier.post([self._spans.served(one) if isinstance(one, Open) else one for one in known], mailbox)
 

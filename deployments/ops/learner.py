@@ -17,7 +17,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from ray.serve.handle import DeploymentHandle
 
-from cascade.drafters import EAGLE3
 from cascade.engine.threads import apart
 from cascade.errors import CascadeError
 from cascade.settings.config import CascadeConfig
@@ -254,7 +253,6 @@ class Learner:
                 newest=newest,
                 older=older,
                 seconds=settings.round_s,
-                lora_rank=None if student == EAGLE3 else settings.lora_rank,
                 folder=settings.versions(student).folder,
             )
             if settings.num_workers == 1:

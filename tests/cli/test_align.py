@@ -33,25 +33,11 @@ def test_a_round_without_a_server(tmp_path: Path, small_demo: None) -> None:
         assert {"config.json", "model.safetensors", "alignment.json"} <= {file.name for file in current.iterdir()}
 
 
-def test_a_tenant_gets_an_adapter_of_its_own(tmp_path: Path, small_demo: None) -> None:
-    """Guards the way from a key's answers to what its drafts come from: an adapter, and no new weights of the tier."""
-    kept(tmp_path, 400)
-    out = tmp_path / "alice"
-    asked = ("--from", tmp_path, "--tier", "tiny", "--seconds", "2", "--device", "cpu")
-    code, output = run("align", *asked, "--tenant", "alice", "--out", out)
-    assert code == 0, output
-    assert Versions(tmp_path / "tiny").current is None
-    assert out.exists() == ("lora_modules: {alice:" in output)  # one that is worse by chance is dropped
-    assert "too few" in run("align", *asked, "--tenant", "carol", "--out", out)[1]
-
-
 def test_what_cannot_be_taught_is_one_sentence(tmp_path: Path, small_demo: None) -> None:
     """Guards operators against tracebacks: no answers, too few, a tier that is not there, nothing to go back to."""
     for arguments, words in (
         (("align", "--from", tmp_path, "--tier", "tiny"), "There are no answers"),
         (("align", "--from", tmp_path, "--tier", "other"), "it takes tiny"),
-        (("align", "--from", tmp_path, "--tier", "tiny", "--tenant", "alice"), "give both for an adapter"),
-        (("align", "--from", tmp_path, "--tier", "eagle3", "--lora-rank", "4"), "a head learns whole"),
         (("rollback", "tiny", "--folder", tmp_path), "never learnt there"),
     ):
         code, output = run(*arguments)

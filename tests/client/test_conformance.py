@@ -62,7 +62,7 @@ class Adapted(CountingModel):
             self.seed = plain
 
 
-served = serving(model=Adapted, full={"engine_kwargs": {"lora_modules": {ADAPTER: "red/adapter"}}})
+served = serving(model=Adapted, full={"engine_kwargs": {"engine": "vllm", "lora_modules": {ADAPTER: "red/adapter"}}})
 
 
 def body(params: dict[str, Any], mode: str) -> dict[str, Any]:

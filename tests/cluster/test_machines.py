@@ -27,7 +27,7 @@ def test_constraints_pin_what_the_package_needs() -> None:
     lines = [line for line in (ROOT / "cluster" / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     pins = {one.name: str(one.specifier).removeprefix("==") for one in map(Requirement, lines)}
     assert len(pins) == len(lines)
-    extras = [need for extra in ("quantization", "lora", "vllm") for need in PROJECT["optional-dependencies"][extra]]
+    extras = [need for extra in ("quantization", "vllm") for need in PROJECT["optional-dependencies"][extra]]
     for need in map(Requirement, (*PROJECT["dependencies"], *extras)):
         assert need.specifier.contains(pins[canonicalize_name(need.name)]), need
     assert set(PACKAGES) - {PROJECT["name"]} <= pins.keys()  # which nodes compare

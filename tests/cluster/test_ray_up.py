@@ -48,7 +48,7 @@ def test_the_package_is_installed_as_a_whole(path: Path) -> None:
     """Guards nodes without the package, whose proxies do not start, without extras, and with packages of another week."""
     values = read(path.stem)
     assert values["file_mounts"] == {"~/cascade-serve": "."}
-    constraint, package = "$HOME/cascade-serve/cluster/constraints.txt", "$HOME/cascade-serve[quantization,lora]"
+    constraint, package = "$HOME/cascade-serve/cluster/constraints.txt", "$HOME/cascade-serve[quantization]"
     assert any(f'pip install --quiet --constraint "{constraint}" "{package}"' in line for line in values["setup_commands"])
     assert {".git", ".venv"} <= set(values["rsync_exclude"])
 

@@ -1,5 +1,6 @@
 """Checkpoints: what is told of them before they are loaded, how they are loaded, and what is refused."""
 
+from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from click.testing import CliRunner
 from huggingface_hub import constants
 from safetensors.torch import load, save
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 from cascade import ModelError, SamplingParams
 from cascade.cli.main import main
@@ -20,7 +21,7 @@ from cascade.engine.checkpoint import INDEX, anatomy
 from cascade.engine.heads.checkpoint import MAPS, num_weights
 from cascade.engine.model import Model
 from cascade.engine.model_config import read_config
-from cascade.engine.tokenizer import check_source
+from cascade.engine.tokenizer import Tokenizer, check_source
 from cascade.scorer import Row
 from cascade.settings.check import needs
 from cascade.settings.config import CascadeConfig
@@ -273,3 +274,21 @@ def test_a_hub_out_of_reach_is_told_at_once(monkeypatch: pytest.MonkeyPatch, tmp
         read_config("Qwen/Qwne3-0.6B")
     (tmp_path / "models--Qwen--Qwne3-0.6B").mkdir()
     check_source("Qwen/Qwne3-0.6B")  # the cache may have all that is needed
+
+
+def test_quantised_checkpoints_are_served(tmp_path: Path) -> None:
+    """Guards checkpoints in fewer bits, as Transformers writes them: a twin of a model nearly always says the same, in the
+    memory of its bits."""
+    source, folder = small.paths()[-1], str(tmp_path)
+    bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    AutoModelForCausalLM.from_pretrained(source, quantization_config=bits, device_map="cpu").save_pretrained(folder)
+    Tokenizer.from_pretrained(source).backend.save_pretrained(folder)
+    full = Model.from_pretrained(source, dtype="float32", device="cpu")
+    packed = Model.from_pretrained(folder, dtype="float32", device="cpu")
+    held, whole = (sum(weight.nbytes for weight in model._network.parameters()) for model in (packed, full))
+    assert held < 0.45 * whole  # embeddings stay
+    text = list(
+        Tokenizer.from_pretrained(source).encode("def read(path):\n    with open(path) as file:\n        return file\n")
+    )
+    own, others = ([*one.run([Row(one.new_cache(), 0, text, len(text), GREEDY)])[0].own] for one in (packed, full))
+    assert sum(map(eq, own, others)) > 0.7 * len(text)

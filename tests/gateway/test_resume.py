@@ -29,8 +29,8 @@ CASES = CHOSEN | TOGETHER
 COUNTING = ("max_tokens", "stop", "stop_token_ids", "adapter", "logprobs", "prompt_logprobs")  # of those that come alone
 TRIED = [name if name in COUNTING or name in TOGETHER else rare(name) for name in CASES]
 
-
-served = serving(model=Adapted, pass_s=0.002, full={"engine_kwargs": {"lora_modules": {ADAPTER: "red/adapter"}}})
+ON_VLLM = {"engine": "vllm", "lora_modules": {ADAPTER: "red/adapter"}}
+served = serving(model=Adapted, pass_s=0.002, full={"engine_kwargs": ON_VLLM})
 
 
 @pytest.fixture(scope="module")

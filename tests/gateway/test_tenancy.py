@@ -10,15 +10,13 @@ import pytest
 from cascade.client import AsyncClient, Client
 from cascade.client.server_info import KeyInfo
 from cascade.errors import Overloaded, PermissionDenied
-from cascade.params import Handling, SamplingParams, Speculation
-from cascade.scorer import Row, Scored
+from cascade.params import Handling, SamplingParams
 from cascade.settings.router import AccessConfig, KeyLimits
 from deployments.gateway.admission import access
 from deployments.gateway.admission.access import Access, Account, Exchange
 from deployments.links.siblings import Siblings
-from tests.doors import House, house, serving
+from tests.doors import House, serving
 from tests.http.test_http import ask
-from tests.tier.test_tier import CountingModel
 from tests.waiting import until
 
 ALICE, BOB, CAROL = "alice-0123456789abcdef", "bob-0123456789abcdefgh", "carol-0123456789abcdef"
@@ -62,27 +60,6 @@ def test_without_keys_priorities_are_free(served: House) -> None:
     with Client(served.grpc) as client:
         assert client.describe().key == KeyInfo("anonymous")
         assert client.generate("x", SHORT, handling=Handling(-1000)).token_ids
-
-
-def test_drafts_are_asked_of_the_keys_own_adapter() -> None:
-    """Guards adapters of draft tiers: those of a key are chosen by its name, and the full tier answers without one."""
-    asked: set[tuple[int, str]] = set()
-
-    class Noted(CountingModel):
-        def run(self, rows: Sequence[Row]) -> list[Scored]:
-            asked.update((id(self), row.params.adapter) for row in rows)
-            return super().run(rows)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TENANT_KEYS", f"alice={ALICE},bob={BOB}")
-        with house(model=Noted, access={"keys_env": "TENANT_KEYS"}) as built:
-            for key in (ALICE, BOB):
-                with Client(built.grpc, api_key=key) as client:
-                    params = SamplingParams(max_tokens=200, temperature=1.0, seed=1, ignore_eos=True)
-                    client.generate("x", params, Speculation(tiers=("tiny",)))
-            built.settle()
-    names = [{name for model, name in asked if model == one} for one in {model for model, _ in asked}]
-    assert sorted(names, key=len) == [{""}, {"alice", "bob"}]
 
 
 crowded = serving(

@@ -128,8 +128,9 @@ def test_drafts_are_summed_up_as_vllm_does(served: House) -> None:
     asked = {"prompt": PROMPT, "max_tokens": 40, "seed": 3, "speculation": {"tiers": ["tiny", "medium"]}}
     answers: list[dict[str, Any]] = []
 
-    def drafted() -> bool:  # guesses may come too late on a busy machine
-        answers.append(ask(served, "/v1/completions", asked)[2])
+    def drafted(**options: Any) -> bool:  # guesses may come too late on a busy machine
+        _, _, answer = ask(served, "/v1/completions", {**asked, **options})
+        answers.append(json.loads(answer.decode().split("data: ")[-2]) if options else answer)
         return "metrics" in answers[-1]
 
     wait_until(drafted)
@@ -145,9 +146,8 @@ def test_drafts_are_summed_up_as_vllm_does(served: House) -> None:
         "num_draft_tokens": proposed,
         "num_accepted_tokens": accepted,
     }
-    _, _, raw = ask(served, "/v1/completions", {**asked, "stream": True, "stream_options": {"include_usage": True}})
-    last = json.loads(raw.decode().split("data: ")[-2])
-    assert last["metrics"]["speculative_decoding"].keys() == metrics.keys()
+    wait_until(lambda: drafted(stream=True, stream_options={"include_usage": True}))
+    assert answers[-1]["metrics"]["speculative_decoding"].keys() == metrics.keys()
     for more in ({"n": 2}, {"speculation": {"mode": "off"}}):
         assert "metrics" not in ask(served, "/v1/completions", {**asked, **more})[2]
 
@@ -155,7 +155,9 @@ def test_drafts_are_summed_up_as_vllm_does(served: House) -> None:
 def test_adapters_of_a_folder_are_found_when_they_are_named(tmp_path: Path) -> None:
     """Guards adapters that come after the start: listed, asked for by either name over HTTP and gRPC; others are unknown."""
     (tmp_path / "notes").mkdir()
-    with house(full={"engine_kwargs": {"lora_path": str(tmp_path)}}, served_model_name=["gpt", "gpt-2"]) as built:
+    with house(
+        full={"engine_kwargs": {"engine": "vllm", "lora_path": str(tmp_path)}}, served_model_name=["gpt", "gpt-2"]
+    ) as built:
         asked = {"prompt": "x", "max_tokens": 1}
         assert ask(built, "/v1/completions", {**asked, "model": "red"})[0] == 404
         assert [model["id"] for model in ask(built, "/v1/models")[2]["data"]] == ["gpt", "gpt-2"]

@@ -94,9 +94,9 @@ HONOURED: dict[str, tuple[Values, Callable[[CascadeConfig], Any], Any]] = {  # w
         3,
     ),
     "adapters": (
-        {"lora_config": {"dynamic_lora_loading_path": "s3://b/c", "max_num_adapters_per_replica": 4}},
+        {"lora_config": {"dynamic_lora_loading_path": "/shared/adapters", "max_num_adapters_per_replica": 4}},
         lambda c: (c.tiers[0].engine_kwargs.lora_path, c.tiers[0].engine_kwargs.max_loras),
-        ("s3://b/c", 4),
+        ("/shared/adapters", 4),
     ),
     "tiers": (
         {"tiers": [{"model_loading_config": {"model_id": "a/b"}}, {"name": "mid", "model_loading_config": {"model_id": "c"}}]},

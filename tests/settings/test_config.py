@@ -62,6 +62,18 @@ WRONG: dict[str, tuple[Any, str]] = {
         engine(drafter={"kind": "head", "source": "a/b"}, engine="vllm"),
         r"drafter 'head' is for our own engine: remove it, or set engine to 'cascade'",
     ),
+    "adapters of our own engine": (
+        engine(engine="cascade", lora_modules={"red": "a/b"}),
+        r"lora_modules are red, which only vLLM can do: set engine to 'vllm'",
+    ),
+    "adapters of an engine of one's own": (
+        engine(engine="a.module:load", lora_path="/shared/adapters"),
+        r"lora_path is '/shared/adapters', which only vLLM can serve: set engine to 'vllm', or remove it",
+    ),
+    "a folder of a draft tier's adapters": (
+        {"tiers": [tier("tiny", engine_kwargs={"lora_path": "x"}), tier("full")]},
+        r"lora_path of tier 'tiny': only the full tier",
+    ),
     "ranks of our own engine": (
         engine(engine="cascade", tensor_parallel_size=2),
         r"tensor_parallel_size is 2, which only vLLM can do: set engine to 'vllm'",

@@ -1,15 +1,14 @@
-"""LoRA adapters on vLLM: each row of a pass follows its own, as on our own engine."""
+"""LoRA adapters on vLLM: each row of a pass follows its own."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
 
-from cascade import Cascade, ModelError, SamplingParams
-from cascade.engine.adapters import AdaptedModel
-from cascade.engine.loading import load
+from cascade import Cascade, ModelError, SamplingParams, Speculation
 from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer
 from tests import small
@@ -21,6 +20,7 @@ from cascade.engine.vllm.model import VllmModel  # isort: skip  # needs vLLM, wh
 # vLLM and what it imports warn of themselves
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 NAMES = ("", "red", "blue")
+PROMPT = list(range(5, 45))
 
 
 @pytest.fixture(scope="module")
@@ -40,21 +40,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def expected(folder: Path, name: str) -> list[int]:
+    """What Transformers writes with the adapter merged into the weights."""
+    network: Any = build("llama", **WIDE)
+    if name:
+        network = PeftModel.from_pretrained(network, folder / name).merge_and_unload()
+    ids = torch.tensor([PROMPT])
+    written: Tensor = network.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, eos_token_id=None
+    )
+    return written[0, len(PROMPT) :].tolist()
+
+
 def test_requests_get_the_text_of_their_adapter(folder: Path) -> None:
     """Guards rows without an adapter, which on a CPU followed the last one that was loaded, and companions of another: requests
-    at once, prefixes in common, a tier below without adapters."""
+    at once, prefixes in common, tiers below with one of the adapters and with none."""
     source, adapters = str(folder / "model"), {name: str(folder / name) for name in NAMES if name}
-    own = AdaptedModel(load(source, dtype="float32", device="cpu"), adapters, cache_tokens=1024)
     model = VllmModel(source, cache_tokens=1024, adapters=adapters, options=OPTIONS)
+    red = VllmModel(source, cache_tokens=1024, adapters={"red": adapters["red"]}, draft=True, options=OPTIONS)
     params = [SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, adapter=name) for name in (*NAMES, *NAMES)]
-    tokenizer, texts = Tokenizer.from_pretrained(small.paths()[-1]), []
-    for tiers in ([Model(build("llama", **WIDE)), model], [own]):
-        with Cascade(tiers, tokenizer) as cascade:
-            streams = [cascade.stream(list(range(5, 45)), one) for one in params]
-            texts.append([[token for chunk in stream for token in chunk.token_ids] for stream in streams])
-    model.close()
-    assert texts[0] == texts[1]
-    assert len(set(map(tuple, texts[0]))) == len(NAMES)
+    with Cascade([red, Model(build("llama", **WIDE)), model], Tokenizer.from_pretrained(small.paths()[-1])) as cascade:
+        streams = [cascade.stream(PROMPT, one, Speculation(tiers=cascade.names[:-1])) for one in params]
+        texts = [[token for chunk in stream for token in chunk.token_ids] for stream in streams]
+    for each in (model, red):
+        each.close()
+    assert texts == [expected(folder, one.adapter) for one in params]
+    assert len(set(map(tuple, texts))) == len(NAMES)
 
 
 def test_adapters_that_vllm_refuses_are_named(folder: Path) -> None:

@@ -43,8 +43,7 @@ def test_architectures_are_vllms_to_know(monkeypatch: pytest.MonkeyPatch, tmp_pa
         ({"quantization": "fp8"}, False, False, "vllm"),
         ({"drafter": {"kind": "eagle3", "source": "a/b"}}, True, True, "cascade"),
         ({"tensor_parallel_size": 2}, False, False, "vllm"),
-        ({"lora_modules": {"red": "a/b"}}, True, True, "cascade"),
-        ({"lora_modules": {"red": "a/b"}, "engine": "vllm"}, True, True, "vllm"),
+        ({"lora_modules": {"red": "a/b"}}, False, False, "vllm"),
     ],
 )
 def test_the_engine_is_chosen(

@@ -5,6 +5,7 @@ import math
 import os
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -90,18 +91,20 @@ class VllmModel:
         adapters: Mapping[str, str] | None = None,
         folder: AdapterFolder | None = None,
         most: int = 16,
+        draft: bool = False,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         """Load from a path or the hub; raises `ModelError` if vLLM cannot, and `ConfigError` if it is not installed.
 
         ``cache_tokens`` positions of keys and values fit into memory; if ``None``, as many as vLLM finds room for. ``adapters``
         are paths or hub ids of LoRA adapters, by the names that `SamplingParams.adapter` has. Those of ``folder`` are loaded by
-        the first pass that needs them, ``most`` at a time. ``options`` are vLLM's engine arguments by their own names
-        (``dtype``, ``quantization``, ``max_model_len``, ...), see `check_options`.
+        the first pass that needs them, ``most`` at a time. A ``draft`` model scores rows of an adapter that it has not without
+        one. ``options`` are vLLM's engine arguments by their own names (``dtype``, ``quantization``, ``max_model_len``, ...),
+        see `check_options`.
         """
         options = dict(options or {})
         check_options(options)
-        self._folder = folder
+        self._folder, self._draft = folder, draft
         self._most = len(adapters or ()) if folder is None else most
         self._source = converted(source)
         self._engine = _start(self._source, cache_tokens, options, self._most)
@@ -222,6 +225,8 @@ class VllmModel:
         for row in rows:
             row.cache.prepare(row.start, row.start + len(row.input_ids))
         numbers = {"": 0, **self._numbers}
+        if self._draft:
+            numbers = defaultdict(int, numbers)
         batch = Batch(
             tokens=packed.tokens,
             starts=[row.start for row in rows],

@@ -30,7 +30,6 @@ from cascade.settings.engine import generation_folder
 from cascade.settings.live import changed
 from cascade.v1 import serving_pb2 as pb
 from deployments.full_tier import FullTier
-from deployments.gateway.admission.access import Exchange, Usages
 from deployments.gateway.admission.admission import ActiveRequest, Admission
 from deployments.gateway.chat.assistant import LONG_PROMPT, Assistant
 from deployments.gateway.grpc.requests import TextRequest, TurnRequest, metadata, refuse_streaming, refuse_unknown, reported
@@ -104,7 +103,6 @@ class Router:
         tool_format = self._config.router.tool_format
         self.assistant = Assistant(self.tokenizer, tool_format, self.admission, self.max_model_len, self.check)
         self._siblings = Siblings()
-        self._exchange = Exchange(self.admission.access, self._siblings)
         self._full = FullTier(self._config, lessor(handles[full.name]), self.admission)
         self.admission.metrics.gauges["full_min_replicas"].set(not may_be_zero(full))
         self.admission.metrics.also(self._full.downlink.readings)
@@ -221,10 +219,6 @@ class Router:
         """What this router counts, for `GET /metrics`."""
         return self.admission.metrics.text()
 
-    async def exchange_limits(self, router: str, usages: Usages) -> tuple[str, Usages] | None:
-        """Another router tells the usage of keys there; returns that of this one."""
-        return self._exchange.receive(router, usages)
-
     async def drain(self) -> None:
         """Close the servers, so that other routers behind the same ports get new requests, and let running ones end."""
         timeout_s = max(0.0, self._config.router.deployment_config.graceful_shutdown_timeout_s - DRAIN_MARGIN_S)
@@ -245,7 +239,6 @@ class Router:
         await self.drain()
         await asyncio.gather(*(server.close(CLOSE_GRACE_S) for server in self._servers or ()))
         await self._full.downlink.close()
-        await self._exchange.close()
         await asyncio.to_thread(flush)
 
     @property

@@ -13,7 +13,7 @@ MAX_ANSWERS = 1024  # for each prompt
 
 
 class KeyLimits(Section):
-    """What the requests of one API key may take together."""
+    """What the requests of one API key may take together at one router."""
 
     max_running: Count | None = None  # answers at once; any number by default
     tokens_per_minute: Count | None = None  # tokens of prompts and answers; any number by default

@@ -2,19 +2,14 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
 from cascade.client import AsyncClient, Client
 from cascade.client.server_info import KeyInfo
-from cascade.errors import Overloaded, PermissionDenied
+from cascade.errors import PermissionDenied
 from cascade.params import Handling, SamplingParams
-from cascade.settings.router import AccessConfig, KeyLimits
-from deployments.gateway.admission import access
-from deployments.gateway.admission.access import Access, Account, Exchange
-from deployments.links.siblings import Siblings
 from tests.doors import House, serving
 from tests.http.test_http import ask
 from tests.waiting import until
@@ -103,61 +98,3 @@ def test_priorities_order_a_keys_own_where_they_wait(crowded: House) -> None:
     """Guards urgent requests against those of their own key: the router's queue knew no priorities."""
     ended = asyncio.run(in_order(crowded, [(BOB, 100 * priority) for priority in (0, 3, -3, 0, -9)]))
     assert [priority for _, priority in ended] == [-900, -300, 0, 0, 300]
-
-
-class Others(Siblings):
-    """Routers of one process that ask each other as Serve would have them."""
-
-    def __init__(self, name: str, exchanges: dict[str, Exchange]) -> None:
-        super().__init__()
-        self.name, self._exchanges = name, exchanges
-
-    async def ask(self, method: str, *args: Any) -> list[Any]:
-        asked = self._exchanges.values() if self.name in self._exchanges else ()  # else it is dead
-        return [answer for one in asked if (answer := one.receive(self.name, *args)) is not None]
-
-
-@contextlib.asynccontextmanager
-async def pair(**limits: Any) -> AsyncIterator[tuple[Account, Account, dict[str, Exchange]]]:
-    """The account of key alice, which has these limits, at two routers that tell each other."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CASCADE_API_KEYS", f"alice={ALICE}")
-        patch.setattr(access, "EXCHANGE_S", 0.01)
-        exchanges, accounts = dict[str, Exchange](), list[Account]()
-        for name in ("one", "other"):
-            keys = Access(AccessConfig())
-            accounts.append(keys.account(f"Bearer {ALICE}"))
-            exchanges[name] = Exchange(keys, Others(name, exchanges))
-            keys.limit(AccessConfig(limits={"alice": KeyLimits(**limits)}))  # as running routers are told
-        every = [*exchanges.values()]
-        yield accounts[0], accounts[1], exchanges
-        for exchange in every:
-            await exchange.close()
-
-
-async def test_a_dead_router_takes_nothing_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards a key's limit against as many routers as there are, and a key against places that a router held when it died."""
-    monkeypatch.setattr(access, "FORGET_S", 0.1)
-    async with pair(max_running=1) as (one, other, exchanges):
-        with one.admitted(1):
-            await until(lambda: other.num_elsewhere == 1)
-            with pytest.raises(Overloaded, match="Key alice may have 1 answers written at once, and has 1"):
-                other.admitted(1).__enter__()
-            await exchanges.pop("one").close()
-            await until(lambda: other.num_elsewhere == 0)
-            with other.admitted(1):
-                pass
-
-
-def test_a_router_that_comes_hears_what_has_been_used() -> None:
-    """Guards a rate against routers that are new, and against charging twice for what is told twice."""
-    old, new = (Account("alice", KeyLimits(tokens_per_minute=600)) for _ in range(2))
-    old.charge(500)
-    new.receive("old", old.usage)
-    old.receive("new", new.usage)
-    assert new.usage.balance == pytest.approx(100, abs=5)
-    assert old.usage.balance == pytest.approx(100, abs=5)
-    new.charge(50)
-    old.receive("new", new.usage)
-    old.receive("new", new.usage)
-    assert old.usage.balance == pytest.approx(50, abs=5)

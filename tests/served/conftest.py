@@ -12,7 +12,6 @@ from tests import small
 from tests.conftest import Cluster
 from tests.links.certificates import Authority
 
-MOST_RUNNING = 20  # answers that everybody together may have at once
 LEAST_LEARNT = 72  # answers before a round of training, which begins when a test asks for it
 
 
@@ -32,7 +31,6 @@ def server(cluster: Cluster, folder: Path, tmp_path_factory: pytest.TempPathFact
     values["link_tls"] = Authority(tmp_path_factory.mktemp("tls") / "ours").sign("process").model_dump()
     values["tiers"][-1]["deployment_config"]["num_replicas"] = 2
     values["router"]["deployment_config"]["num_replicas"] = 2
-    values["router"]["access"]["default_limits"]["max_running"] = MOST_RUNNING
     values["router"]["held_lease_s"] = 1.0  # after every test is waited until nothing is held
     learning = {"students": ["tiny"], "min_rows": LEAST_LEARNT, "every_s": 1e6, "round_s": 3.0, "canary_s": 0.0}
     values["alignment"] = {"folder": str(folder), "on_disk": True, **learning}

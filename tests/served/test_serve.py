@@ -17,13 +17,11 @@ from cascade import Cascade, Completion, SamplingParams, Speculation, Structured
 from cascade.bench.scrape import scrape
 from cascade.client import Client
 from cascade.client.exchange import encode_request
-from cascade.errors import Overloaded
 from cascade.params import Handling
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
 from deployments.ops.launch import APPLICATION, Server
 from tests import small
-from tests.served.conftest import MOST_RUNNING
 from tests.waiting import LONG_S, wait_until
 
 PROMPT = "def read(path):\n    with open(path) as file:\n"
@@ -206,37 +204,6 @@ def test_any_router_aborts_for_all(server: Server, client: Client) -> None:
         return len(counted) == 2 and sum(counted.values()) >= 8
 
     wait_until(both)
-
-
-def test_routers_keep_a_limit_together(server: Server, client: Client) -> None:
-    """Guards a limit against the number of routers, whichever of them a connection meets; and that places come back."""
-    request = encode_request(PROMPT, SamplingParams(max_tokens=900, seed=1, ignore_eos=True), None)
-    with grpc.insecure_channel(server.address) as channel:
-        calls = [serving_pb2_grpc.CascadeStub(channel).Generate(request) for _ in range(MOST_RUNNING)]
-        for call in calls:
-            next(call)
-        in_a_row = 0
-
-        def both_refuse() -> bool:  # the other router hears of these a quarter of a second later
-            nonlocal in_a_row
-            with Client(server.address, patience_s=0) as other:  # a connection of its own, to any of the two
-                in_a_row = 0 if answered(other) else in_a_row + 1
-            return in_a_row >= 8
-
-        wait_until(both_refuse)
-        for call in calls:
-            call.cancel()
-    wait_until(lambda: answered(client))
-
-
-def answered(client: Client) -> bool:
-    """Whether there is a place."""
-    try:
-        return bool(client.generate(PROMPT, SHORT).token_ids)
-    except Overloaded as error:
-        if f"may have {MOST_RUNNING} answers" not in str(error):
-            raise
-        return False
 
 
 def test_prompts_that_begin_alike_are_read_once(server: Server, client: Client) -> None:

@@ -1,6 +1,5 @@
 """API keys: whose a request is, and what the requests of one key may take together."""
 
-import asyncio
 import base64
 import contextlib
 import hashlib
@@ -8,47 +7,31 @@ import hmac
 import logging
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
 
 from cascade.errors import ConfigError, InvalidRequest, Overloaded, PermissionDenied, Unauthenticated
 from cascade.settings.router import AccessConfig, KeyLimits
-from deployments.links.siblings import Siblings
 
 log = logging.getLogger(__name__)
 
 REQUIRED = "CASCADE_REQUIRE_KEYS"  # environment variable: 1 is `AccessConfig.required`; the image sets it
 MIN_KEY_CHARS = 8  # as NIST SP 800-63B has it for secrets that people choose; `token-abc123` of vLLM's examples is one
 LOOK_S = 1.0  # between two readings of the file of keys
-EXCHANGE_S = 0.25
-FORGET_S = 3.0  # a router that has been silent for so long is gone, with the answers that it wrote
 ANONYMOUS = "anonymous"  # name of the account of all clients, when no keys are set
-
-
-class Usage(NamedTuple):
-    """What a key holds and has used at one router."""
-
-    running: int  # answers
-    charged: int  # tokens, since the router started
-    balance: float  # tokens that are left of its rate, as the router knows
-
-
-Usages: TypeAlias = Mapping[str, Usage]  # by the name of the key
 
 
 @dataclass(slots=True)
 class Account:
-    """What the requests of one key take. Tokens are charged as they come; while some are owed, requests are refused."""
+    """What the requests of one key take at this router. Tokens are charged as they come; while some are owed, requests are
+    refused."""
 
     name: str
     limits: KeyLimits = field(default_factory=KeyLimits)
     num_running: int = 0
-    num_charged: int = 0  # tokens
     _balance: float = 0.0  # tokens
     _since: float = field(default_factory=lambda: time.monotonic())  # when the balance was right
-    _elsewhere: dict[str, tuple[Usage, float]] = field(default_factory=dict)  # at other routers, and when that was heard
 
     def __post_init__(self) -> None:
         self._balance = float(self.limits.tokens_per_minute or 0)
@@ -72,9 +55,8 @@ class Account:
         if rate is not None and self._balance <= 0:
             wait_s = (1 - self._balance) * 60 / rate
             raise Overloaded(f"Key {self.name} may use {rate} tokens a minute, and has used them", wait_s)
-        running = self.num_running + self.num_elsewhere
-        if most is not None and running + num_answers > most:
-            raise Overloaded(f"Key {self.name} may have {most} answers written at once, and has {running}")
+        if most is not None and self.num_running + num_answers > most:
+            raise Overloaded(f"Key {self.name} may have {most} answers written at once, and has {self.num_running}")
         self.num_running += num_answers
         try:
             yield
@@ -91,34 +73,7 @@ class Account:
 
     def charge(self, num_tokens: int) -> None:
         """Count tokens that were read or written for the key."""
-        self.num_charged += num_tokens
         self._balance -= num_tokens
-
-    @property
-    def limited(self) -> bool:
-        """Whether routers have anything to count together."""
-        return self.limits.max_running is not None or self.limits.tokens_per_minute is not None
-
-    @property
-    def usage(self) -> Usage:
-        """What other routers are told."""
-        self._refill()
-        return Usage(self.num_running, self.num_charged, self._balance)
-
-    @property
-    def num_elsewhere(self) -> int:
-        """Answers that other routers write, as far as they have told."""
-        oldest = time.monotonic() - FORGET_S
-        return sum(usage.running for usage, heard_at in self._elsewhere.values() if heard_at > oldest)
-
-    def receive(self, router: str, usage: Usage) -> None:
-        """Another router tells what the key holds and has used there."""
-        self._refill()
-        if router in self._elsewhere:
-            self._balance -= max(0, usage.charged - self._elsewhere[router][0].charged)
-        else:  # one that is new to this router: tokens that either of them has seen used are gone
-            self._balance = min(self._balance, usage.balance)
-        self._elsewhere[router] = usage, time.monotonic()
 
     def _refill(self) -> None:
         """Add the tokens that have become due since the last time."""
@@ -181,20 +136,6 @@ class Access:
         """Whether anybody may read the metrics."""
         return self._config.open_metrics
 
-    def usages(self) -> dict[str, Usage]:
-        """What the keys that have limits, and have been used, hold and have used here."""
-        return {one.name: one.usage for one in self._everybody if one.limited and one.num_charged + one.num_running}
-
-    def receive(self, router: str, usages: Usages) -> None:
-        """Another router tells what keys hold and have used there."""
-        for account in self._everybody:
-            if account.name in usages:
-                account.receive(router, usages[account.name])
-
-    @property
-    def _everybody(self) -> Collection[Account]:
-        return self._accounts.values() or (self._anonymous,)
-
     def account(self, authorization: str | None) -> Account:
         """Whose request it is, by ``Bearer KEY``, or ``Basic`` with the key as password, as browsers and scrapers send it.
 
@@ -215,44 +156,6 @@ class Access:
         if not found:
             raise Unauthenticated("The API key is not known here")
         return found[0]
-
-
-class Exchange:
-    """Tells other routers of the keys of ``access`` that have limits, and hears of theirs, so that limits hold for all routers.
-
-    Tells all others in one broadcast, at most every `EXCHANGE_S`, and only while usage changes or answers run. No request waits
-    for it, so a limit may be exceeded by the answers that other routers have admitted since; no router admits more than the
-    limit by itself. Belongs to a running event loop.
-    """
-
-    def __init__(self, access: Access, others: Siblings) -> None:
-        self._access = access
-        self._others = others
-        self._last_sent: dict[str, tuple[int, int]] = {}  # answers and tokens, by key
-        self._task = asyncio.create_task(self._run())
-
-    async def close(self) -> None:
-        """Tell nothing more."""
-        self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
-
-    def receive(self, router: str, usages: Usages) -> tuple[str, Usages] | None:
-        """Another router tells of its keys, and is told of those here; ``None`` if it is this one."""
-        if router == self._others.name:
-            return None
-        self._access.receive(router, usages)
-        return self._others.name, self._access.usages()
-
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(EXCHANGE_S)
-            usages = self._access.usages()
-            counts = {name: (usage.running, usage.charged) for name, usage in usages.items()}
-            if counts != self._last_sent or any(running for running, _ in counts.values()):
-                self._last_sent = counts
-                for router, theirs in await self._others.ask("exchange_limits", usages):
-                    self._access.receive(router, theirs)
 
 
 def _read(config: AccessConfig) -> dict[bytes, str]:

@@ -174,16 +174,20 @@ class Link(Protocol):
         """Deliver ``messages`` in order."""
 
 
-def origin(level: int, corrected: bool) -> int:
-    """A token's history as a byte: the lowest level that proposed it, and whether it replaced a wrong guess there."""
-    return level << 1 | corrected
+def origin(level: int, replaced: int | None = None) -> int:
+    """A token's history as a byte: the lowest level that proposed it, and the level whose wrong guess it replaced, if any.
+
+    Levels are those of drafters and tiers, 0 for the lowest, under 16; guesses come from lower levels than their verifier's.
+    """
+    return level << 4 | (level if replaced is None else replaced)
 
 
 def origin_level(byte: int) -> int:
-    """Level (0 = bottom tier) of the lowest tier that proposed the token."""
-    return byte >> 1
+    """The lowest level that proposed the token."""
+    return byte >> 4
 
 
-def origin_corrected(byte: int) -> bool:
-    """Whether the token replaced a wrong guess of the tier below that one."""
-    return bool(byte & 1)
+def origin_replaced(byte: int) -> int | None:
+    """The level whose wrong guess the token replaced, ``None`` if it replaced none."""
+    replaced = byte & 15
+    return None if replaced == byte >> 4 else replaced

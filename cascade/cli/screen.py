@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from cascade.answer import Chunk, Completion
-from cascade.messages import Edge, origin_corrected, origin_level
+from cascade.messages import Edge, origin_level, origin_replaced
 
 if TYPE_CHECKING:  # importing it imports PyTorch, and the command line starts at once
     from cascade.settings.check import Need
@@ -33,7 +33,7 @@ def legend(names: Sequence[str]) -> Text:
     for level, name in enumerate(names):
         meaning = "guessed it, and all above accepted" if level < len(names) - 1 else "wrote it itself"
         text.append(f"■ {name} ", level_style(level)).append(f"{meaning}   ", "dim")
-    return text.append("underlined", "underline").append(" replaced a wrong guess from below", "dim")
+    return text.append("underlined", "underline").append(" replaced a wrong guess", "dim")
 
 
 def show(chunk: Chunk, *, plain: bool = False) -> None:
@@ -42,7 +42,7 @@ def show(chunk: Chunk, *, plain: bool = False) -> None:
     if not plain:
         begin = 0
         for end, byte in zip(chunk.ends, chunk.origins, strict=True):
-            text.stylize(level_style(origin_level(byte), origin_corrected(byte)), begin, end)
+            text.stylize(level_style(origin_level(byte), corrected=origin_replaced(byte) is not None), begin, end)
             begin = end
     console.print(text, end="", soft_wrap=True)
 

@@ -138,7 +138,7 @@ def optional(message: Any, name: str) -> Any:
 
 
 def _origins(tokens: Sequence[pb.Token]) -> bytes:
-    return bytes(origin(token.level, token.corrected) for token in tokens)
+    return bytes(origin(token.level, optional(token, "replaced")) for token in tokens)
 
 
 def _prompt_tokens(tokens: Sequence[pb.PromptToken]) -> tuple[PromptToken, ...]:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cascade.draft import NO_DRAFT, Draft
+from cascade.messages import origin
 from cascade.scorer import UNREAD, Guesser, Scored
 
 MOST_STEPS = 6  # guesses that a pass makes after a text, one after another
@@ -36,7 +37,7 @@ class Asker(Guesser):
 
     def __init__(self, drafter: InPass, *, gives_up: bool) -> None:
         self._drafter = drafter
-        self._origin = bytes([drafter.level << 1])
+        self._origin = bytes([origin(drafter.level)])
         self._said = NO_DRAFT  # by the last pass
         self._right = max(1.0, drafter.right)  # mean of right guesses in a row, the latest counting most
         self._gave_up = gives_up

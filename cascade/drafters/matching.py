@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from cascade.cpu.matches import GRAM, Matches
 from cascade.draft import NO_DRAFT, Draft
+from cascade.messages import origin
 from cascade.scorer import Guesser
 
 MAX_HELD = 2**16  # tokens of a tenant's texts
@@ -66,7 +67,7 @@ class Matcher(Guesser):
     """Looks in its own text and in ``others``; with ``keeps`` its text is added to them at its end."""
 
     def __init__(self, level: int, others: Matches | None = None, *, keeps: bool = False) -> None:
-        self._origin = bytes([level << 1])
+        self._origin = bytes([origin(level)])
         self.own = Matches()
         self._others = others
         self._keeps = keeps

@@ -193,5 +193,5 @@ class Branches:
                 parents += range(len(tokens) - 1, len(tokens) + len(branch.tokens) - 2)
                 tokens += branch.tokens[1:]
                 confidences += bytes(margin.gap for margin in branch.margins[1:])
-        own = bytes([origin(level, corrected=False)]) * (len(tokens) - len(text))
+        own = bytes([origin(level)]) * (len(tokens) - len(text))
         return Draft(tuple(tokens), origins + own, bytes(confidences), tuple(parents))

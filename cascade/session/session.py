@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cascade.draft import NO_DRAFT, Draft, num_same
-from cascade.messages import RUNNER_UPS, Close, Commit, Edge, Open, Proposal, origin
+from cascade.messages import RUNNER_UPS, Close, Commit, Edge, Open, Proposal, origin, origin_level
 from cascade.planner.acceptance import Calibration, DraftStats, RunAhead
 from cascade.scorer import Scored
 from cascade.session.branches import UNKNOWN, Branch, Branches, Margin
@@ -202,7 +202,6 @@ class Session:
         accepted = path[: len(new) - 1]  # a guess that says the last new token is not used: nothing was scored after it
         guesses, pool = self.guesses, self.guesses.pool.draft
         known = pool.find(new)
-        replaced = len(known) < len(new) and any(True for _ in pool.children(known[-1] if known else -1))
         self.totals.passed(draft, len(own) - 1, accepted, len(new), work.drafters)
         guesses.advance(start, new, known if pool is guesses.draft else guesses.draft.find(new))
         if self.branches is not None:
@@ -214,7 +213,8 @@ class Session:
         self.text += new
         self._origins += bytes(pool.origins[node] for node in known)
         if len(known) < len(new):
-            self._origins.append(origin(self.level, corrected=replaced))
+            wrong = next(iter(pool.children(known[-1] if known else -1)), None)
+            self._origins.append(origin(self.level, None if wrong is None else origin_level(pool.origins[wrong])))
         self.kv_len = len(self.text) - 1
         self._measure()
         return Commit(self.drafter_session, start, tuple(new))
@@ -254,7 +254,7 @@ class Session:
             self.accepted_branch = branches.correct(cut - self.committed, rest)
             prepared = tuple(self.accepted_branch.tokens[len(rest) :]) if self.accepted_branch is not None else ()
         self.text[cut:] = rest + prepared
-        self._origins[cut:] = bytes(len(rest)) + bytes([origin(self.level, corrected=False)]) * len(prepared)
+        self._origins[cut:] = bytes(len(rest)) + bytes([origin(self.level)]) * len(prepared)
         if prepared and all_sent:
             self._sent_len = len(self.text)
         self.committed = end

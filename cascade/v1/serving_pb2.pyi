@@ -142,20 +142,20 @@ class PromptToken(_message.Message):
     def __init__(self, id: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TopToken, _Mapping]]] = ...) -> None: ...
 
 class Token(_message.Message):
-    __slots__ = ("id", "level", "corrected", "end", "logprob", "top")
+    __slots__ = ("id", "level", "end", "logprob", "top", "replaced")
     ID_FIELD_NUMBER: _ClassVar[int]
     LEVEL_FIELD_NUMBER: _ClassVar[int]
-    CORRECTED_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     TOP_FIELD_NUMBER: _ClassVar[int]
+    REPLACED_FIELD_NUMBER: _ClassVar[int]
     id: int
     level: int
-    corrected: bool
     end: int
     logprob: float
     top: _containers.RepeatedCompositeFieldContainer[TopToken]
-    def __init__(self, id: _Optional[int] = ..., level: _Optional[int] = ..., corrected: _Optional[bool] = ..., end: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TopToken, _Mapping]]] = ...) -> None: ...
+    replaced: int
+    def __init__(self, id: _Optional[int] = ..., level: _Optional[int] = ..., end: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TopToken, _Mapping]]] = ..., replaced: _Optional[int] = ...) -> None: ...
 
 class TopToken(_message.Message):
     __slots__ = ("id", "logprob")

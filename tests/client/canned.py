@@ -24,7 +24,7 @@ FINISH = pb.Finish(
 )
 TOKENS = [
     pb.Token(id=11, level=0, end=1, logprob=-0.5, top=[pb.TopToken(id=11, logprob=-0.5), pb.TopToken(id=9, logprob=-1.0)]),
-    pb.Token(id=12, level=1, corrected=True, end=2, logprob=0.0),
+    pb.Token(id=12, level=1, replaced=0, end=2, logprob=0.0),
     pb.Token(id=13, level=1, end=3, logprob=-2.0, top=[pb.TopToken(id=8, logprob=-0.25)]),
 ]
 PIECES = [pb.GenerateResponse(text="a", tokens=TOKENS[:1]), pb.GenerateResponse(text="bc", tokens=TOKENS[1:], finish=FINISH)]

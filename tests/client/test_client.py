@@ -26,7 +26,7 @@ def check(completion: Completion | None) -> None:
     assert (completion.stats.prompt_tokens, completion.stats.completion_tokens) == (4, 3)
     assert completion.stats.edges == (Edge("tiny", "full", 2, 3, 1, 3, 0.25, (1,)),)
     assert (completion.stats.first_token_s, completion.stats.undrafted) == (0.125, "late")
-    assert completion.origins == bytes([origin(0, False), origin(1, True), origin(1, False)])
+    assert completion.origins == bytes([origin(0), origin(1, replaced=0), origin(1)])
     assert completion.logprobs == (Logprobs(-0.5, ((11, -0.5), (9, -1.0))), Logprobs(0.0), Logprobs(-2.0, ((8, -0.25),)))
 
 
@@ -40,7 +40,7 @@ async def test_answers_arrive_whole(client: Client, async_client: AsyncClient) -
     for chunks in (list(client.stream("p")), [chunk async for chunk in async_client.stream([1, 2])]):
         assert [(chunk.text, chunk.token_ids, chunk.ends) for chunk in chunks] == [("a", (11,), (1,)), ("bc", (12, 13), (2, 3))]
         assert chunks[0].completion is None
-        assert chunks[1].origins == bytes([origin(1, True), origin(1, False)])
+        assert chunks[1].origins == bytes([origin(1, replaced=0), origin(1)])
         assert chunks[0].logprobs + chunks[1].logprobs == chunks[1].completion.logprobs  # type: ignore[union-attr]
         check(chunks[-1].completion)
 

@@ -11,6 +11,7 @@ from openai import OpenAI
 
 from cascade.client import Client
 from cascade.errors import InvalidRequest
+from cascade.messages import origin_level
 from cascade.params import SamplingParams, Speculation
 from tests.doors import VOCAB, House, serving
 from tests.waiting import LONG_S
@@ -136,7 +137,7 @@ def test_history_says_who_wrote_what(served: House, client: OpenAI) -> None:
     written = [piece for piece in pieces if piece.delta.content]
     assert all(piece.cascade["ends"][-1] == len(piece.delta.content) for piece in written)
     assert [token for piece in pieces[1:] for token in piece.cascade["token_ids"]] == choice.cascade["token_ids"]
-    assert {level >> 1 for piece in written for level in piece.cascade["origins"]} <= {0, 2}
+    assert {origin_level(byte) for piece in written for byte in piece.cascade["origins"]} <= {0, 2}
     assert pieces[-1].cascade["seed"] == 4
 
 

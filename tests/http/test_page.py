@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 
+from cascade.messages import origin
 from cascade.planner.chains import Planner
 from tests.doors import House, house
 from tests.http.test_http import ask
@@ -202,16 +203,18 @@ def test_tokens_are_drawn_in_the_rows_of_their_tiers(page: Page) -> None:
     counts = {"passes": 3, "proposed": 3, "accepted": 2, "corrected": 2, "prefetched": 1}
     edge = {"drafter": "medium", "verifier": "full", **counts}
     answer = streamed(
-        {"token_ids": [5], "ends": [1], "origins": [2]},
-        {"token_ids": [6, 99], "ends": [1, 2], "origins": [4, 7]},
-        {"token_ids": [20], "ends": [len(markup)], "origins": [4], "edges": [edge], "seed": 1, "text": markup},
+        {"token_ids": [5], "ends": [1], "origins": [origin(1)]},
+        {"token_ids": [6, 99], "ends": [1, 2], "origins": [origin(2), origin(3, replaced=0)]},
+        {"token_ids": [20], "ends": [len(markup)], "origins": [origin(2)], "edges": [edge], "seed": 1, "text": markup},
     )
     answer_with(page, answer)
     say(page)
     assert said(page) == "xxx" + markup
     assert page.locator(".said img").count() == 0
     assert history(page, "N of 4 tokens") == [1, 2, 1, 0]
-    assert history(page, "N replaced") == [0, 1, 0, 0]
+    assert history(page, "N replaced") == [0, 0, 0, 1]
+    titles = page.locator(".said .t").evaluate_all("all => all.map(one => one.title)")
+    assert titles == ["tiny guessed it", "medium guessed it", "full corrected suffix", "medium guessed it"]
     assert figure(page, "count") == "4"
     assert figure(page, "edges").split("\n") == ["medium → full", "67 %", "corrections ready", "1 of 2"]
 

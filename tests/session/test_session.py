@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cascade.draft import Draft
-from cascade.messages import Commit, Edge, Open, Proposal, origin
+from cascade.messages import Commit, Edge, Open, Proposal, origin, origin_replaced
 from cascade.params import SamplingParams
 from cascade.planner.acceptance import Calibration, RunAhead
 from cascade.scorer import Scored
@@ -180,15 +180,30 @@ def test_agreement_does_not_depend_on_how_much_was_scored() -> None:
 
 
 def test_origins_tell_who_said_it_first() -> None:
-    """Guards the colours of the demonstration: lowest tier of the unbroken chain, and whether it was a correction."""
+    """Guards the colours of the demonstration: lowest tier of the unbroken chain, and whose guess a correction replaced."""
     session = drafting()
-    session.propose(Proposal("d", 3, Draft((4, 5, 6), bytes([origin(0, False)] * 3))))
+    session.propose(Proposal("d", 3, Draft((4, 5, 6), bytes([origin(0)] * 3))))
     session.advance(session.work(10), Scored([4, 8, 0, 0]))
     session.advance(session.work(10), Scored([7]))
     proposal = session.proposal()
     assert proposal is not None
     assert proposal.draft.tokens == (4, 8, 7)
-    assert list(proposal.draft.origins) == [origin(0, False), origin(1, True), origin(1, False)]
+    assert list(proposal.draft.origins) == [origin(0), origin(1, replaced=0), origin(1)]
+
+
+def test_correction_names_the_guesser() -> None:
+    """Guards the tier below against blame for what a drafter inside the tier guessed: a page drew crosses for a tier that had
+    not drafted."""
+    session = Session(opening(), "full", 2, VOCAB)
+    session.attach("medium", "m", ())
+    session.hint([Hint("suffix", Calibration(), Draft((4, 5), bytes([origin(0)] * 2)))])
+    session.advance(session.work(10), Scored([6]))
+    session.propose(Proposal("m", 4, Draft((7, 8), bytes([origin(0), origin(1)]))))
+    session.advance(session.work(10), Scored([7, 9]))
+    proposal = session.proposal()
+    assert proposal is not None
+    assert list(proposal.draft.origins) == [origin(2, replaced=0), origin(0), origin(2, replaced=1)]
+    assert [origin_replaced(byte) for byte in proposal.draft.origins] == [0, None, 1]
 
 
 def test_drafter_that_is_corrected_runs_less_far_ahead() -> None:

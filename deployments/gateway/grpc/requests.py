@@ -17,7 +17,7 @@ from cascade.client.chat import UNCONVERTED
 from cascade.client.wire import decode_handling, decode_sampling, decode_speculation, encode_edge, values
 from cascade.engine.generation import with_room
 from cascade.errors import InvalidRequest
-from cascade.messages import origin_corrected, origin_level
+from cascade.messages import origin_level, origin_replaced
 from cascade.params import SamplingParams
 from cascade.v1 import serving_pb2 as pb
 from deployments.gateway.admission.status import refusal
@@ -187,7 +187,7 @@ def refuse_unknown(message: ProtoMessage, where: str = "the request") -> None:
 def tokens(chunk: Chunk, num_chars: int = 0) -> list[pb.Token]:
     """Tokens of a piece with their history; ``num_chars`` come before it in the message's text."""
     tokens = [
-        pb.Token(id=id, level=origin_level(byte), corrected=origin_corrected(byte), end=num_chars + end)
+        pb.Token(id=id, level=origin_level(byte), replaced=origin_replaced(byte), end=num_chars + end)
         for id, byte, end in zip(chunk.token_ids, chunk.origins, chunk.ends, strict=True)
     ]
     if chunk.logprobs:

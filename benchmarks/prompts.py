@@ -16,7 +16,7 @@ def by_category(count: int | None, prompts: Sequence[Prompt] = BUILT_IN) -> tupl
 
 def chat_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     """Token ids of a chat in which a user says ``text`` and the model is to answer; of a base model's, those of the text."""
-    if tokenizer.backend.chat_template is None:
+    if tokenizer.chat_template is None:
         return tokenizer.encode(text)
     return tokenizer.encode_part(chat_text(tokenizer, [{"role": "user", "content": text}]))
 

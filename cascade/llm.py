@@ -101,10 +101,9 @@ def chat_text(tokenizer: Tokenizer, messages: Conversation) -> str:
 
     Raises `InvalidRequest` if there is no template, or it does not take these messages.
     """
-    if tokenizer.backend.chat_template is None:
+    if tokenizer.chat_template is None:
         raise InvalidRequest("The model has no chat template: use generate, or save its tokenizer with a chat_template.jinja")
     try:
-        said = [dict(message) for message in messages]
-        return str(tokenizer.backend.apply_chat_template(said, add_generation_prompt=True, tokenize=False))
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     except Exception as error:  # templates are programs
         raise InvalidRequest(f"The model's chat template does not take these messages: {error}") from None

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from tokenizers import AddedToken
 
-from cascade.engine.tokenizer import Tokenizer
+from cascade.engine.published_tokenizer import pretrained
 from cascade.simulation.toy import fold
 from deployments.gateway.chat.reader import CLOSE, OPEN
 from tests import small
@@ -50,7 +50,7 @@ def template(format: str | None) -> str:
 
 def talker(folder: Path, format: str | None, *, marks: bool = True) -> str:
     """Save a tokenizer whose template writes calls in this format; its marks are tokens as in the families, or spelled."""
-    backend = Tokenizer.from_pretrained(small.config().tiers[-1].model_loading_config.source).backend
+    backend = pretrained(small.config().tiers[-1].model_loading_config.source)
     backend.add_tokens([AddedToken(role, special=True, normalized=False) for role in ROLES], special_tokens=True)
     if marks:
         backend.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in ("<tool_call>", "</tool_call>")])
@@ -91,7 +91,7 @@ WROTE = "{% if message.reasoning_content %}<think>{{ message.reasoning_content }
 
 def thinker(folder: Path, tags: Literal["token", "special"]) -> str:
     """The same, of a model that thinks out loud, between tags that are tokens or special tokens."""
-    backend = Tokenizer.from_pretrained(talker(folder, "hermes")).backend
+    backend = pretrained(talker(folder, "hermes"))
     added = [AddedToken(tag, special=tags == "special", normalized=False) for tag in (OPEN, CLOSE)]
     backend.add_tokens(added, special_tokens=tags == "special")
     backend.chat_template = backend.chat_template.replace("<|assistant|>", "<|assistant|>" + BEGINS).replace(
@@ -109,7 +109,7 @@ def talking(folder: Path, format: str, *, marks: bool = True, **options: Any) ->
 @contextlib.contextmanager
 def parrots(source: str, **options: Any) -> Iterator[House]:
     """A house of parrots with the tokenizer of a `talker` or a `thinker`."""
-    backend = Tokenizer.from_pretrained(source).backend
+    backend = pretrained(source)
 
     def parrot(**options: float) -> Parrot:
         model = Parrot(**options)

@@ -2,7 +2,11 @@
 
 import ast
 import functools
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those of one floor do not know each other
@@ -79,20 +83,16 @@ def test_imports_go_down() -> None:
             assert LEVELS[other] < LEVELS[here], f"{module} imports {other}"
 
 
-def test_routers_import_no_models() -> None:
-    """Guards the time in which a router that has died is away: mostly imports, which took twice as long."""
-    paths = dict(files("cascade", "deployments"))
-    reached, new = set[str](), {"deployments.router"}
-    while new:
-        reached |= new
-        new = {name for module in new if module in paths for name in imported(paths[module])} - reached
-    assert {name for name in reached if name.startswith("cascade.engine.")} == {
-        "cascade.engine.adapter_folder",
-        "cascade.engine.gguf",
-        "cascade.engine.grammar",
-        "cascade.engine.memory",
-        "cascade.engine.tokenizer",
-    }
+HEAVY = {"torch", "transformers"}
+DATA = ("pandas", "pyarrow")  # which Ray Serve imports where they are installed, and does without
+
+
+@pytest.mark.parametrize("module", ["deployments.router", "cascade.client", "cascade.cli.main"])
+def test_light_processes_import_nothing_heavy(module: str) -> None:
+    """Guards the time for which a router that has died is away, mostly imports: it took twice as long."""
+    listed = f"import sys; sys.modules.update(dict.fromkeys({DATA})); import {module}; print(*sys.modules)"
+    loaded = subprocess.check_output([sys.executable, "-c", listed], cwd=ROOT, text=True)
+    assert not {*loaded.split()} & HEAVY
 
 
 def test_the_library_knows_no_serving() -> None:

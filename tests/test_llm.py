@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cascade import LLM, ConfigError, InvalidRequest, SamplingParams
+from cascade.engine.published_tokenizer import pretrained
 from tests import small
 
 PROMPTS = ["def read(path):\n    with open(path) as file:\n", "import os\n\nclass Shape:\n    def __init__(self"]
@@ -42,7 +43,7 @@ def test_texts_are_those_of_the_cascade(llm: LLM) -> None:
 
 def test_conversations_go_through_the_chat_template(llm: LLM) -> None:
     """Guards prompts of chats: to the token what `apply_chat_template` gives, of one conversation and of several."""
-    backend = llm.cascade.tokenizer.backend
+    backend = pretrained(llm.cascade.tokenizer.source)
     ids = [backend.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in CHATS]
     expected = [completion.text for completion in llm.cascade.generate(ids, PARAMS)]
     outputs = llm.chat(CHATS, PARAMS)
@@ -61,7 +62,7 @@ def test_what_cannot_be_asked_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPat
         LLM("full", dtyp="float32")
     with pytest.raises(InvalidRequest, match="empty"):
         llm.generate("")
-    backend = llm.cascade.tokenizer.backend
+    backend = llm.cascade.tokenizer
     monkeypatch.setattr(backend, "chat_template", "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InvalidRequest, match="does not take these messages: roles must alternate"):
         llm.chat(CHATS[0])

@@ -40,7 +40,7 @@ class Local:
         self.stream = cascade.stream
 
     def has_template(self) -> bool:
-        return self._cascade.tokenizer.backend.chat_template is not None
+        return self._cascade.tokenizer.chat_template is not None
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation; raises `InvalidRequest` if its template does not take it."""
@@ -134,7 +134,7 @@ async def asked(address: str | None, models: tuple[str, ...] = ()) -> AsyncItera
             def ask_models(prompt: str, *how: Any) -> AsyncIterator[Chunk]:
                 return cascade.astream(local.encode(user_turn(prompt)) if chat else prompt, *how)
 
-            yield Backend(ask_models, cascade.names, Path(cascade.tokenizer.backend.name_or_path).name, chat)
+            yield Backend(ask_models, cascade.names, Path(cascade.tokenizer.source).name, chat)
         return
     from cascade.client import AsyncClient, Client
 

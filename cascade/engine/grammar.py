@@ -13,11 +13,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
-from llguidance.hf import from_tokenizer
-from torch import Tensor
+from numpy.typing import NDArray
 
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import InvalidRequest
@@ -69,7 +67,7 @@ class Grammars:
         """A token that may begin the text, or nothing."""
         mask = compiled.deep_copy().compute_bitmask()
         [allowed] = _unpack([mask], 1, 8 * len(mask))
-        return [token for token in allowed.nonzero().flatten().tolist() if token not in self._tokenizer.end_ids][:1]
+        return [token for token in allowed.nonzero()[0].tolist() if token not in self._tokenizer.end_ids][:1]
 
     def _renew(self, structured: Structured, broken: LLMatcher) -> LLMatcher:
         """A new matcher that shares nothing with others; forgets the ``broken`` one, so that nobody gets it again."""
@@ -96,7 +94,7 @@ class Grammars:
     def _build(self, end_ids: list[int]) -> LLTokenizer:
         if self._vocabulary is None:
             try:
-                self._vocabulary = from_tokenizer(self._tokenizer.backend, eos_token=end_ids)
+                self._vocabulary = LLTokenizer(self._tokenizer.backend.to_str(), eos_token=end_ids)
             except Exception as error:  # of kinds of tokenizers that it does not know
                 reason = _one_line(str(error))
                 raise InvalidRequest(f"structured cannot be honoured with the tokenizer of this model: {reason}") from error
@@ -124,15 +122,15 @@ class Matcher:
         """Only the first ``num_tokens`` of the output are known to be the same as before."""
         self._num_same = min(self._num_same, num_tokens)
 
-    def allowed(self, output: Sequence[int], guesses: Sequence[int], vocab_size: int) -> Tensor:
-        """Which tokens may come after ``output``, and after each of ``guesses``: bool ``[1 + guesses, vocab_size]``, CPU.
+    def allowed(self, output: Sequence[int], guesses: Sequence[int], vocab_size: int) -> NDArray[np.bool_]:
+        """Which tokens may come after ``output``, and after each of ``guesses``: bool ``[1 + guesses, vocab_size]``.
 
         Everything is allowed after a guess that is itself forbidden: nobody reads that row. There are fewer rows if a step
         after a guess takes too much work. Raises `InvalidRequest` if the step after the output does.
         """
         mask = self._follow(output)
         if mask is None:  # the tier above does not follow the grammar, so nothing is forbidden
-            return torch.ones(1 + len(guesses), vocab_size, dtype=torch.bool)
+            return np.ones((1 + len(guesses), vocab_size), dtype=np.bool_)
         if not guesses or not self._guesses:
             return _unpack([mask], 1, vocab_size)
         masks, num_rows = self._try(mask, guesses)
@@ -201,13 +199,13 @@ class Matcher:
         return mask
 
 
-def _unpack(masks: Sequence[bytes], num_rows: int, vocab_size: int) -> Tensor:
+def _unpack(masks: Sequence[bytes], num_rows: int, vocab_size: int) -> NDArray[np.bool_]:
     """Bits to booleans; rows and ids beyond the masks are allowed and forbidden."""
     bits = np.frombuffer(b"".join(masks), dtype=np.uint8).reshape(len(masks), -1)
     known = np.unpackbits(bits, axis=1, count=min(vocab_size, 8 * bits.shape[1]), bitorder="little").view(np.bool_)
-    allowed = torch.zeros(num_rows, vocab_size, dtype=torch.bool)
+    allowed = np.zeros((num_rows, vocab_size), dtype=np.bool_)
     allowed[len(masks) :] = True
-    allowed[: len(masks), : known.shape[1]] = torch.from_numpy(known)
+    allowed[: len(masks), : known.shape[1]] = known
     return allowed
 
 

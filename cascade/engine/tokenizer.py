@@ -3,61 +3,68 @@
 import hashlib
 import json
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from huggingface_hub import constants
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import DecodeStream
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from cascade.engine.chat_template import render
 from cascade.engine.generation import configured_ends
 from cascade.engine.gguf import described
-from cascade.errors import ModelError, reason
+from cascade.engine.published_tokenizer import ChatTemplates, published
+from cascade.errors import ModelError
 
 CONNECT_S = 5.0  # to the hub
 PRIMING_TOKENS = 8  # of the prompt that a decoder sees first, so that leading spaces come out right
 PROBE_ANSWER = "probe_answer"  # of an assistant, behind which a chat template writes the end of its turn
 
 
+@dataclass
 class Tokenizer:
-    """The tokenizer that a model was published with."""
+    """The tokenizer that a model was published with. Needs no Transformers, once that has read it on this machine."""
 
-    def __init__(self, backend: PreTrainedTokenizerBase, end_ids: frozenset[int]) -> None:
-        self.backend = backend
-        self.end_ids = end_ids  # tokens that end a text
+    backend: FastTokenizer
+    end_ids: frozenset[int]  # tokens that end a text
+    special_tokens: Mapping[str, str]  # by the names that templates know, such as bos_token
+    chat_template: ChatTemplates | None
+    source: str  # folder or hub id
 
     @classmethod
     def from_pretrained(cls, source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> "Tokenizer":
         """Load from a local path or the Hugging Face hub; raises `ModelError`."""
         folder = described(source)
         check_source(folder)
-        try:
-            backend = AutoTokenizer.from_pretrained(folder, revision=revision, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError, KeyError) as error:
-            raise ModelError(f"No tokenizer can be loaded from {source!r}: {reason(error)}") from error
-        if not backend.is_fast:
-            raise ModelError(f"{source!r} has no tokenizer.json; convert its tokenizer to the fast format")
-        return cls(backend, _end_ids(source, revision, backend))
+        backend, facts = published(folder, revision=revision, trust_remote_code=trust_remote_code)
+        found = cls(backend, frozenset(), facts.special_tokens, facts.chat_template, folder)
+        found.end_ids = configured_ends(source, revision=revision) | _own_ends(found)
+        return found
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model expects around it."""
-        return self.backend.encode(text)
+        return self._ids(text, add_special_tokens=True)
 
     def encode_part(self, text: str) -> list[int]:
-        """Token ids of a text that is no prompt, however long: no special tokens around it, and no warning."""
-        return self.backend.encode(text, add_special_tokens=False, verbose=False)
+        """Token ids of a text that is no prompt, however long: no special tokens around it."""
+        return self._ids(text, add_special_tokens=False)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids`` without special tokens."""
-        text = self.backend.decode(list(ids), skip_special_tokens=True)
-        assert isinstance(text, str)
-        return text
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)  # other threads go on
+        return list(encoding.ids)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of ``ids``, without special tokens unless they are asked for."""
+        return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def decoder(self, prompt: Sequence[int]) -> "Decoder":
-        return Decoder(self.backend.backend_tokenizer, prompt)
+        return Decoder(self.backend, prompt)
 
     def begins(self, ids: Sequence[int]) -> list[int]:
         """How many characters of the text are complete before each of ``ids``."""
@@ -67,15 +74,34 @@ class Tokenizer:
             begin += len(decoder.step(token))
         return begins
 
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
+    ) -> str:
+        """A conversation as the model's chat template writes it; ``options`` are those of `chat_template.render`.
+
+        Raises whatever the template does, and `ValueError` if there is none.
+        """
+        template = self.chat_template
+        if isinstance(template, dict):
+            template = template.get("tool_use" if tools is not None and "tool_use" in template else "default")
+        if template is None:
+            raise ValueError("the model has no chat template, or several and none of the name default")
+        return render(template, messages, tools, **{**self.special_tokens, **options})
+
+    @cached_property
+    def added_tokens(self) -> dict[int, AddedToken]:
+        """Tokens that no text is cut into by merging, the special ones among them, by their ids."""
+        return dict(self.backend.get_added_tokens_decoder())
+
     @property
     def num_ids(self) -> int:
         """Ids that stand for something; models may have more, for padding."""
-        return len(self.backend)
+        return int(self.backend.get_vocab_size())
 
     @property
     def fingerprint(self) -> str:
         """Hash of vocabulary and special tokens: equal iff the same ids mean the same text."""
-        special = {name: str(token) for name, token in self.backend.special_tokens_map.items() if isinstance(token, str)}
+        special = dict(self.special_tokens)
         special.pop("pad_token", None)  # padding is not part of any text
         content = json.dumps([sorted(self.backend.get_vocab().items()), special], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
@@ -105,26 +131,27 @@ class Decoder:
         return whole[begin + self._num_chars :]
 
 
-def _end_ids(source: str, revision: str | None, backend: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Tokens that end a text, whoever names them: the two configs, the tokenizer, and the chat template.
+def _own_ends(tokenizer: Tokenizer) -> frozenset[int]:
+    """End tokens that the tokenizer and its chat template name.
 
-    Any one of them may lack what the others know: a base model's configs name the end of a document, its tokenizer or its
-    template the end of a turn, without which an answer would run on into turns of the user.
+    Configs may lack what these know: a base model's name the end of a document, its tokenizer or its template the end of a
+    turn, without which an answer would run on into turns of the user.
     """
-    named = {backend.eos_token_id, _end_of_turn(backend)} - {None}
-    return configured_ends(source, revision=revision) | frozenset(named)
+    end = tokenizer.special_tokens.get("eos_token")
+    named = {None if end is None else tokenizer.backend.token_to_id(end), _end_of_turn(tokenizer)}
+    return frozenset(token for token in named if token is not None)
 
 
-def _end_of_turn(backend: PreTrainedTokenizerBase) -> int | None:
+def _end_of_turn(tokenizer: Tokenizer) -> int | None:
     """The special token that the chat template writes behind what the assistant says; ``None`` if it writes none."""
     said = [{"role": "user", "content": "probe_question"}, {"role": "assistant", "content": PROBE_ANSWER}]
     try:
-        text = str(backend.apply_chat_template(said, tokenize=False))
+        text = tokenizer.apply_chat_template(said)
     except Exception:  # there is no template, or it wants other conversations; templates are programs
         return None
     _, answer, after = text.rpartition(PROBE_ANSWER)
-    following = backend.encode(after.lstrip(), add_special_tokens=False)[:1] if answer else []
-    added = backend.added_tokens_decoder
+    following = tokenizer.encode_part(after.lstrip())[:1] if answer else []
+    added = tokenizer.added_tokens
     return next((token for token in following if token in added and added[token].special), None)
 
 

@@ -28,7 +28,7 @@ from cascade.engine.heads.eagle import Eagle3, Verifier
 from cascade.engine.loading import load
 from cascade.engine.model import Model
 from cascade.engine.model_config import context_len
-from cascade.engine.tokenizer import Tokenizer
+from cascade.engine.published_tokenizer import pretrained
 from cascade.errors import ConfigError
 from cascade.training import writing
 from cascade.training.learning import Learner, Rates, mixed_precision
@@ -89,7 +89,7 @@ def train(source: str, files: Sequence[Path], out: Path, schedule: Schedule, *, 
     ``out``, `ModelError` if the model cannot be loaded.
     """
     if files:
-        tokens = torch.tensor([token for text in read(Tokenizer.from_pretrained(source).backend, files) for token in text])
+        tokens = torch.tensor([token for text in read(pretrained(source), files) for token in text])
     else:
         tokens = _own_text(source, device, schedule.text_tokens, out / OWN_TEXT)
     network = load(source, device=device).requires_grad_(False)
@@ -110,7 +110,7 @@ def _own_text(source: str, device: str | None, wanted: int, kept: Path) -> Tenso
     """Conversations that the model writes, one after another, ``[tokens]`` int64; those of an earlier call if there are any."""
     if kept.exists():
         return torch.from_numpy(np.load(kept))
-    network, tokenizer = load(source, device=device), Tokenizer.from_pretrained(source).backend
+    network, tokenizer = load(source, device=device), pretrained(source)
     turns = writing.Turns.of(tokenizer, writing.end_tokens(network, tokenizer))
     tokens: list[int] = []
     with tqdm(total=wanted, desc="write", unit="token", mininterval=5) as bar:

@@ -19,13 +19,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, GenerationConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, LlamaForCausalLM, PreTrainedModel
 
 from cascade.engine import draft_vocab
 from cascade.engine.devices import product_dtype
 from cascade.engine.loading import find_device, load
 from cascade.engine.model import Model
-from cascade.engine.tokenizer import Tokenizer
+from cascade.engine.published_tokenizer import pretrained
 from cascade.errors import ConfigError
 from cascade.training.distillation import CAUSAL, Run, Schedule, distil
 from cascade.training.student import Shape, cost, cut
@@ -88,7 +88,7 @@ class Distillation:
         start: Path | None = None,
         device: str | None = None,
     ) -> None:
-        self.tokenizer: PreTrainedTokenizerBase = Tokenizer.from_pretrained(source).backend
+        self.tokenizer = pretrained(source)
         dtype = str(product_dtype(find_device(source, device))).removeprefix("torch.")
         self.teacher = load(source, dtype=dtype, device=device).requires_grad_(False).eval()
         self.teacher.set_attn_implementation(CAUSAL)

@@ -2,11 +2,10 @@
 
 import json
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
+from cascade.engine.published_tokenizer import pretrained
 from cascade.engine.tokenizer import Tokenizer
 from deployments.gateway.chat.template import Style
 from tests import small
@@ -89,15 +88,13 @@ class Family:
     @property
     def tokenizer(self) -> Tokenizer:
         """The small models' with this template."""
-        tokenizer = Tokenizer.from_pretrained(small.paths()[-1])
-        tokenizer.backend.chat_template = self.template
-        return tokenizer
+        return replace(Tokenizer.from_pretrained(small.paths()[-1]), chat_template=self.template)
 
-    def prompt(
-        self, backend: PreTrainedTokenizerBase, messages: Any, tools: Any, style: Style, *, tokenize: bool = True
-    ) -> Any:
-        """What `apply_chat_template` gives for a client's messages in Transformers' form; raises whatever the template does."""
-        return backend.apply_chat_template(
+    def prompt(self, messages: Any, tools: Any, style: Style, *, tokenize: bool = True, source: str = "") -> Any:
+        """What Transformers' `apply_chat_template` gives for a client's messages; raises whatever the template does."""
+        tokenizer = pretrained(source or small.paths()[-1])
+        tokenizer.chat_template = self.template
+        return tokenizer.apply_chat_template(
             [self._plain(message) for message in deepcopy(messages)],
             tools=tools,
             tokenize=tokenize,

@@ -84,8 +84,8 @@ def test_prompts_are_the_templates_own(name: str) -> None:
             ids = template.encode(given, tools, style)
         except InvalidRequest:
             return
-        assert ids == family.prompt(tokenizer.backend, messages, tools, style)
-        text = family.prompt(tokenizer.backend, messages, tools, style, tokenize=False)
+        assert ids == family.prompt(messages, tools, style)
+        text = family.prompt(messages, tools, style, tokenize=False)
         assert name == "gpt_oss" or not [word for word in words(messages) if word not in text]
         assert not shown or ("f_0" in text and "f_1" in text)
 
@@ -117,7 +117,7 @@ def test_what_a_template_takes_is_served(name: str) -> None:
     for kinds in SERVED[name]:
         messages = said(kinds.split())
         given, tools = sent(messages, TOOLS if template.shows_tools and "call" in kinds else None)
-        assert template.encode(given, tools) == family.prompt(tokenizer.backend, messages, tools, Style())
+        assert template.encode(given, tools) == family.prompt(messages, tools, Style())
 
 
 REFUSED: dict[str, tuple[str, str, str]] = {  # family, conversation, words of the sentence
@@ -159,7 +159,7 @@ def test_variables_of_templates_are_for_clients() -> None:
     family = FAMILIES["qwen"]
     template = ChatTemplate(family.tokenizer)
     for style in (Style({"thinking": False}), Style({"thinking": True})):
-        assert template.encode([ASKED], None, style) == family.prompt(template._backend, [ASKED], None, style)
+        assert template.encode([ASKED], None, style) == family.prompt([ASKED], None, style)
     assert template.encode([ASKED], None, Style({"thinking": False})) != template.encode([ASKED])
     for name in ("thinks", "chat_template", "messages", "tools", "tokenize", "bos_token", "range", "raise_exception"):
         with pytest.raises(InvalidRequest, match=f"chat_template_kwargs has '{name}': of these .* reads thinking"):
@@ -171,7 +171,7 @@ def test_reasoning_effort_reaches_templates_that_read_it() -> None:
     family = Family(loop("{{ reasoning_effort }}" + TURN))
     for values, effort in (({}, "high"), ({"reasoning_effort": "low"}, "low")):
         body = {"messages": [ASKED], "reasoning_effort": "high", "chat_template_kwargs": values}
-        wanted = family.prompt(family.tokenizer.backend, [ASKED], None, Style({"reasoning_effort": effort}))
+        wanted = family.prompt([ASKED], None, Style({"reasoning_effort": effort}))
         assert ChatTemplate(family.tokenizer).encode([ASKED], style=Conversation.model_validate(body).style) == wanted
     plain = ChatTemplate(FAMILIES["chatml"].tokenizer)
     assert plain.encode([ASKED], style=Style(reasoning_effort="high")) == plain.encode([ASKED])

@@ -167,7 +167,9 @@ def test_results_go_back_to_the_model(served: tuple[House, str]) -> None:
     messages = [{"role": "user", "content": "Weather?"}, turn, result, {"role": "user", "content": "Thanks."}]
     answer = ask(house, "/v1/chat/completions", {"messages": messages, "tools": TOOLS, "temperature": 0, "max_tokens": 20})[2]
     assert answer["choices"][0]["message"]["content"] == "Thanks."
-    prompt = house.router.tokenizer.backend.decode(ask(house, "/tokenize", {"messages": messages})[2]["tokens"])
+    prompt = house.router.tokenizer.decode(
+        ask(house, "/tokenize", {"messages": messages})[2]["tokens"], skip_special_tokens=False
+    )
     assert f"{call.id}: Sunny." in prompt
     assert '"city": "Rome"' in prompt
 

@@ -82,7 +82,7 @@ def test_history_goes_through_the_template() -> None:
     messages = [{"role": "user", "content": FIRST}]
     with Cascade.from_pretrained(paths()[:1]) as cascade:
         for number in range(2):
-            prompt = cascade.tokenizer.backend.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            prompt = cascade.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
             ids = cascade.tokenizer.encode_part(prompt)
             answer = cascade.generate(ids, EIGHT).text
             assert answer.strip() in output, number

@@ -11,6 +11,7 @@ from tokenizers import AddedToken
 
 from cascade import ModelError
 from cascade.engine.generation import sampling_defaults
+from cascade.engine.published_tokenizer import pretrained
 from cascade.engine.tokenizer import Tokenizer
 from tests import small
 
@@ -27,7 +28,7 @@ def model(tmp_path: Path) -> Edit:
     """Writes a folder with the small models' tokenizer, one more token, and these files."""
 
     def write(*, eos: str | None = None, template: str | None = None, **files: Any) -> str:
-        backend = Tokenizer.from_pretrained(small.paths()[-1]).backend
+        backend = pretrained(small.paths()[-1])
         backend.add_tokens([AddedToken(END, special=True, normalized=False)], special_tokens=True)
         backend.chat_template = template
         if eos is not None:
@@ -47,7 +48,7 @@ def test_every_source_of_end_tokens_counts(model: Edit) -> None:
     """Guards against one source only: a base model's configs beside a chat tokenizer let answers run into invented turns."""
     config = json.loads(Path(small.paths()[-1], "config.json").read_text())
     plain = Tokenizer.from_pretrained(model())
-    own, end = plain.backend.eos_token_id, small.VOCAB
+    own, end = plain.backend.token_to_id(plain.special_tokens["eos_token"]), small.VOCAB
     assert plain.end_ids == {own}
     named = Tokenizer.from_pretrained(
         model(eos=END, config=config | {"eos_token_id": 5}, generation_config={"eos_token_id": [5, 7]})

@@ -67,7 +67,7 @@ def test_a_file_is_a_model_wherever_one_is_read(source: str, tmp_path: Path) -> 
     for text in (PROMPT, "é中文 \U0001f40d\r\n\t x  y<|endoftext|>123456"):
         assert tokenizer.encode(text) == known.encode(text)
         assert tokenizer.decode(tokenizer.encode_part(text)) == known.decode(known.encode_part(text))
-    assert tokenizer.backend.chat_template == CHAT
+    assert tokenizer.chat_template == CHAT
     assert tokenizer.end_ids == {0, 7}
     found, expected = anatomy(source), anatomy(small.paths()[0], dtype="float32")
     assert (found.parameters, found.context_len) == (expected.parameters, expected.context_len)
@@ -175,9 +175,8 @@ def test_the_published_model_comes_out_of_its_package(monkeypatch: pytest.Monkey
     tokenizer = Tokenizer.from_pretrained(source)
     assert tokenizer.end_ids == {2}
     assert tokenizer.decode([2]) == ""
-    asked = tokenizer.backend.apply_chat_template(
-        [{"role": "user", "content": "What is the capital of France?"}], add_generation_prompt=True, return_dict=False
-    )
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    asked = tokenizer.encode_part(tokenizer.apply_chat_template(question, add_generation_prompt=True))
     with Cascade.from_pretrained([source], device="cpu", drafter=None) as cascade:
         answer = cascade.generate(asked, SamplingParams(max_tokens=24, temperature=0))
     assert "The capital of France is Paris" in answer.text

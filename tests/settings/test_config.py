@@ -13,7 +13,7 @@ from ray import serve
 from ray.serve._private.api import call_user_app_builder_with_args_if_necessary as call_builder
 from ray.serve.schema import ServeDeploySchema
 
-from cascade.engine.tokenizer import Tokenizer
+from cascade.engine.published_tokenizer import pretrained
 from cascade.errors import ConfigError
 from cascade.settings.config import CascadeConfig
 from deployments import app, versions
@@ -309,7 +309,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = json.loads((folder / "plain" / "config.json").read_text())
     (folder / "short" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32}))
     (folder / "broken" / "config.json").write_text("{")
-    backend = Tokenizer.from_pretrained(str(folder / "plain")).backend
+    backend = pretrained(str(folder / "plain"))
     backend.add_tokens(["surprise"])
     backend.save_pretrained(folder / "other")
     (folder / "empty").mkdir()

@@ -84,7 +84,7 @@ def _mask(scores: Tensor, params: SamplingParams, state: SequenceState, position
             scores[:num_early].index_fill_(1, state.ends(scores), -torch.inf)
         return len(scores)
     output = state.text[state.prompt_len : position]
-    allowed = state.constraint.allowed(output, guesses, scores.shape[-1])
+    allowed = torch.from_numpy(state.constraint.allowed(output, guesses, scores.shape[-1]))
     if num_early:
         going_on = allowed[:num_early].index_fill(1, state.ends(allowed), False)
         allowed[:num_early] = torch.where(going_on.any(-1, keepdim=True), going_on, allowed[:num_early])

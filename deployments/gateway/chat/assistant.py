@@ -121,7 +121,7 @@ class Assistant:
         if said.continue_final_message:
             last = said.messages[-1]
             return None if last.thoughts and not opened(last.text) else opened(last.text)
-        return prompted(self._tokenizer.backend.decode(list(ids[-TAIL:]), skip_special_tokens=False))
+        return prompted(self._tokenizer.decode(ids[-TAIL:], skip_special_tokens=False))
 
     # tools
 

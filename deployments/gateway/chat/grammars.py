@@ -109,7 +109,7 @@ class GrammarWriter:
 
     @cached_property
     def _added(self) -> dict[int, AddedToken]:
-        return dict(self._tokenizer.backend.added_tokens_decoder)
+        return self._tokenizer.added_tokens
 
 
 def _spelling(mark: str) -> str:

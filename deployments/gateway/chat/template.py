@@ -4,19 +4,21 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from inspect import signature
 from typing import Any
 
 from jinja2.defaults import DEFAULT_NAMESPACE
-from transformers.utils.chat_template_utils import _get_template_variables
 
+from cascade.engine.chat_template import variables
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import InvalidRequest
 from deployments.gateway.chat.reader import CLOSE, OPEN
 
 MessageDict = dict[str, Any]
 
-OWN_NAMES = {"messages", "raise_exception", "strftime_now", *DEFAULT_NAMESPACE}  # of every template, not for clients
+OWN_NAMES = {  # of every template, not for clients
+    *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "raise_exception", "strftime_now"),
+    *DEFAULT_NAMESPACE,
+}
 # A conversation that no client has: what a template makes of it says what it takes.
 PROBE_ID = "probe1234"  # some templates want nine letters and digits
 PROBE_NAME, PROBE_WORDS, PROBE_ARGUMENT = "probe_tool", "probe_words", "probe_argument"
@@ -50,7 +52,7 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._backend = tokenizer.backend
+        self._tokenizer = tokenizer
         self._content_form = cache(self._probe_content)
         self._drops_calls = cache(self._probe_calls)
 
@@ -72,7 +74,7 @@ class ChatTemplate:
         except Exception as error:  # templates are programs
             reason = " ".join(str(error).split())[:200]
             raise InvalidRequest(f"The model's chat template does not take these messages: {reason}") from None
-        return self._backend.encode(text, add_special_tokens=False)
+        return self._tokenizer.encode_part(text)
 
     def _translated(self, index: int, message: MessageDict, tools: bool) -> MessageDict:
         """OpenAI's message in the form that Transformers documents for templates; nothing is added, moved or lost.
@@ -101,7 +103,7 @@ class ChatTemplate:
 
     def _check(self, style: Style) -> None:
         """Raise `InvalidRequest` if there is no template, or none that reads all variables of ``style``."""
-        if self._backend.chat_template is None:
+        if self._tokenizer.chat_template is None:
             raise InvalidRequest(
                 "The model has no chat template: ask it to complete a text, or save its tokenizer with a chat_template.jinja"
             )
@@ -115,9 +117,8 @@ class ChatTemplate:
     @cached_property
     def variables(self) -> tuple[str, ...]:
         """Names that it reads and that clients may set."""
-        names = set[str]().union(*map(_get_template_variables, self._sources))
-        own = OWN_NAMES | set(signature(self._backend.apply_chat_template).parameters) | set(self._backend.special_tokens_map)
-        return tuple(sorted(names - own))
+        names = set[str]().union(*map(variables, self._sources))
+        return tuple(sorted(names - OWN_NAMES - set(self._tokenizer.special_tokens)))
 
     @cached_property
     def thinks(self) -> bool:
@@ -127,7 +128,7 @@ class ChatTemplate:
 
     @property
     def _sources(self) -> list[str]:
-        given: Any = self._backend.chat_template
+        given = self._tokenizer.chat_template
         return [] if given is None else list(given.values()) if isinstance(given, dict) else [given]
 
     # what the template writes, found out by letting it write
@@ -185,16 +186,13 @@ class ChatTemplate:
     def _render(self, messages: Sequence[MessageDict], tools: Sequence[MessageDict] | None, style: Style) -> str:
         named = style.reasoning_effort is not None and "reasoning_effort" in self.variables
         effort = {"reasoning_effort": style.reasoning_effort} if named else {}
-        text = self._backend.apply_chat_template(
-            list(messages),
-            tools=None if tools is None else list(tools),
-            tokenize=False,
+        return self._tokenizer.apply_chat_template(
+            messages,
+            tools,
             add_generation_prompt=style.prompts,
             continue_final_message=style.goes_on,
             **{**effort, **style.values},
         )
-        assert isinstance(text, str)
-        return text
 
 
 def _probe_call(as_object: bool) -> MessageDict:

@@ -311,7 +311,7 @@ class Api:
 
     def _name(self, token: int) -> str:
         """The text of one token, special ones too."""
-        return str(self._backend.tokenizer.backend.decode([token], skip_special_tokens=False))
+        return self._backend.tokenizer.decode([token], skip_special_tokens=False)
 
     def _answering(self, body: SamplingBody) -> str:
         """The model's name, or the adapter's if the request named it as its model."""
@@ -333,7 +333,7 @@ class Api:
         """OpenAI's description of a model, with tiers, context length, and the limits of the caller's key."""
         backend, account = self._backend, request.state.account
         key = {"name": account.name, **account.limits.model_dump()}
-        chat = backend.tokenizer.backend.chat_template is not None
+        chat = backend.tokenizer.chat_template is not None
         ours = {
             "tiers": backend.chain_names,
             "max_model_len": backend.max_model_len,

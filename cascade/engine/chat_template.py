@@ -1,0 +1,177 @@
+"""Chat templates as Transformers runs them: Jinja in a sandbox, with the functions that it documents for templates.
+
+A template that is published with a model was written for them, and gives the same text here as `apply_chat_template` there.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import Template, nodes
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # behind the text of a last message that is to go on
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of a message's thoughts; templates read the first two
+
+
+def render(
+    source: str,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    add_generation_prompt: bool = False,
+    continue_final_message: bool = False,
+    **values: Any,
+) -> str:
+    """What the template ``source`` writes for a conversation; raises whatever it does, and `ValueError`.
+
+    With ``continue_final_message`` the text ends where the last message does.
+    """
+    if not messages:
+        raise ValueError("the conversation is empty")
+    if continue_final_message and add_generation_prompt:
+        raise ValueError("a last message that goes on leaves no place for the beginning of another")
+    said = [_message(message) for message in messages]
+    last = _marked(said[-1], source) if continue_final_message else ""
+    given = {"messages": said, "tools": _plain(tools), "documents": None, "add_generation_prompt": add_generation_prompt}
+    text = _compiled(source).render(**given, **_plain(values))
+    return _cut(text, last) if continue_final_message else text
+
+
+@lru_cache
+def variables(source: str) -> frozenset[str]:
+    """Names that a template reads and does not set."""
+    return frozenset(find_undeclared_variables(_environment().parse(source)))
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy without fields that are null, its thoughts under both names that templates read."""
+    said: dict[str, Any] = {name: _plain(value) for name, value in message.items() if value is not None}
+    thoughts = next((said[name] for name in THOUGHTS if name in said), None)
+    return said if thoughts is None else {"thinking": thoughts, **said, "reasoning_content": thoughts}
+
+
+def _plain(value: Any) -> Any:
+    """A copy of what JSON has; of anything else only the name of its type, for templates are strangers' programs."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    match value:
+        case str():  # of a kind of its own, such as an enum's
+            return str.__str__(value)
+        case int():
+            return int.__int__(value)
+        case float():
+            return float.__float__(value)
+        case Mapping():
+            return {_plain(name): _plain(item) for name, item in value.items()}
+        case list():
+            return [_plain(item) for item in value]
+        case tuple():
+            return tuple(_plain(item) for item in value)
+    return f"<{type(value).__name__}>"
+
+
+def _marked(message: dict[str, Any], source: str) -> str:
+    """Put `MARK` behind the text of a message; returns the text."""
+    content = message.get("content")
+    if content is None:
+        raise ValueError("the last message has no content to go on with")
+    if "content" not in source:
+        raise ValueError("the template reads no content of messages, so the last one cannot go on")
+    if not isinstance(content, list | tuple):
+        message["content"] = content + MARK
+        return str(content)
+    for part in reversed(content):
+        if "text" in part:
+            text = str(part["text"])
+            part["text"] = text + MARK
+            return text
+    raise ValueError("the last message has no text to go on with")
+
+
+def _cut(text: str, last: str) -> str:
+    """The text before `MARK`; a template may have trimmed what ends in blanks, and then nothing is left of them."""
+    if last.strip() not in text or MARK.strip() not in text:
+        raise ValueError("the template leaves out the last message, or parts of it, so it cannot go on")
+    end = text.rindex(MARK.strip())
+    return text[:end] if text[end : end + len(MARK)] == MARK else text[:end].rstrip()
+
+
+@lru_cache
+def _compiled(source: str) -> Template:
+    return _environment().from_string(source)
+
+
+@lru_cache(maxsize=1)
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment.filters["tojson"] = _tojson
+    functions: dict[str, Callable[..., Any]] = {"raise_exception": _raise, "strftime_now": _now}
+    environment.globals |= {**functions, "dict": _Dict(), "namespace": _Namespace}
+    return environment
+
+
+class _Generation(Extension):
+    """Takes ``{% generation %}``, which marks what a model wrote for those that train: here only its content counts."""
+
+    tags = {"generation"}  # noqa: RUF012  # as Jinja has it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)  # what is set inside stays there
+
+    def _content(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _Dict:
+    """`dict` without the attributes of a type."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args, **kwargs)
+
+
+class _Namespace(Namespace):
+    """Jinja's, without names that begin with an underscore, by which a template could reach Python's own."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, args = args[0], args[1:]
+        attributes = dict(*args, **kwargs)
+        for name in attributes:
+            _check_name(name)
+        Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        Namespace.__setitem__(self, name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace cannot have the attribute {name!r}")
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Without the escapes for HTML of Jinja's own."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)

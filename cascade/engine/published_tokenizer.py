@@ -1,0 +1,133 @@
+"""Tokenizers as models were published with them, made by Transformers, and kept so that other processes need not import it.
+
+Files of tokenizers have many forms, and which class reads them depends on the model, so only Transformers knows what they mean.
+What it makes of them lies below `cascade.engine.gguf.cache_folder` from then on: the tokenizer in the format of `tokenizers`,
+and the names of its special tokens with its chat template. Their place names the source, the content of its files, and the
+versions of the libraries.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from huggingface_hub import hf_hub_download
+from tokenizers import Tokenizer as FastTokenizer
+
+from cascade.engine.gguf import cache_folder, described
+from cascade.errors import ModelError, reason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ChatTemplates: TypeAlias = str | dict[str, str]  # one for all conversations, or by name
+
+FORM = 1  # of what is kept: another one where something else is
+BACKEND, FACTS = "tokenizer.json", "facts.json"
+NAMED = ("tokenizer_config.json", "config.json")  # of which every model has one
+SUFFIXES = {".json", ".jinja", ".model", ".tiktoken", ".txt", ".py"}  # of files that a tokenizer can be made of
+
+TEMPLATES = "additional_chat_templates"  # a folder of them
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a tokenizer is beside its backend."""
+
+    special_tokens: dict[str, str]  # by the names that templates know, such as bos_token
+    chat_template: ChatTemplates | None
+    splits_special_tokens: bool  # whether their names in a text are text
+
+
+def published(source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> tuple[FastTokenizer, Facts]:
+    """The tokenizer of a folder or hub id; raises `ModelError`. Transformers is imported if this was not kept."""
+    place = _place(source, revision, trust_remote_code)
+    if place is not None and place.is_dir():
+        facts = json.loads((place / FACTS).read_text(encoding="utf-8"))
+        backend = FastTokenizer.from_file(str(place / BACKEND))
+        found = backend, Facts(**facts)
+    else:
+        found = _facts(pretrained(source, revision=revision, trust_remote_code=trust_remote_code))
+        # files of a model that was not on this machine are by now
+        place = place or _place(source, revision, trust_remote_code)
+        if place is not None:
+            _keep(place, *found)
+    found[0].encode_special_tokens = found[1].splits_special_tokens
+    return found
+
+
+def pretrained(source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
+    """Transformers' own object, which can be changed and saved, of a folder, a GGUF file or a hub id; raises `ModelError`."""
+    from transformers import AutoTokenizer
+
+    folder = described(source)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"No tokenizer can be loaded from {source!r}: {reason(error)}") from error
+    if not tokenizer.is_fast:
+        raise ModelError(f"{source!r} has no tokenizer.json; convert its tokenizer to the fast format")
+    return tokenizer
+
+
+def _facts(tokenizer: "PreTrainedTokenizerBase") -> tuple[FastTokenizer, Facts]:
+    backend: FastTokenizer = tokenizer.backend_tokenizer
+    backend.no_padding()
+    backend.no_truncation()
+    return backend, Facts(dict(tokenizer.special_tokens_map), tokenizer.chat_template, tokenizer.split_special_tokens)
+
+
+def _place(source: str, revision: str | None, trust_remote_code: bool) -> Path | None:
+    """Where it is kept, if it is; ``None`` if the model's files are not on this machine."""
+    state = hashlib.sha256()
+    for part in _state(source, revision):
+        state.update(hashlib.sha256(part).digest())
+    if state.digest() == hashlib.sha256().digest():
+        return None
+    form = f"{FORM}-{version('transformers')}-{version('tokenizers')}-{trust_remote_code}"
+    name = hashlib.sha256(os.fsencode(f"{source} {revision}")).hexdigest()[:16]
+    return cache_folder() / "tokenizers" / name / f"{form}-{state.hexdigest()[:16]}"
+
+
+def _state(source: str, revision: str | None) -> Iterator[bytes]:
+    """Whatever changes when the tokenizer may have changed: contents of a folder's files, or a commit of the hub."""
+    folder = Path(source)
+    if folder.is_dir():
+        for file in sorted((*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*"))):
+            if file.suffix in SUFFIXES and file.is_file():
+                yield os.fsencode(file.name)
+                yield file.read_bytes()
+        return
+    for name in NAMED:
+        with contextlib.suppress(Exception):  # of the network, of the hub: Transformers finds words for them
+            yield Path(hf_hub_download(source, name, revision=revision)).parent.name.encode()
+            return
+
+
+def _keep(place: Path, backend: FastTokenizer, facts: Facts) -> None:
+    """Write both, whole or not at all, in place of what was kept of the source before it changed."""
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix="partial-", dir=place.parent))
+        try:
+            backend.save(str(partial / BACKEND))
+            (partial / FACTS).write_text(json.dumps(asdict(facts)), encoding="utf-8")
+            old = [other for other in place.parent.iterdir() if not other.name.startswith("partial-")]
+            with contextlib.suppress(FileExistsError):  # another process was faster
+                partial.rename(place)
+            for other in old:
+                shutil.rmtree(other, ignore_errors=True)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    except Exception as error:  # of the disk; of tokenizers, parts of which are Python
+        log.warning("A tokenizer cannot be kept in %s, so every start makes it anew: %s", place, error)

@@ -1,0 +1,165 @@
+"""Tokenizers are Transformers' own in ids, texts, special tokens and conversations, in processes that do not import it."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as FastTokenizer
+from transformers import LlamaTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from cascade.engine.published_tokenizer import pretrained
+from cascade.engine.tokenizer import Tokenizer
+from cascade.errors import ModelError
+from tests import small
+
+TEXTS = ["def f(x):\n    return x", "  zwei Wörter  ", "中文 😀 é", "<s>a</s> <mark> b", ""]
+TEMPLATE = (
+    "{% set ns = namespace(n=0) %}{{ bos_token }}{% for message in messages %}\n"
+    "    {% if message.role == 'skip' %}{% continue %}{% endif %}\n"
+    "{% set ns.n = ns.n + 1 %}[{{ ns.n }} {{ message.role }}]"
+    "{% generation %}{{ message.content | trim }}{% endgeneration %}{{ message.name }}{{ dict(a='<é>') | tojson }}"
+    "{{ eos_token }}{% endfor %}{{ tools | tojson if tools }}{{ messages | tojson(indent=1) }}{{ strftime_now('%%') }}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def byte_level(folder: Path) -> None:
+    """As the small models': saved by the generic class, with tokens of its own and a template."""
+    tokenizer = pretrained(small.paths()[-1])
+    tokenizer.add_tokens([AddedToken("<mark>", special=False, normalized=False)])
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+
+
+def spaces_stripped(folder: Path) -> None:
+    """As Llama 2's: words begin with a sign, bytes where letters are not known, and the decoder strips the first space."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *map(chr, range(33, 127)), "de", "def"]
+    merges = [("d", "e"), ("de", "f")]
+    vocab = {piece: place for place, piece in enumerate(pieces)}
+    tokenizer = LlamaTokenizer(vocab=vocab, merges=merges, add_bos_token=True)
+    tokenizer.chat_template = {"default": TEMPLATE, "tool_use": "tools " + TEMPLATE}
+    tokenizer.save_pretrained(folder)
+
+
+def unigram(folder: Path) -> None:
+    """As T5's and many SentencePiece models': the likeliest pieces, a normalizer, and special tokens around a prompt."""
+    backend = FastTokenizer(models.Unigram())
+    backend.normalizer = normalizers.NFKC()
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=120, special_tokens=["<unk>", "<s>", "</s>", "<mark>"], unk_token="<unk>", show_progress=False
+    )
+    backend.train_from_iterator(TEXTS * 20, trainer)
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+    backend.enable_truncation(4)
+    backend.enable_padding(length=8)
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=TEMPLATE, **names).save_pretrained(folder)
+
+
+KINDS: list[Callable[[Path], None]] = [byte_level, spaces_stripped, unigram]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: kind.__name__)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param.__name__)
+    request.param(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["made", "kept"])
+def both(request: pytest.FixtureRequest, folder: Path) -> tuple[Tokenizer, PreTrainedTokenizerBase]:
+    """A tokenizer as it comes first, and as every later process has it, beside Transformers' own."""
+    if request.param == "kept":
+        Tokenizer.from_pretrained(str(folder))
+    return Tokenizer.from_pretrained(str(folder)), pretrained(str(folder))
+
+
+def test_ids_and_texts_are_the_same(both: tuple[Tokenizer, PreTrainedTokenizerBase]) -> None:
+    """Guards the text itself: another normalizer, merge, special token or space and every answer is another one."""
+    ours, theirs = both
+
+    @settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+    @given(st.one_of(st.sampled_from(TEXTS), st.text(st.characters(exclude_categories=["Cs"]))))
+    def run(text: str) -> None:
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text)
+        assert ours.encode_part(text) == theirs.encode(text, add_special_tokens=False)
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+        assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids)
+
+    run()
+    for token in range(ours.num_ids):  # the names of tokens with log-probabilities
+        assert ours.decode([token], skip_special_tokens=False) == theirs.decode([token])
+    assert ours.num_ids == len(theirs)
+    assert ours.special_tokens == theirs.special_tokens_map
+    assert {id: str(token) for id, token in ours.added_tokens.items()} == {
+        id: str(token) for id, token in theirs.added_tokens_decoder.items()
+    }
+    assert ours.end_ids == {theirs.eos_token_id}
+
+
+def test_conversations_are_the_same(both: tuple[Tokenizer, PreTrainedTokenizerBase]) -> None:
+    """Guards prompts: blanks of blocks, loops that go on, variables of a block, JSON, thoughts, null fields, a last turn."""
+    ours, theirs = both
+    said: list[dict[str, Any]] = [
+        {"role": "user", "content": " <b>é</b> ", "name": None},
+        {"role": "skip", "content": "no", "tool_calls": None},
+        {"role": "assistant", "content": "Well, ", "reasoning": "hm"},
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    for options in ({}, {"add_generation_prompt": True}, {"continue_final_message": True}, {"unknown": (1, 2.5, True)}):
+        for shown in (None, tools):
+            wanted = theirs.apply_chat_template(said, shown, tokenize=False, **options)
+            assert ours.apply_chat_template(said, shown, **options) == wanted
+    for broken in ("{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}", "{% set n = namespace(_a=1) %}", "{{ x"):
+        ours.chat_template, before = broken, ours.chat_template
+        with pytest.raises(Exception, match=r"append|unsafe|_a|expected"):
+            ours.apply_chat_template(said)
+        ours.chat_template = before
+
+
+ABSENT = """
+import sys
+from cascade.engine.tokenizer import Tokenizer
+found = Tokenizer.from_pretrained(sys.argv[1])
+print(found.encode("a <mark> b"), found.end_ids, "transformers" in sys.modules)
+"""
+
+
+def test_other_processes_need_no_transformers(tmp_path: Path) -> None:
+    """Guards the start of routers: seconds of imports; and a tokenizer that changed under the same path."""
+    byte_level(tmp_path)
+    first = Tokenizer.from_pretrained(str(tmp_path))
+
+    def said() -> str:
+        return subprocess.check_output([sys.executable, "-c", ABSENT, str(tmp_path)], text=True).strip()
+
+    assert said() == f"{first.encode('a <mark> b')} {first.end_ids} False"
+    shutil.copytree(small.paths()[-1], tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    second = Tokenizer.from_pretrained(small.paths()[-1])
+    assert said() == f"{second.encode('a <mark> b')} {second.end_ids} True"
+    assert said() == f"{second.encode('a <mark> b')} {second.end_ids} False"
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Guards starts in images whose disk is read-only."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CASCADE_CACHE", str(tmp_path / "file" / "cache"))
+    assert Tokenizer.from_pretrained(small.paths()[-1]).decode([0]) == ""
+
+
+def test_a_broken_tokenizer_is_a_sentence(tmp_path: Path) -> None:
+    """Guards against a traceback of some library."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(ModelError, match="No tokenizer can be loaded from"):
+        Tokenizer.from_pretrained(str(tmp_path))

@@ -31,7 +31,6 @@ from benchmarks.prompts import chat_ids
 from cascade import SamplingParams, Speculation, family
 from cascade.bench.prompts import BUILT_IN
 from cascade.client import AsyncClient
-from cascade.drafters import EAGLE3
 from cascade.engine.devices import processor
 from cascade.engine.loading import load
 from cascade.engine.model import Model
@@ -54,7 +53,7 @@ NOUNS = (
 )
 FIELDS = ("String name", "int count", "double price", "List<String> items", "Map<String, Integer> totals", "boolean active")
 ROLES = ("", "Service", "Repository", "Controller", "Builder", "Test", "Factory", "Exception")
-STUDENTS = ("medium", "tiny", EAGLE3)  # in the order in which they learn: tiny's verifier is medium
+STUDENTS = ("medium", "tiny")  # in the order in which they learn: tiny's verifier is medium
 CLIENTS = 2
 SWAPPED = ("tiny", "medium")
 SWAP_S = 90.0  # that a replica has to take new weights
@@ -67,7 +66,7 @@ class Size:
     answers: int = 64  # of each language
     tokens: int = 112  # of an answer with its prompt
     rounds: int = 3
-    seconds: Mapping[str, float] = field(default_factory=lambda: {"medium": 330.0, "tiny": 150.0, EAGLE3: 270.0})
+    seconds: Mapping[str, float] = field(default_factory=lambda: {"medium": 330.0, "tiny": 150.0})
     swaps: int = 20
     quiet_s: float = 25.0  # of load without swaps, to compare with
 
@@ -109,9 +108,9 @@ def learn(size: Size, old: Sequence[Sample], new: Sequence[Sample], folder: Path
     for name in STUDENTS:
         verifier = folder / "medium" / "000001" if name == "tiny" else Path(family.path("full"))
         if name == "tiny":  # what the change has cost is judged by the verifier that it had then
-            before = student_of(name, family.path("medium"), family.path(name))
+            before = student_of(family.path("medium"), family.path(name))
             cost = [agreement(before, samples) for samples in (old, new)]
-        student = student_of(name, str(verifier), family.path(name))
+        student = student_of(str(verifier), family.path(name))
         rounds: list[Outcome] = []
         for _ in range(size.rounds):
             rounds.append(align(name, student, new, old, size.seconds[name] / size.rounds))

@@ -26,7 +26,7 @@ from cascade import family
 from cascade.bench import report
 from cascade.bench.load import Cell, Mode, same_text
 from cascade.draft import NO_DRAFT
-from cascade.drafters import EAGLE3, TEXT, DrafterSpec, make
+from cascade.drafters import TEXT, DrafterSpec, make
 from cascade.drafters.matching import Matcher
 from cascade.local import Cascade
 from cascade.params import Handling, SamplingParams, Speculation
@@ -36,10 +36,9 @@ QUICK = Size(tokens=8, temperatures=(0.0,))
 LOWER = family.NAMES[:-1]
 INSIDE = tuple(kind for kind in TEXT if kind != "corpus")  # which needs a user's own texts
 CHAINS = (
-    *((kind,) for kind in (*INSIDE, EAGLE3, *LOWER)),
+    *((kind,) for kind in (*INSIDE, *LOWER)),
     LOWER,
     ("suffix", LOWER[0]),
-    ("suffix", EAGLE3),
 )
 NAMED = tuple(Mode(" + ".join(chain), Speculation(tiers=chain)) for chain in CHAINS)
 MODES = (ALONE, AGAIN, AUTO, *NAMED)
@@ -49,18 +48,12 @@ CONTEXT, GUESSED, VOCAB = 8192, 2000, 500  # of a text whose guesses are timed; 
 
 @contextmanager
 def family_in_process() -> Iterator[Stream]:
-    """A cascade with what is on if nobody says anything, one with all that needs no model, and one with the head beside that.
-
-    None has a head where that is not asked for: the full model alone is to be at its best.
-    """
-    inside = [DrafterSpec(kind) for kind in INSIDE]
+    """A cascade with what is on if nobody says anything, and one with all drafters inside tiers."""
     with ExitStack() as stack:
-        default, plain = (stack.enter_context(cascade) for cascade in (Cascade.demo(), Cascade.demo(drafter=inside)))
-        headed = stack.enter_context(Cascade.demo(drafter=[*inside, DrafterSpec(EAGLE3, family.path(EAGLE3))]))
+        default, plain = (stack.enter_context(cascade) for cascade in (Cascade.demo(), Cascade.demo(drafter=INSIDE)))
 
         def stream(ids: list[int], params: SamplingParams, speculation: Speculation, handling: Handling) -> Any:
-            named = headed if EAGLE3 in (speculation.tiers or ()) else plain
-            chosen = default if speculation in (ALONE.speculation, AUTO.speculation) else named
+            chosen = default if speculation in (ALONE.speculation, AUTO.speculation) else plain
             return chosen.astream(ids, params, speculation, handling)
 
         yield stream

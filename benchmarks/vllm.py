@@ -31,7 +31,6 @@ from benchmarks.peers.contract import Models
 from benchmarks.prompts import by_category
 from cascade import SamplingParams, family
 from cascade.draft import Draft
-from cascade.drafters import EAGLE3
 from cascade.engine.gguf import converted
 from cascade.engine.vllm.model import VllmModel
 from cascade.scorer import Row
@@ -111,7 +110,7 @@ def serve(chosen: argparse.Namespace, source: str) -> dict[str, Any]:
     if share:
         tier["engine_kwargs"]["gpu_memory_utilization"] = share
         tier["deployment_config"] = {"ray_actor_options": {"num_gpus": 1}}
-    models = Models(source, "", "", EAGLE3)
+    models = Models(source, "", "")
     plan = served.Plan(by_category(2), TOKENS, chosen.temperature, REQUESTS, "vllm_ngram")
     options: dict[str, Any] = {"config": {"tiers": [tier]}, "dtype": chosen.dtype, "share": share, "python": sys.executable}
     cells: dict[str, Any] = {}

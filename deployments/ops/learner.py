@@ -45,7 +45,7 @@ class Weights(NamedTuple):
 
     replica: str
     version: str  # "" for the weights that it began with
-    right: int  # own tokens of sessions that are over that the tier above said, too; none are counted of a head
+    right: int  # own tokens of sessions that are over that the tier above said, too
     wrong: int
 
 

@@ -14,9 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.document import keep
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import contest, crew, environments, gguf_file, report, served
-from benchmarks.peers.agreement import agreement, first_guesses
+from benchmarks.peers.agreement import agreement
 from benchmarks.peers.contract import Models, Said, Setup, Turn, vllm_drafts
-from cascade.messages import Edge
 from cascade.settings.config import CascadeConfig
 from tests.waiting import wait_until
 
@@ -33,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def models(source: str) -> Models:
-    return Models(source, source, source, source)
+    return Models(source, source, source)
 
 
 def setup(engine: str, modes: tuple[str, ...], source: str, work: Path) -> Setup:
@@ -89,7 +88,7 @@ def test_a_part_keeps_what_an_earlier_run_said_of_this_family(model: str, tmp_pa
     document = peers.begun(path, models(model))
     assert document["one"]["t0.7"] == dict.fromkeys(peers.HEADLINE)
     assert document["served"]["32"] == {"alone": None, "auto": None, "vllm": None}
-    document["agreement"] = {"tiny": 0.5, "medium": 0.7, "head": None}
+    document["agreement"] = {"tiny": 0.5, "medium": 0.7}
     keep(document, path)
     assert peers.begun(path, models(model))["agreement"]["tiny"] == 0.5
     document["family"]["tiny"] = "of other weights"
@@ -159,7 +158,7 @@ def test_servers_are_told_the_family_and_how_to_draft(model: str) -> None:
 
 
 def test_agreement_counts_positions_at_which_the_greedy_token_is_the_same(model: str) -> None:
-    """Guards shares against an answer that is shifted by one position, and against counting passes without a guess."""
+    """Guards shares against an answer that is shifted by one position."""
     network = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     prompts = [[5, 6, 7], [8, 9]]
     texts = [
@@ -170,9 +169,6 @@ def test_agreement_counts_positions_at_which_the_greedy_token_is_the_same(model:
     assert agreement(model, prompts, answers) == 1.0
     answers[0][-1] = (answers[0][-1] + 1) % 64
     assert agreement(model, prompts, answers) == pytest.approx(11 / 12)
-    edges = [Edge("eagle3", "full", proposed_by_position=(4, 2), accepted_by_position=(3, 1)), Edge("eagle3", "full")]
-    assert first_guesses(edges) == 0.75
-    assert first_guesses([]) is None
 
 
 def test_weights_that_would_be_rounded_are_refused(tmp_path: Path) -> None:

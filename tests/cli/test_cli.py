@@ -19,8 +19,6 @@ from cascade.cli.config import configured
 from cascade.cli.main import main
 from cascade.cli.options import parameters, sampling_options
 from cascade.client import Client
-from cascade.drafters import DrafterSpec
-from cascade.engine.model import Model
 from cascade.settings.config import CascadeConfig
 from deployments.app import shortage
 from tests import small
@@ -33,25 +31,9 @@ PROMPT = "def read(path):\n"
 
 def test_help_teaches() -> None:
     """Guards every command's help against breaking."""
-    for command in ([], ["drafter", "train"], *([name] for name in main.commands)):
+    for command in ([], *([name] for name in main.commands)):
         code, output = run(*command, "--help")
         assert (code, "Usage" in output) == (0, True)
-
-
-def test_a_head_is_trained_for_a_model(tmp_path: Path) -> None:
-    """Guards a whole way: from a model and text to a head that the model loads, and what is said of wrong input."""
-    text, out = tmp_path / "text.py", tmp_path / "drafter"
-    text.write_text("def add(a, b):\n    return a + b\n" * 60)
-    tiny = small.paths()[0]
-    asked = {"--model": tiny, "--data": str(text), "--out": str(out), "--steps": "3"}
-    shape = {"--batch-size": "2", "--context": "24", "--vocab-size": "64"}
-    code, output = run("drafter", "train", *(part for pair in {**asked, **shape}.items() for part in pair))
-    assert code == 0, output
-    assert Model.from_pretrained(tiny, dtype="float32", drafter=DrafterSpec("head", str(out))).drafter == "eagle3"
-    for wrong, said in (({"--data": "nowhere.txt"}, "cannot be read"), ({"--context": "5000"}, "give more than the")):
-        code, output = run("drafter", "train", *(part for pair in {**asked, **wrong}.items() for part in pair))
-        assert code == 1
-        assert said in " ".join(output.split())
 
 
 def test_generate_prints_the_text() -> None:

@@ -16,18 +16,14 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 from cascade import ModelError, SamplingParams
 from cascade.cli.main import main
 from cascade.cli.screen import console
-from cascade.drafters import DrafterSpec
 from cascade.engine.checkpoint import INDEX, anatomy
-from cascade.engine.heads.checkpoint import MAPS, num_weights
 from cascade.engine.model import Model
 from cascade.engine.model_config import read_config
 from cascade.engine.tokenizer import Tokenizer, check_source
 from cascade.scorer import Row
 from cascade.settings.check import needs
-from cascade.settings.config import CascadeConfig
 from tests import small
 from tests.architectures import CONTEXT, VOCAB, build, config, each
-from tests.heads import make
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 TEXT = tuple(range(3, 33))
@@ -188,25 +184,6 @@ def test_check_tells_what_tiers_need(tmp_path: Path) -> None:
     assert output.endswith("The tiers fit together.\n")
 
 
-def test_check_tells_what_heads_need(tmp_path: Path) -> None:
-    """Guards the figures with a drafter that reads the model: nobody was told that its weights have to fit, too."""
-    drafting = demo(engine_kwargs={"drafter": {"kind": "eagle3", "source": small.head()}})
-    told = needs(CascadeConfig.parse(drafting))[-1]
-    held = held_bytes(Model.from_pretrained(small.paths()[-1], drafter=DrafterSpec("head", small.head())))
-    assert told.weight_bytes == pytest.approx(held, rel=1e-3)  # norms may be held in float32
-    assert held > told.anatomy.weight_bytes
-    code, output = checked(tmp_path / "c.yaml", drafting)
-    assert code == 0
-    assert "MiB drafter" in output
-
-
-@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
-def test_sizes_of_heads_are_told_by_their_headers(file: str, tmp_path: Path) -> None:
-    """Guards both kinds of files; tensors that are no weights do not count."""
-    made = make("eagle3", tmp_path)
-    assert num_weights(made.write(file)) == sum(weight.numel() for name, weight in made.weights.items() if name not in MAPS)
-
-
 def test_check_refuses_in_a_sentence(tmp_path: Path, sharded: Path) -> None:
     """Guards scripts that check before they deploy: status 1, and the reason after the table."""
     code, output = checked(tmp_path / "c.yaml", demo(model_loading_config={"model_id": "m", "model_source": str(sharded)}))
@@ -221,10 +198,6 @@ def test_check_refuses_in_a_sentence(tmp_path: Path, sharded: Path) -> None:
     code, output = checked(tmp_path / "c.yaml", demo(model_loading_config={"model_id": "m", "model_source": str(sharded)}))
     assert code == 1
     assert "The model of tier full cannot be used: The checkpoint" in output
-    code, output = checked(tmp_path / "c.yaml", demo(engine_kwargs={"drafter": {"kind": "eagle3", "source": str(tmp_path)}}))
-    assert code == 1
-    assert "The drafter of tier full cannot be used: " in output
-    assert "it has none of the files" in output
 
 
 def test_check_knows_accelerators(tmp_path: Path) -> None:

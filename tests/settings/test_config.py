@@ -57,11 +57,6 @@ WRONG: dict[str, tuple[Any, str]] = {
     "same name twice": ({"tiers": [tier("a"), tier("a")]}, r"two tiers are named 'a'"),
     "drafter as a tier": ({"tiers": [tier("suffix"), tier("full")]}, r"give the tier another name"),
     "corpus without a file": (engine(drafter="corpus"), r"needs a source: the path of a text file"),
-    "head without weights": (engine(drafter="head"), r"'head' needs a source: the path or hub id"),
-    "head on vLLM": (
-        engine(drafter={"kind": "head", "source": "a/b"}, engine="vllm"),
-        r"drafter 'head' is for our own engine: remove it, or set engine to 'cascade'",
-    ),
     "adapters of our own engine": (
         engine(engine="cascade", lora_modules={"red": "a/b"}),
         r"lora_modules are red, which only vLLM can do: set engine to 'vllm'",
@@ -89,16 +84,11 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "a head that is gone": (
         engine(drafter="mtp"),
-        r"drafter.kind is 'mtp': .* auto, lookup, suffix, corpus, head, eagle, eagle3",
+        r"drafter.kind is 'mtp': .* auto, lookup, suffix, corpus",
     ),
     "router": ({"tiers": [tier("router"), tier("full")]}, r"no tier can be named 'router'"),
-    "full tier that learns": (learning("full"), r"names 'full': it takes tiny, eagle3"),
-    "head that is not there": (learning("eagle3"), r"names 'eagle3', and tier 'full' has no such head"),
+    "full tier that learns": (learning("full"), r"names 'full': it takes tiny"),
     "quantized learning": (learning("tiny", quantization="int8"), r"names 'tiny', whose quantization is 'int8', .*remove one"),
-    "read learning": (
-        learning("tiny", drafter={"kind": "eagle3", "source": "a/b"}),
-        r"names 'tiny', whose head would not fit new weights",
-    ),
     "key for nothing": (
         {"tiers": [tier("tiny"), tier("full")], "alignment": {"folder": "/shared", "key_env": "KEY"}},
         r"key_env is 'KEY', but nothing is on disk: set on_disk to true, or remove it",

@@ -6,27 +6,25 @@ from typing import Any
 
 import pytest
 
-from cascade import family
-from cascade.drafters import EAGLE3, DrafterSpec, head_of
+from cascade.drafters import DrafterSpec
 from cascade.errors import ModelError
 from cascade.settings.config import CascadeConfig
 from tests.settings.test_config import one, tier
 
 
-def test_drafters_are_named_in_many_ways(small_demo: None) -> None:
-    """Guards the short forms of `drafter`: a kind, a list, a mapping, nothing; and the source of the one that is shipped."""
+def test_drafters_are_named_in_many_ways() -> None:
+    """Guards the short forms of `drafter`: a kind, a list, a mapping, nothing."""
 
     def named(drafter: Any) -> tuple[DrafterSpec, ...]:
         return CascadeConfig.parse(one(engine_kwargs={"drafter": drafter})).tiers[0].engine_kwargs.drafters
 
     assert named("auto") == named(["suffix"]) == CascadeConfig.parse(one()).tiers[0].engine_kwargs.drafters
     assert named([]) == named(None) == ()
-    head = {"kind": "eagle3", "source": "embedded:eagle3"}
-    assert named(["lookup", head]) == (DrafterSpec("lookup"), DrafterSpec("eagle3", family.path(EAGLE3)))
-    assert head_of(named(["suffix", head])) == DrafterSpec("eagle3", family.path(EAGLE3))
-    config = CascadeConfig.parse({"tiers": [tier("a", "x/y"), tier("b") | {"engine_kwargs": {"drafter": ["auto", head]}}]})
-    assert config.drafters == ("suffix", "eagle3")
-    assert config.chain_names == ("suffix", "eagle3", "a", "b")
+    corpus = {"kind": "corpus", "source": "a.txt"}
+    assert named(["lookup", corpus]) == (DrafterSpec("lookup"), DrafterSpec("corpus", "a.txt"))
+    config = CascadeConfig.parse({"tiers": [tier("a", "x/y"), tier("b") | {"engine_kwargs": {"drafter": ["auto", corpus]}}]})
+    assert config.drafters == ("suffix", "corpus")
+    assert config.chain_names == ("suffix", "corpus", "a", "b")
     assert CascadeConfig.parse(json.loads(json.dumps(config.model_dump(mode="json")))) == config  # on its way to a replica
 
 

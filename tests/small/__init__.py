@@ -19,11 +19,11 @@ from typing import Any
 
 from benchmarks.peers import gguf_file
 from cascade import Cascade
-from cascade.drafters import EAGLE3
 from cascade.settings.config import CascadeConfig
 
 PACKED = Path(__file__).parent / "weights"
 NAMES = ("tiny", "medium", "full")  # bottom to top
+HEAD = "eagle3"
 VOCAB = 4096
 FORM = 1  # of what is unpacked
 
@@ -35,7 +35,7 @@ def paths() -> list[str]:
 
 def head() -> str:
     """Folder of a head that reads the full model, as EAGLE-3 heads are published."""
-    return str(_unpacked() / EAGLE3)
+    return str(_unpacked() / HEAD)
 
 
 def gguf(target: Path, kind: str = "Q4_1", **options: Any) -> str:
@@ -70,7 +70,7 @@ def _unpacked() -> Path:
     folder = Path(tempfile.gettempdir()) / f"cascade-small-{os.getuid()}-{digest}"
     if not folder.is_dir():
         partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}-"))
-        for name in (*NAMES, EAGLE3):
+        for name in (*NAMES, HEAD):
             _unpack(PACKED / name, partial / name)
         try:
             partial.rename(folder)  # whole, or not at all
@@ -85,7 +85,7 @@ def _unpack(packed: Path, folder: Path) -> None:
     from cascade.family.packed import widened
 
     folder.mkdir()
-    tokenizer = () if packed.name == EAGLE3 else (PACKED / "tokenizer").iterdir()
+    tokenizer = () if packed.name == HEAD else (PACKED / "tokenizer").iterdir()
     for file in (*packed.glob("*.json"), *tokenizer):
         shutil.copy(file, folder)
     weights = widened(load(lzma.decompress((packed / "model.safetensors.xz").read_bytes())))

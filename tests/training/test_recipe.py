@@ -1,7 +1,6 @@
 """`cascade distill`, from a model to a folder that others load."""
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from cascade.cli.main import main
 from cascade.engine.draft_vocab import FILE
-from cascade.training import eagle, writing
 from cascade.training.text import Shard
 from tests import small
 from tests.training.teacher import CHAT
@@ -90,14 +88,3 @@ def test_work_of_another_model_is_refused(teacher: str, tmp_path: Path) -> None:
     result = CliRunner().invoke(main, command)
     assert result.exit_code == 1
     assert "is the work of 'other'" in result.output
-
-
-def test_heads_learn_from_own_text(teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards `cascade drafter train` without files: what the model has written once, a second call must find again."""
-    monkeypatch.setattr(writing, "write", partial(writing.write, rows=32, max_len=48))
-    schedule = eagle.Schedule(steps=2, batch_size=2, context=32, text_tokens=200)
-    eagle.train(teacher, [], tmp_path, schedule)
-    written = (tmp_path / eagle.OWN_TEXT).read_bytes()
-    eagle.train(teacher, [], tmp_path, schedule)
-    assert (tmp_path / eagle.OWN_TEXT).read_bytes() == written
-    assert (tmp_path / "model.safetensors").exists()

@@ -88,7 +88,6 @@ class Native:
         """Keys and values are held in bfloat16 if that is the network's ``dtype``, and in float32 otherwise."""
         self._dtype = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
         self._shapes = {layer: Shape(*heads[1:]) for layer, heads in found.heads.items()}
-        self._shapes |= {layer: Shape(1, 0, width) for layer, width in found.kept.items()}
 
     def new_cache(self) -> BlockedCache:
         return BlockedCache(self._shapes, self._dtype)

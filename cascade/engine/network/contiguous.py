@@ -54,14 +54,6 @@ class Cache:
                 self._layers[layer] = _resized(keys, positions), _resized(values, positions)
             self.capacity = positions
 
-    def put(self, layer: int, start: int, states: Tensor) -> None:
-        """Keep ``[n, width]`` from ``start`` on in a layer of its own, which nobody attends to."""
-        self.write(layer, start, states[None], states[None, :, :0])
-
-    def get(self, layer: int, start: int, end: int) -> Tensor:
-        """What was kept there, ``[end - start, width]``."""
-        return self.read(layer, start, end)[0][0, 0]
-
     @torch.inference_mode()
     def reuse(self, source: "Cache", positions: int) -> None:
         """Copy the first ``positions`` of ``source``, bit by bit; there must be room for them."""

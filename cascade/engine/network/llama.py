@@ -1,4 +1,4 @@
-"""The Llama family written out for CPUs: packed rows in, logits and hidden states out, by our own kernels.
+"""The Llama family written out for CPUs: packed rows in, logits out, by our own kernels.
 
     x = embedding(tokens)
     for each layer:
@@ -11,7 +11,7 @@ Calling a kernel from Python takes longer than a kernel of a small pass runs. So
 values are, is put into it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -133,23 +133,11 @@ class Llama:
             linear.to("meta")
         self._workspace: Workspace | None = None
 
-    def __call__(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        keep: Tensor,
-        planned: NativePass,
-        *,
-        reads: Sequence[int] = (),
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Logits ``[kept, vocab_size]`` of those tokens at ``keep`` of ``[tokens]``, and the hidden states ``reads``.
-
-        These are ``[tokens, hidden_size]`` each, as Transformers counts them (0 are embeddings, the last is normed), and there
-        until the next pass.
-        """
-        tokens, workspace = len(ids), self._workspace_for(len(ids), tuple(reads))
+    def __call__(self, ids: Tensor, positions: Tensor, keep: Tensor, planned: NativePass) -> Tensor:
+        """Logits ``[kept, vocab_size]`` of those tokens at ``keep`` of ``[tokens]``."""
+        tokens, workspace = len(ids), self._workspace_for(len(ids))
         spans = [planned.spans[layer.number] for layer in self.layers]
-        workspace.hidden[0][:tokens] = self._embedding.index_select(0, ids)
+        workspace.hidden[:tokens] = self._embedding.index_select(0, ids)
         if spans[0].longest > len(self._cos):
             self._cos, self._sin = self._angles(2 * spans[0].longest)
         torch.index_select(self._cos, 0, positions, out=workspace.cos[:tokens])
@@ -169,13 +157,12 @@ class Llama:
         ]
         program.put(places, np.repeat(np.array(numbers), len(places) // len(numbers), axis=0))
         program.run()
-        hidden = {number: workspace.hidden[number][:tokens] for number in reads}
-        logits: Tensor = self._head(workspace.hidden[-1].index_select(0, keep))
-        return logits, hidden
+        logits: Tensor = self._head(workspace.hidden.index_select(0, keep))
+        return logits
 
     def _steps(self, tokens: int, workspace: "Workspace", planned: NativePass) -> Iterator[Step]:
         """Of a pass, from the embeddings of its tokens to their last hidden states."""
-        x, r = Rows.of(workspace.hidden[0]), workspace.scratch
+        x, r = Rows.of(workspace.hidden), workspace.scratch
         shape = (tokens, x.stride)
         for layer in self.layers:
             heads, kv_heads, size, _ = layer.sizes
@@ -201,15 +188,14 @@ class Llama:
             yield from layer.gate_up.steps(r.normed, r.ordered, tokens, r.gate_up)
             yield gate_step(r.gate_up, r.gated.address, (tokens, r.gated.stride))
             yield from layer.down.steps(r.gated, r.ordered, tokens, r.down)
-            x = Rows.of(workspace.hidden[layer.number + 1])
             yield add_step(r.residual.address, r.down, x.address, shape)
-        yield norm_step(x, Rows.of(workspace.hidden[-1]), shape, *self._norm)
+        yield norm_step(x, x, shape, *self._norm)
 
-    def _workspace_for(self, tokens: int, reads: tuple[int, ...]) -> "Workspace":
+    def _workspace_for(self, tokens: int) -> "Workspace":
         """Memory for as many tokens; that of small passes is kept."""
         workspace = self._workspace
-        if workspace is None or tokens > workspace.most or reads != workspace.reads:
-            workspace = Workspace(self, max(tokens, KEPT), reads)
+        if workspace is None or tokens > workspace.most:
+            workspace = Workspace(self, max(tokens, KEPT))
             self._workspace = workspace if workspace.most == KEPT else self._workspace
         return workspace
 
@@ -234,10 +220,10 @@ class Scratch(NamedTuple):
 
 
 class Workspace:
-    """Memory for passes of at most ``most`` tokens whose hidden states ``reads`` are wanted, and their programs."""
+    """Memory for passes of at most ``most`` tokens, and their programs."""
 
-    def __init__(self, network: Llama, most: int, reads: tuple[int, ...]) -> None:
-        self.most, self.reads = most, reads
+    def __init__(self, network: Llama, most: int) -> None:
+        self.most = most
         self.programs: dict[tuple[int, int], tuple[Program, Any]] = {}  # and what changes in them
         layer = network.layers[0]
         size, half = len(layer.attention_norm.weight), layer.gate_up.matrix.out_features // 2
@@ -247,6 +233,4 @@ class Workspace:
         self._memory = [torch.zeros(most, width) for width in widths]
         self.scratch = Scratch(*map(Rows.of, self._memory))
         self.cos, self.sin = torch.zeros(2, most, network.angles)
-        common, number = torch.zeros(most, size), len(network.layers)
-        # the sum that all layers add to: what nobody reads may be written over
-        self.hidden = [torch.zeros(most, size) if layer in reads else common for layer in range(number + 1)]
+        self.hidden = torch.zeros(most, size)  # the sum that all layers add to

@@ -24,7 +24,6 @@ class Survey:
     windows: dict[int, int | None] = field(default_factory=dict)
     strange: bool = False  # some layer's mask is neither causal nor a sliding window
     heads: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)  # of queries, of keys; sizes of keys, of values
-    kept: dict[int, int] = field(default_factory=dict)  # numbers a position in layers that nobody attends to, see `Cache.put`
 
     @classmethod
     def of(cls, network: PreTrainedModel) -> Self:

@@ -16,7 +16,6 @@ from torch import Tensor
 from cascade.engine.adapter_folder import AdapterFolder
 from cascade.engine.devices import HOST_SHARE
 from cascade.engine.gguf import converted
-from cascade.engine.heads.checkpoint import shapes
 from cascade.engine.memory import host_memory
 from cascade.engine.sampling.processors import report
 from cascade.engine.scoring import Packed, asked, scored, unpacked
@@ -24,6 +23,7 @@ from cascade.engine.trees import run_trees
 from cascade.engine.vllm import batch_invariant, installed
 from cascade.engine.vllm.blocks import RESERVED, Blocks, PagedCache
 from cascade.engine.vllm.worker import Batch, Facts
+from cascade.engine.weights import shapes
 from cascade.errors import ConfigError, InvalidRequest, ModelError, reason
 from cascade.scorer import Row, Scored
 
@@ -80,8 +80,6 @@ class VllmModel:
     Logits of a text depend in their last bits on what shares its pass, unless vLLM runs batch-invariant
     (``VLLM_BATCH_INVARIANT=1``): `same_bits` says which.
     """
-
-    drafter = ""  # heads that read hidden states need the own engine
 
     def __init__(
         self,

@@ -1,19 +1,16 @@
-"""The files of heads as they are published. What a file holds is told from its tensors: configurations are often wrong."""
+"""The weights in the files of a checkpoint: whole, or their shapes from the headers."""
 
-import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import get_safetensors_metadata, snapshot_download
 from huggingface_hub.errors import NotASafetensorsRepoError
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from cascade.engine.checkpoint import SINGLE, check_files, shards
 from cascade.engine.tokenizer import check_source, is_local
@@ -21,42 +18,7 @@ from cascade.errors import ModelError, reason
 
 TORCH, SUFFIX = "pytorch_model.bin", ".safetensors"
 PATTERNS = ["config.json", "*.safetensors", "*.safetensors.index.json", TORCH]
-MAPS = ("d2t", "t2d")  # tensors that are no weights
-SHARED = ("embed_tokens.weight", "lm_head.weight")  # some files hold copies of the verifier's
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """The files of a drafter, read."""
-
-    source: str
-    config: Mapping[str, Any]
-    weights: Mapping[str, Tensor]
-
-    def error(self, problem: str) -> ModelError:
-        return ModelError(f"The drafter {self.source!r} cannot be used: {problem}")
-
-    def size(self, name: str, axis: int = 0) -> int:
-        """Size of a tensor along an axis; raises `ModelError` if it has none."""
-        if name not in self.weights:
-            raise self.error(f"it lacks the tensor {name}")
-        if axis >= self.weights[name].dim():
-            raise self.error(f"its tensor {name} has {self.weights[name].dim()} dimensions")
-        return self.weights[name].shape[axis]
-
-    def fill(self, module: nn.Module) -> None:
-        """Load the weights into a module on the meta device; raises `ModelError` if their names or shapes differ."""
-        wanted = module.state_dict()
-        given = {name: self.weights[name] for name in self.weights if name in wanted or name not in (*MAPS, *SHARED)}
-        if missing := sorted(wanted.keys() - given.keys()):
-            raise self.error(f"it lacks the tensor {missing[0]}")
-        if unknown := sorted(given.keys() - wanted.keys()):
-            raise self.error(f"it has the tensor {unknown[0]}, which a drafter of this kind does not have")
-        for name, tensor in given.items():
-            if tensor.shape != wanted[name].shape:
-                raise self.error(f"its tensor {name} is {list(tensor.shape)}, and has to be {list(wanted[name].shape)}")
-        module.load_state_dict(given, assign=True)
-        module.requires_grad_(False)
+MAPS = ("d2t", "t2d")  # tensors of heads that are no weights
 
 
 @contextmanager
@@ -70,17 +32,15 @@ def model_errors(problem: str) -> Iterator[None]:
         raise ModelError(f"{problem}: {reason(error)}") from error
 
 
-def read(source: str) -> Checkpoint:
-    """The files of a path or hub id; raises `ModelError`."""
-    with model_errors(problem := f"No drafter can be loaded from {source!r}"):
-        folder = _fetched(source)
+def read(source: str) -> dict[str, Tensor]:
+    """All tensors of a path or hub id by name; raises `ModelError`."""
+    with model_errors(problem := f"No weights can be loaded from {source!r}"):
         weights: dict[str, Tensor] = {}
-        config = json.loads(file.read_text(encoding="utf-8")) if (file := folder / "config.json").is_file() else {}
-        for file in _files(folder):
+        for file in _files(_fetched(source)):
             weights |= load_file(file) if file.suffix == SUFFIX else torch.load(file, map_location="cpu", weights_only=True)
-    if not weights or not all(isinstance(tensor, Tensor) for tensor in weights.values()) or not isinstance(config, dict):
-        raise ModelError(f"{problem}: it holds no weights")
-    return Checkpoint(source, config, weights)
+    if not weights or not all(isinstance(tensor, Tensor) for tensor in weights.values()):
+        raise ModelError(f"{problem}: it holds none")
+    return weights
 
 
 def shapes(source: str) -> dict[str, tuple[int, ...]]:
@@ -95,7 +55,7 @@ def num_weights(source: str) -> int | None:
     check_source(source)
     if is_local(source):
         return sum(math.prod(shape) for name, shape in shapes(source).items() if name not in MAPS)
-    with model_errors(f"No drafter can be loaded from {source!r}"), suppress(NotASafetensorsRepoError):
+    with model_errors(f"No weights can be loaded from {source!r}"), suppress(NotASafetensorsRepoError):
         return sum(get_safetensors_metadata(source).parameter_count.values())
     return None
 
@@ -121,4 +81,4 @@ def _files(folder: Path) -> list[Path]:
     """Those that hold the weights; raises `ModelError` if there are none."""
     if found := [*shards(folder)] or [file for file in [folder / TORCH] if file.is_file()]:
         return found
-    raise ModelError(f"No drafter can be loaded from {str(folder)!r}: it has none of the files {SINGLE}, {TORCH}")
+    raise ModelError(f"No weights can be loaded from {str(folder)!r}: it has none of the files {SINGLE}, {TORCH}")

@@ -34,9 +34,7 @@ def logits(model: Model) -> Tensor:
 
 
 def held_bytes(model: Model) -> int:
-    """Of all weights, those of a head included."""
-    networks = [model._network, *([model.reader.head] if model.reader else [])]
-    return sum(weight.nbytes for network in networks for weight in network.parameters())
+    return sum(weight.nbytes for weight in model._network.parameters())
 
 
 @pytest.fixture

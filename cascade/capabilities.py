@@ -3,9 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from cascade.errors import InvalidRequest
+from cascade.errors import ContextLengthExceeded, InvalidRequest
 from cascade.messages import Open, mint
 from cascade.params import Handling, SamplingParams, Speculation, Structured, check_adapter
+
+SEED_MISSING = "resume has tokens and seed is missing: give the seed that came with the answer's first piece"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +43,16 @@ class Capabilities:
         A grammar that is new is compiled for that.
         """
         if self.max_tokens is not None and params.max_tokens > self.max_tokens:
-            raise InvalidRequest(f"max_tokens is {params.max_tokens}: this server writes at most {self.max_tokens}")
+            raise InvalidRequest(
+                f"max_tokens is {params.max_tokens}: this server writes at most {self.max_tokens}", "max_tokens"
+            )
         params.check_vocabulary(self.vocab_size)
         check_adapter(params.adapter, self.adapters)
         if known and params.seed is None:
-            raise InvalidRequest("resume has tokens and seed is missing: give the seed that came with the answer's first piece")
+            raise InvalidRequest(SEED_MISSING, "seed")
         self._check_ids(known)
         if len(known) > params.max_tokens:
-            raise InvalidRequest(f"resume has {len(known)} tokens of an answer: max_tokens is {params.max_tokens}")
+            raise InvalidRequest(f"resume has {len(known)} tokens of an answer: max_tokens is {params.max_tokens}", "resume")
         if params.structured is not None:
             self.check_grammar(params.structured, known)
 
@@ -60,12 +64,13 @@ class Capabilities:
         ids, params, speculation = task.ids, task.params, task.speculation
         self.check(params, task.known)
         if not ids:
-            raise InvalidRequest("The prompt is empty: it must have at least one token")
+            raise InvalidRequest("The prompt is empty: it must have at least one token", "prompt")
         self._check_ids(ids)
-        if (needed := len(ids) + params.max_tokens) > self.context_len:
-            raise InvalidRequest(
-                f"The prompt has {len(ids)} tokens and max_tokens is {params.max_tokens}, together {needed}: "
-                f"the models take {self.context_len}; shorten it, or lower max_tokens"
+        if params.max_tokens > room(len(ids), self.context_len):
+            raise ContextLengthExceeded(
+                f"The prompt has {len(ids)} tokens and max_tokens is {params.max_tokens}, together "
+                f"{len(ids) + params.max_tokens}: {_most(self.context_len)}; shorten it, or lower max_tokens",
+                "max_tokens",
             )
         chosen = speculation.chosen(self.names)
         return Open(
@@ -89,4 +94,22 @@ class Capabilities:
     def _check_ids(self, ids: Sequence[int]) -> None:
         wrong = next((token for token in ids if not 0 <= token < self.vocab_size), None)
         if wrong is not None:
-            raise InvalidRequest(f"Token id {wrong} is out of range: ids go from 0 to {self.vocab_size - 1}")
+            raise InvalidRequest(f"Token id {wrong} is out of range: ids go from 0 to {self.vocab_size - 1}", "prompt")
+
+
+def room(prompt_tokens: int, context_len: int, param: str = "prompt") -> int:
+    """Tokens that an answer to a prompt, given as ``param``, can have; raises `ContextLengthExceeded` if none.
+
+    The sentence has the words by which agents of OpenAI's and of Anthropic's APIs know that they must shorten a conversation.
+    """
+    if prompt_tokens >= context_len:
+        raise ContextLengthExceeded(
+            f"prompt is too long: {prompt_tokens} tokens > {context_len - 1} maximum; {_most(context_len)}, one at least of "
+            "them for the answer: shorten it",
+            param,
+        )
+    return context_len - prompt_tokens
+
+
+def _most(context_len: int) -> str:
+    return f"this model's maximum context length is {context_len} tokens"

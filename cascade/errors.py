@@ -33,9 +33,25 @@ class ModelError(CascadeError):
 
 
 class InvalidRequest(CascadeError, ValueError):
-    """The request asks for something that cannot be honoured."""
+    """The request asks for something that cannot be honoured; ``param`` is the field to blame, if there is one."""
 
     grpc, http, type, code = "INVALID_ARGUMENT", 400, "invalid_request_error", "invalid_request"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt leaves the models no room for the answer."""
+
+    code = "context_length_exceeded"
+
+
+class UnsupportedMedia(InvalidRequest):
+    """The body is in a form that the server does not read."""
+
+    http, code = 415, "unsupported_media_type"
 
 
 class TooLarge(InvalidRequest):

@@ -10,6 +10,8 @@ from typing import Any, Literal, cast
 from cascade.errors import InvalidRequest
 
 MAX_SEED = 2**63 - 1
+DRAWN_BITS = 53  # of seeds drawn at random: JavaScript rounds larger numbers
+RANDOM_SEED = -1  # asks for a random one, as no seed does
 MAX_TOP_K = 2**31 - 1
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
@@ -37,12 +39,12 @@ LONE_SURROGATE = "it has half a character (a lone surrogate), which is no text: 
 
 def _require(condition: bool, field: str, value: object, rule: str) -> None:
     if not condition:
-        raise InvalidRequest(f"{field} is {value!r}: it must be {rule}")
+        raise InvalidRequest(f"{field} is {value!r}: it must be {rule}", field.partition(" ")[0])
 
 
 def _limit(field: str, number: int, most: int, unit: str) -> None:
     if number > most:
-        raise InvalidRequest(f"{field} is {number} {unit}: it must be at most {most} {unit}")
+        raise InvalidRequest(f"{field} is {number} {unit}: it must be at most {most} {unit}", field)
 
 
 def _is_int(value: object, low: int, high: float = math.inf) -> bool:
@@ -60,14 +62,14 @@ def _pairs(bias: Mapping[int, float] | Iterable[tuple[int, float]]) -> tuple[tup
     try:
         return tuple(sorted(dict(bias).items()))
     except (TypeError, ValueError):
-        raise InvalidRequest(f"logit_bias is {bias!r}: it must be a mapping from token id to bias") from None
+        raise InvalidRequest(f"logit_bias is {bias!r}: it must be a mapping from token id to bias", "logit_bias") from None
 
 
 def _json(schema: Mapping[str, Any]) -> str:
     try:
         return json.dumps(schema, ensure_ascii=False)
     except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"structured.json_schema is not JSON: {error}") from None
+        raise InvalidRequest(f"structured.json_schema is not JSON: {error}", "structured.json_schema") from None
 
 
 def is_text(value: str) -> bool:
@@ -128,7 +130,7 @@ class SamplingParams:
     top_k: int = 0  # keep the k likeliest tokens; 0 keeps all, and -1, which is kept as 0
     top_p: float = 1.0  # keep the smallest set of likeliest tokens with this probability
     min_p: float = 0.0  # keep tokens at least this share as likely as the likeliest
-    seed: int | None = None  # of the shared noise; drawn at random if None, and reported
+    seed: int | None = None  # of the shared noise; drawn at random if None, or -1, which is kept as None, and reported
     stop: tuple[str, ...] = ()  # the text ends before the first of these strings
     stop_token_ids: tuple[int, ...] = ()  # the text ends with the first of these tokens
     ignore_eos: bool = False  # continue after the model's end-of-text token
@@ -147,6 +149,8 @@ class SamplingParams:
         object.__setattr__(self, "stop", stop)
         if _is_int(self.top_k, -1, -1):
             object.__setattr__(self, "top_k", 0)
+        if _is_int(self.seed, RANDOM_SEED, RANDOM_SEED):
+            object.__setattr__(self, "seed", None)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
         self._check_numbers()
@@ -201,7 +205,7 @@ class SamplingParams:
 
     def seeded(self) -> "SamplingParams":
         """The same parameters with a seed: the given one, or a random one."""
-        return self if self.seed is not None else replace(self, seed=secrets.randbits(63))
+        return self if self.seed is not None else replace(self, seed=secrets.randbits(DRAWN_BITS))
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise `InvalidRequest` if a token id is not below ``vocab_size``."""
@@ -274,5 +278,5 @@ class Handling:
         _require(isinstance(self.cache_salt, str), "cache_salt", self.cache_salt, salts)
         _limit("cache_salt", len(self.cache_salt), MAX_SALT_CHARS, "characters")
         if not is_text(self.cache_salt):
-            raise InvalidRequest(f"cache_salt is {self.cache_salt!r}: {LONE_SURROGATE}")
+            raise InvalidRequest(f"cache_salt is {self.cache_salt!r}: {LONE_SURROGATE}", "cache_salt")
         _require(isinstance(self.train, bool), "train", self.train, "true or false")

@@ -16,7 +16,7 @@ from cascade.settings.router import RequestLimits
 from deployments.gateway.admission.status import refusal
 from deployments.gateway.http.events import ClientLeft, attended
 from deployments.gateway.http.messages import body_of
-from deployments.gateway.http.middleware import read_body, replay, route_of
+from deployments.gateway.http.middleware import CODING, read_body, replay, route_of
 from deployments.replica import join_serves
 
 CARRIED = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers")
@@ -82,16 +82,16 @@ class Models:
                 said = None  # which a router tells
             name = said.get("model") if isinstance(said, dict) else None
             if name is None and isinstance(said, dict):
-                raise InvalidRequest(f"model is missing: this server has {self._names}")
+                raise InvalidRequest(f"model is missing: this server has {self._names}", "model")
         elif route == "/metrics":
             raise NotFound("Several models are served here: scrape Ray's own metrics, which have all of them")
         if name is None:
             return next(iter(self._routers.values()))
         if not isinstance(name, str):
-            raise InvalidRequest("model must be text")
+            raise InvalidRequest("model must be text", "model")
         found = self._routers.get(name) or self._routers.get(name.rpartition(":")[0])  # MODEL:ADAPTER
         if found is None:
-            raise NotFound(f"model is {name[:200]!r}: this server has {self._names}")
+            raise NotFound(f"model is {name[:200]!r}: this server has {self._names}", "model")
         return found
 
     @property
@@ -100,7 +100,9 @@ class Models:
 
     async def _forward(self, router: DeploymentHandle, scope: Scope, body: bytes, send: Send) -> None:
         """Forward a request to a router, and its answer to the client; one that leaves ends the request there, too."""
-        asked = router.options(stream=True).relay.remote({key: scope[key] for key in CARRIED if key in scope}, body)
+        carried = {key: scope[key] for key in CARRIED if key in scope}
+        carried["headers"] = [pair for pair in scope["headers"] if pair[0] != CODING]  # the body is decoded
+        asked = router.options(stream=True).relay.remote(carried, body)
         try:
             async for message in asked:
                 await send(message)

@@ -174,7 +174,7 @@ class Router:
 
     async def Abort(self, request: pb.AbortRequest, grpc_context: RayServegRPCContext) -> pb.AbortResponse:
         """End requests of the same key, at whatever router they are."""
-        with reported(grpc_context, self.admission.metrics.refused):
+        with reported(grpc_context, self.admission):
             refuse_unknown(request)
             key = self.admission.access.account(metadata(grpc_context).get("authorization")).name
             here = self.admission.abort(key, request.request_id)
@@ -186,7 +186,7 @@ class Router:
 
     async def Describe(self, request: pb.DescribeRequest, grpc_context: RayServegRPCContext) -> pb.DescribeResponse:
         """What is served, and how many replicas run."""
-        with reported(grpc_context, self.admission.metrics.refused):
+        with reported(grpc_context, self.admission):
             account = self.admission.access.account(metadata(grpc_context).get("authorization"))
             states = await self._tiers.states(DESCRIBE_TIMEOUT_S)
             response = pb.DescribeResponse(
@@ -272,7 +272,7 @@ class Router:
         self, asked: TextRequest | TurnRequest, context: RayServegRPCContext, streaming: str | None = None
     ) -> AsyncIterator[AsyncGenerator[Chunk, None]]:
         """The pieces of the answer to a gRPC request; ``streaming`` is the RPC that streams what is asked for as a whole."""
-        with reported(context, self.admission.metrics.refused):
+        with reported(context, self.admission):
             if streaming is not None:
                 refuse_streaming(asked.request, streaming)
             since, headers = time.monotonic(), metadata(context)

@@ -49,7 +49,9 @@ class Grammars:
     def check(self, structured: Structured, output: Sequence[int] = ()) -> None:
         """Raise `InvalidRequest` with the reason if it cannot be compiled, or does not allow ``output``."""
         if not self.matcher(structured).allows(output):
-            raise InvalidRequest(f"resume has tokens that structured.{structured.kind} does not allow: give this answer's own")
+            raise InvalidRequest(
+                f"resume has tokens that structured.{structured.kind} does not allow: give this answer's own", "resume"
+            )
 
     def matcher(self, structured: Structured) -> "Matcher":
         """A matcher at the beginning of a text; raises `InvalidRequest`."""
@@ -79,7 +81,9 @@ class Grammars:
     def _compile(self, structured: Structured) -> LLMatcher:
         end_ids = sorted(self._tokenizer.end_ids)
         if not end_ids:
-            raise InvalidRequest("structured is set and the model has no end-of-text token: such texts could not end")
+            raise InvalidRequest(
+                "structured is set and the model has no end-of-text token: such texts could not end", "structured"
+            )
         try:
             grammar = source(structured)
         except Exception as error:  # of the parser of GBNF, which raises what it likes
@@ -97,7 +101,9 @@ class Grammars:
                 self._vocabulary = LLTokenizer(self._tokenizer.backend.to_str(), eos_token=end_ids)
             except Exception as error:  # of kinds of tokenizers that it does not know
                 reason = _one_line(str(error))
-                raise InvalidRequest(f"structured cannot be honoured with the tokenizer of this model: {reason}") from error
+                raise InvalidRequest(
+                    f"structured cannot be honoured with the tokenizer of this model: {reason}", "structured"
+                ) from error
         return self._vocabulary
 
 
@@ -240,7 +246,8 @@ def _escape(text: str) -> str:
 
 
 def _refusal(structured: Structured, reason: str) -> InvalidRequest:
-    return InvalidRequest(f"structured.{structured.kind} cannot be compiled: {_one_line(reason)}")
+    where = f"structured.{structured.kind}"
+    return InvalidRequest(f"{where} cannot be compiled: {_one_line(reason)}", where)
 
 
 def _one_line(reason: str) -> str:

@@ -32,6 +32,8 @@ class AccessConfig(Section):
     keys_env: Variable = "CASCADE_API_KEYS"
     required: bool = False  # refuse to start a router without keys; also set if the process that starts the server has keys
     open_metrics: bool = False  # answer GET /metrics without a key
+    # origins, such as https://chat.example, whose pages may ask from a browser; "*" is every one
+    allowed_origins: tuple[Text, ...] = ()
     limits: Annotated[dict[str, KeyLimits], Live] = Field(default_factory=dict)  # limits of single keys, by name
     default_limits: Annotated[KeyLimits, Live] = KeyLimits()  # limits of keys that `limits` does not name
 

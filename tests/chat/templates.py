@@ -84,6 +84,7 @@ class Family:
     template: Any  # text, or texts by name
     objects: bool = True  # arguments of calls are objects, not JSON in a text
     parts: bool = False  # contents are lists of parts
+    developers: bool = True  # their role is written
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -95,7 +96,7 @@ class Family:
         tokenizer = pretrained(source or small.paths()[-1])
         tokenizer.chat_template = self.template
         return tokenizer.apply_chat_template(
-            [self._plain(message) for message in deepcopy(messages)],
+            [self._plain(message, bool(tools)) for message in deepcopy(messages)],
             tools=tools,
             tokenize=tokenize,
             return_dict=False,
@@ -104,7 +105,9 @@ class Family:
             **style.values,
         )
 
-    def _plain(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _plain(self, message: dict[str, Any], tools: bool) -> dict[str, Any]:
+        if message["role"] == "developer" and not (self.developers and not (tools and isinstance(self.template, dict))):
+            message["role"] = "system"
         for call in (message.get("tool_calls") or ()) if self.objects else ():
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
         content = message.get("content")
@@ -118,15 +121,16 @@ class Family:
 FAMILIES = {
     "plain": Family((small.PACKED / "tokenizer" / "chat_template.jinja").read_text()),
     "chatml": Family(loop(TURN, before="")),
-    "qwen": Family(loop(QWEN)),
+    "qwen": Family(loop(QWEN), developers=False),
     "llama": Family(loop(LLAMA)),
-    "mistral": Family(loop(MISTRAL)),
-    "gemma": Family(loop(GEMMA, before="")),
+    "mistral": Family(loop(MISTRAL), developers=False),
+    "gemma": Family(loop(GEMMA, before=""), developers=False),
     "deepseek": Family(loop(DEEPSEEK, before=""), objects=False),
     "hermes": Family(loop(HERMES)),
     "gpt_oss": Family(loop(GPT_OSS)),
     "vision": Family(loop(VISION, before=""), parts=True),
     "two by name": Family({"default": loop(TURN, before=""), "tool_use": loop(QWEN)}),
+    "deaf": Family(loop("{% if message.role == 'user' %}" + TURN + "{% endif %}"), developers=False),
     "broken": Family("{{ tools | length }}" + loop(TURN)),
     **{f"talker {name}": Family(template(name)) for name in CALLS},
 }

@@ -93,9 +93,9 @@ def test_prompts_are_the_templates_own(name: str) -> None:
 
 
 SERVED: dict[str, list[str]] = {  # conversations that must not be refused, by the family
-    "qwen": ["system user assistant user", "user thinks user", "user call user", "user calls", "parts user"],
+    "qwen": ["system user assistant user", "developer user", "user thinks user", "user call user", "user calls", "parts user"],
     "llama": ["developer user assistant user", "user call call user"],
-    "mistral": ["system user assistant user", "user calls user"],
+    "mistral": ["system user assistant user", "developer user", "user calls user"],
     "gemma": ["user assistant user"],
     "deepseek": ["system user thinks user", "user calls user"],
     "hermes": ["system user", "user named user"],
@@ -121,7 +121,7 @@ def test_what_a_template_takes_is_served(name: str) -> None:
 
 
 REFUSED: dict[str, tuple[str, str, str]] = {  # family, conversation, words of the sentence
-    "a role": ("qwen", "user developer", "leaves out messages.1, whose role is 'developer': use another role"),
+    "a role": ("deaf", "user developer", "leaves out messages.1, whose role is 'system': use another role"),
     "calls": ("chatml", "user call", "leaves out messages.1.tool_calls: say them in words"),
     "two calls": ("llama", "user calls", "does not take these messages: single tool-calls at once!"),
     "no name": ("hermes", "user call", "does not take these messages: a 'name' key is needed"),
@@ -137,6 +137,27 @@ def test_what_a_template_cannot_carry_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         template.encode(sent(said(kinds.split()), None)[0])
     assert sentence in str(caught.value)
+
+
+EACH = "{% for name, one in call.function.arguments.items() %}{{ name }}: {{ one }}{% endfor %}"
+ITEMS = loop("{{ message.content }}{% for call in message.tool_calls %}" + EACH + "{% endfor %}")
+CUT = {"cut": '{"n": "wor', "begun": "{", "a list": "[1]", "half a character": '{"n": "\\ud800"}', "deep": "[" * 5000}
+
+
+@pytest.mark.parametrize("cut", CUT)
+@pytest.mark.parametrize("name", ["qwen", "deepseek", "mistral", "talker hermes", "items"])
+def test_calls_that_were_cut_are_text(name: str, cut: str) -> None:
+    """Guards turns that a limit cut within a call: sent back in the next one they were refused, for ever."""
+    family = FAMILIES.get(name) or Family(ITEMS)
+    template = ChatTemplate(family.tokenizer)
+    arguments = CUT[cut]
+    made = {"id": "callid000", "type": "function", "function": {"name": "f_0", "arguments": arguments}}
+    told = {"role": "tool", "tool_call_id": "callid000", "content": "no JSON"}
+    messages = [ASKED, {"role": "assistant", "content": None, "tool_calls": [made]}, told, ASKED]
+    given, tools = sent(messages, TOOLS if template.shows_tools else None)
+    text = family.tokenizer.decode(template.encode(given, tools))
+    written = arguments if name in ("deepseek", "items") else json.dumps(arguments)[1:-1]
+    assert written[:200] in text
 
 
 def test_tools_that_are_not_shown_are_refused() -> None:

@@ -196,8 +196,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {  # changes to a sound request, wo
         {"tools": [WEATHER], "tool_choice": "required", "structured": {"regex": "a"}},
         "tools and response_format or structured are both enforced",
     ),
-    "arguments": (called("5"), "messages.0.tool_calls.0.function.arguments is '5': it must be the text of a JSON object"),
-    "half a character": (called('{"a": "\\ud800"}'), "half a character"),
     "no name for a result": ({"messages": [ASKED, CALLED, {"role": "tool", "content": "x"}]}, "tool_call_id is needed"),
     "too large": (
         {"tools": [tool(f"f{i}", parameters={"required": ["x" * 5000]}) for i in range(14)], "tool_choice": "required"},
@@ -210,7 +208,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {  # changes to a sound request, wo
 }
 SAMPLED = ("structured", "max_tokens", "ignore_eos")
 OVER_HTTP: dict[str, tuple[dict[str, Any], str]] = {  # what cannot be said over gRPC
-    "no tools": ({"tools": []}, "tools"),
     "another kind": ({"tools": [{"type": "browser"}]}, "tools.0.type is 'browser'"),
     "two forms": ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "leave one out"),
 }

@@ -96,7 +96,7 @@ def test_commands_change_what_follows(tmp_path: Path) -> None:
             ["/stats", "one two", "/system You are kind.", "/seed 7", "one two", "/stats"],
             ["/clear", "/stats", " /x"],
         )
-        lines = [*first, *then, "/nothing", "/seed z", "/seed -1", "/quit", "no"]
+        lines = [*first, *then, "/nothing", "/seed z", "/seed -2", "/quit", "no"]
         code, output = chat("--address", served.grpc, said="\n".join(lines))
         served.settle()
     assert code == 0, output
@@ -106,7 +106,7 @@ def test_commands_change_what_follows(tmp_path: Path) -> None:
     assert output.count("seed 7") == 3  # of the second answer, its statistics, and the answer after `/clear`
     assert output.count("→ full") > 0
     assert "'z'" in output
-    assert "'-1'" in output
+    assert "'-2'" in output
     assert "> /x" in output
     assert "There is no /nothing" in output
     assert not output.rstrip().endswith("no")
@@ -119,7 +119,7 @@ def test_long_conversations_say_how_to_go_on() -> None:
     long = "x = 1; " * (room // 4)
     code, output = chat(*paths()[:1], "--plain", said=f"{FIRST}\n{long}\n/clear\n{SECOND}\n")
     assert code == 0, output
-    assert f"the models take {room}" in output
+    assert f"maximum context length is {room} tokens" in output
     assert "/clear begins a new conversation." in output
     assert output.rstrip().endswith("see --max-tokens)\n>")
 

@@ -79,7 +79,7 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [  # path, body, param, words
     ("completions", {"stop": ["x"] * 17}, "stop", "stop: list should have at most 16 items"),
     ("completions", {"stop": 5}, "stop", "stop is 5: input should be a valid string"),
     ("completions", {"prompt": [5, -1]}, "prompt.1", "prompt.1 is -1: input should be greater than"),
-    ("completions", {"structured": {"json_schema": {}, "regex": "a"}}, "", "structured is 'json_schema and regex'"),
+    ("completions", {"structured": {"json_schema": {}, "regex": "a"}}, "structured", "structured is 'json_schema and regex'"),
     (
         "chat/completions",
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},

@@ -225,7 +225,7 @@ def test_a_prompt_that_was_here_is_cached(served: House, responses: Any, message
 
 REFUSED: list[tuple[dict[str, Any], str]] = [  # what is asked of responses, words of the sentence
     ({"previous_response_id": "resp_1"}, "nothing is kept here between requests"),
-    ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+    ({"tools": [{"name": "web_search"}]}, "tools.0.type"),
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input_text"),
     ({"n": 2}, "n is not a known field"),
@@ -246,11 +246,10 @@ def test_anthropics_errors_have_its_form(served: House, messages: Any) -> None:
     image = [{"type": "image", "source": {"type": "url", "url": "x"}}]
     for change, kind in (
         ({"model": "nobody"}, anthropic.NotFoundError),
-        ({"max_tokens": 20_000}, anthropic.BadRequestError),
+        ({"messages": user("long " * 5000)}, anthropic.BadRequestError),
         ({"messages": [{"role": "user", "content": image}]}, anthropic.BadRequestError),
         ({"messages": [{"role": "user", "content": [THOUGHT]}]}, anthropic.BadRequestError),
         ({"extra_body": {"strange": 1}}, anthropic.BadRequestError),
-        ({"extra_headers": {"x-request-id": "no spaces here"}}, anthropic.BadRequestError),
     ):
         with pytest.raises(kind) as error:
             messages.create(**asked | change)

@@ -136,6 +136,11 @@ class Access:
         """Whether anybody may read the metrics."""
         return self._config.open_metrics
 
+    @property
+    def allowed_origins(self) -> tuple[str, ...]:
+        """Origins whose pages may ask from a browser."""
+        return self._config.allowed_origins
+
     def account(self, authorization: str | None) -> Account:
         """Whose request it is, by ``Bearer KEY``, or ``Basic`` with the key as password, as browsers and scrapers send it.
 

@@ -18,17 +18,25 @@ from deployments.gateway.admission.fair_queue import Ticket
 from deployments.gateway.admission.lifetime import Lifetime
 from deployments.gateway.admission.metrics import RouterMetrics
 from deployments.gateway.admission.places import Places
+from deployments.gateway.admission.status import Refusal
 from deployments.ops.tracing import AnswerTrace, RequestTrace, tracing
 
+log = logging.getLogger(__name__)
 access = logging.getLogger("deployments.access")
 
+LOG_S = 1.0  # between two refusals that the log names
 SESSION = "x-session-id"  # header or metadata: requests with the same one meet the same full replica
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
+def fits(id: str) -> bool:
+    """Whether a request's id may stand in headers and logs."""
+    return REQUEST_ID.fullmatch(id) is not None
+
+
 def request_id(given: str) -> str:
-    """The id that a client gave its request; raises `InvalidRequest` if it does not fit into headers and logs."""
-    if not REQUEST_ID.fullmatch(given):
+    """The id that a client gave its request, by which it may want to abort it; raises `InvalidRequest` if it does not fit."""
+    if not fits(given):
         raise InvalidRequest("The request id is not 1 to 128 letters, digits, dots, colons, dashes or underscores")
     return given
 
@@ -71,6 +79,8 @@ class Admission:
         self.metrics = RouterMetrics(self.places, config.names)
         self.tracing = tracing("router", config.model_names[0])
         self._active: set[ActiveRequest] = set()
+        self._log_after = 0.0  # of `time.monotonic`
+        self._num_unlogged = 0  # refused requests since the last one that the log names
 
     def change(self, config: CascadeConfig) -> None:
         """Admit by these limits from now on; raises `ConfigError` if they name keys that are not there."""
@@ -110,6 +120,22 @@ class Admission:
                 summary = request.summary
                 request.trace.end(summary)
                 access.info(" ".join(f"{name}={value}" for name, value in summary.items()), extra=summary)
+
+    def refused(self, refused: Refusal, id: str | None, account: Account | None) -> None:
+        """Count a request that gets an error, and say in the log what it was; one a second: faults come in hosts."""
+        self.metrics.refused(refused.kind.code)
+        self._num_unlogged += 1
+        if (now := time.monotonic()) < self._log_after:
+            return
+        said = {
+            "code": refused.kind.code,
+            "param": refused.param or "none",
+            "key": "unknown" if account is None else account.name,
+            "request_id": id if id is not None and fits(id) else "none",
+            "since_last": self._num_unlogged,
+        }
+        self._log_after, self._num_unlogged = now + LOG_S, 0
+        log.info("Refused a request: %s", " ".join(f"{name}={value}" for name, value in said.items()), extra=said)
 
     def check_length(self, num_chars: int) -> None:
         """Raise `TooLarge` if a prompt has more characters than are tokenized."""

@@ -120,7 +120,8 @@ class RouterMetrics(Page):
         active = why is None
         self.gauges["speculation_active"].set(active)
         if not active and self._drafted is not False:
-            log.warning("Speculation is configured but inactive (%s): answers are those of the full tier alone", why)
+            level = logging.WARNING if why == "no_replica" else logging.INFO  # else it is a choice: drafts do not pay
+            log.log(level, "Speculation is configured but inactive (%s): answers are those of the full tier alone", why)
         elif active and self._drafted is False:
             log.info("Speculation is active again")
         self._drafted = active

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cascade.client.connection import RETRY_AFTER
-from cascade.errors import CascadeError, Overloaded
+from cascade.errors import CascadeError, InvalidRequest, Overloaded
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +43,8 @@ def refusal(error: Exception) -> Refusal:
         log.error("A request failed", exc_info=error)
         return Refusal(CascadeError, UNKNOWN_FAILURE)
     retry_after_s = math.ceil(error.retry_after_s) if isinstance(error, Overloaded) else None
-    sentence = str(error)
-    return Refusal(type(error), sentence if len(sentence) <= MAX_CHARS else f"{sentence[:MAX_CHARS]}...", retry_after_s)
+    sentence, param = str(error), error.param if isinstance(error, InvalidRequest) else None
+    return Refusal(type(error), sentence if len(sentence) <= MAX_CHARS else f"{sentence[:MAX_CHARS]}...", retry_after_s, param)
 
 
 def _likeliest(errors: Sequence[Any]) -> Any:
@@ -76,5 +76,8 @@ def mistake(errors: Sequence[Any], whole: str = "The body") -> tuple[str | None,
         return where, f"{where} is not a known field: leave it out or mend its spelling"
     if first["type"] == "missing":
         return where if path else None, f"{where} is missing: add it"
+    blamed = first.get("ctx", {}).get("error")
+    if isinstance(blamed, InvalidRequest) and blamed.param is not None:  # a rule about several fields
+        return ".".join([where, blamed.param] if where != whole else [blamed.param]), f"{where}: {message}"
     shown = f" is {first['input']!r:.60}" if isinstance(first["input"], str | int | float | bool | None) else ""
     return where, f"{where}{shown}: {message[0].lower()}{message[1:]}"

@@ -73,8 +73,8 @@ class Assistant:
         """``sampled`` gives parameters for the number of tokens that there is room for; raises `InvalidRequest`."""
         plan = self._plan(said)
         ids = await self.encode(said.messages, said.tools if plan.shown else None, said.style)
-        room = self._max_model_len - len(ids)
-        params = await self._enforced(plan, sampled(max(1, min(room, self._front.limits.max_tokens or room))))
+        left = max(1, self._max_model_len - len(ids))  # what is too long is refused when it is admitted
+        params = await self._enforced(plan, sampled(min(left, self._front.limits.max_tokens or left)))
         within = self._within(said, ids)
         if params.structured is not None and within is not None and not plan.words_first:
             if within:  # else the text is held from its first token on, and the model does not think
@@ -103,15 +103,15 @@ class Assistant:
         if plan.structured is None:
             return params
         if params.structured is not None:
-            raise InvalidRequest("tools and response_format or structured are both enforced: leave one out")
+            raise InvalidRequest("tools and response_format or structured are both enforced: leave one out", "tools")
         if params.ignore_eos:
-            raise InvalidRequest("ignore_eos is true: with tools whose calls are enforced the text must end")
+            raise InvalidRequest("ignore_eos is true: with tools whose calls are enforced the text must end", "ignore_eos")
         for index, schema in plan.schemas.items():
             try:
                 await self._check(replace(params, structured=schema))
             except InvalidRequest as error:
                 where = f"tools.{index}.function.parameters"
-                raise InvalidRequest(str(error).replace("structured.json_schema", where)) from None
+                raise InvalidRequest(str(error).replace("structured.json_schema", where), where) from None
         return replace(params, structured=plan.structured)
 
     def _within(self, said: Conversation, ids: Sequence[int]) -> bool | None:
@@ -174,10 +174,11 @@ class Assistant:
         """Raise `InvalidRequest` if the model cannot choose by itself."""
         remedy = "use 'required' or name a function, which are enforced, or 'none'"
         if not self.template.shows_tools:
-            raise InvalidRequest(f"tool_choice is 'auto' and the model's chat template shows no tools: {remedy}")
+            raise InvalidRequest(f"tool_choice is 'auto' and the model's chat template shows no tools: {remedy}", "tool_choice")
         if self.format is None:
             names = ", ".join(FORMATS)
             raise InvalidRequest(
                 f"tool_choice is 'auto' and how the model writes calls is not known: {remedy}; "
-                f"or let the server's router.tool_format be one of {names}"
+                f"or let the server's router.tool_format be one of {names}",
+                "tool_choice",
             )

@@ -92,13 +92,7 @@ class CalledFunction(Body):
     """What the assistant called."""
 
     name: FunctionName
-    arguments: Text  # a JSON object as text; "" is an empty one
-
-    @field_validator("arguments")
-    @classmethod
-    def _is_object(cls, value: str) -> str:
-        parsed_object(value or "{}")
-        return value
+    arguments: Text  # a JSON object as text, or what was written of it before it was cut
 
 
 class CallBody(Body):
@@ -116,7 +110,7 @@ class ChatMessage(Kept):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[CallBody], Field(min_length=1, max_length=1024, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[CallBody], Field(max_length=1024, fail_fast=True)] | None = None
     tool_call_id: CallId | None = None
     reasoning_content: Text | None = None  # what the assistant thought
     reasoning: Text | None = None  # the same, as other servers name it
@@ -129,11 +123,13 @@ class ChatMessage(Kept):
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
         if self.content is None and not self.tool_calls and self.thoughts is None:
-            raise ValueError("content is missing: add it")
+            raise InvalidRequest("content is missing: add it", "content")
         if self.tool_calls and self.role != "assistant":
-            raise ValueError(f"tool_calls are given with the role {self.role!r}: only the assistant calls tools")
+            raise InvalidRequest(
+                f"tool_calls are given with the role {self.role!r}: only the assistant calls tools", "tool_calls"
+            )
         if (self.tool_call_id is None) == (self.role == "tool"):
-            raise ValueError("tool_call_id is needed with the role 'tool', and with no other")
+            raise InvalidRequest("tool_call_id is needed with the role 'tool', and with no other", "tool_call_id")
         return self
 
     @property
@@ -198,7 +194,7 @@ class NamedChoice(Body):
 
 ToolChoice = Literal["none", "auto", "required"] | NamedChoice
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-Tools = Annotated[list[ToolBody], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+Tools = Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class StyleBody(Body):
@@ -220,10 +216,15 @@ class StyleBody(Body):
         if not self.continue_final_message:
             return
         if self.add_generation_prompt:
-            raise ValueError("add_generation_prompt and continue_final_message are both true: leave one out")
+            raise InvalidRequest(
+                "add_generation_prompt and continue_final_message are both true: leave one out", "continue_final_message"
+            )
         last = messages[-1]
         if last.role != "assistant" or last.tool_calls or not last.text.strip():
-            raise ValueError("continue_final_message is true: the last message must be the assistant's, words without calls")
+            raise InvalidRequest(
+                "continue_final_message is true: the last message must be the assistant's, words without calls",
+                "continue_final_message",
+            )
 
 
 class Conversation(StyleBody):
@@ -239,7 +240,7 @@ class Conversation(StyleBody):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.include_reasoning is False and self.separate_reasoning is False:
-            raise ValueError("include_reasoning and separate_reasoning are both false: leave one out")
+            raise InvalidRequest("include_reasoning and separate_reasoning are both false: leave one out", "separate_reasoning")
         self.check_style(self.messages)
         return self
 
@@ -250,17 +251,20 @@ class Conversation(StyleBody):
             return cls.model_validate(body)
         except PydanticError as error:
             placed = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
-            raise InvalidRequest(mistake(placed, "The request")[1]) from None
+            param, sentence = mistake(placed, "The request")
+            raise InvalidRequest(sentence, param) from None
 
     @property
     def chosen_tool(self) -> ToolChoice:
         """The choice, or the default where there is none; raises `InvalidRequest`."""
         choice = self.tool_choice
-        if self.tools is None:
+        if not self.tools:
             if choice not in (None, "none"):
-                raise InvalidRequest("tool_choice is given without tools: add tools, or leave it out")
+                raise InvalidRequest("tool_choice is given without tools: add tools, or leave it out", "tool_choice")
             return "none"
         names = [tool.function.name for tool in self.tools]
         if isinstance(choice, NamedChoice) and choice.function.name not in names:
-            raise InvalidRequest(f"tool_choice names {choice.function.name!r}: tools have {', '.join(names)[:200]}")
+            raise InvalidRequest(
+                f"tool_choice names {choice.function.name!r}: tools have {', '.join(names)[:200]}", "tool_choice"
+            )
         return choice or "auto"

@@ -67,7 +67,8 @@ class GrammarWriter:
             cause = "is no token of the model" if close is None else "has no place before structured.grammar"
             raise InvalidRequest(
                 f"The prompt has begun the model's thoughts, whose end {CLOSE} {cause}: turn them off with "
-                "chat_template_kwargs, or set separate_reasoning to false to hold the text from its first token"
+                "chat_template_kwargs, or set separate_reasoning to false to hold the text from its first token",
+                "structured",
             )
         other = self._others(CLOSE)
         rules = [
@@ -131,5 +132,5 @@ def _ranges(ids: Set[int]) -> str:
 def _checked(rules: Sequence[str], what: str) -> Structured:
     text = "\n".join(rules)
     if len(text) > MAX_GRAMMAR_CHARS:
-        raise InvalidRequest(f"{what} a grammar of {len(text)} characters: at most {MAX_GRAMMAR_CHARS} are taken")
+        raise InvalidRequest(f"{what} a grammar of {len(text)} characters: at most {MAX_GRAMMAR_CHARS} are taken", "structured")
     return Structured(grammar=text)

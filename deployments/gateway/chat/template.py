@@ -11,10 +11,12 @@ from jinja2.defaults import DEFAULT_NAMESPACE
 from cascade.engine.chat_template import variables
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import InvalidRequest
+from cascade.params import is_text
 from deployments.gateway.chat.reader import CLOSE, OPEN
 
 MessageDict = dict[str, Any]
 
+CUT = "INVALID_JSON"  # the member of an object that has arguments that are none
 OWN_NAMES = {  # of every template, not for clients
     *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "raise_exception", "strftime_now"),
     *DEFAULT_NAMESPACE,
@@ -32,6 +34,7 @@ PROBE_TOOL: MessageDict = {
 }
 QUESTION: MessageDict = {"role": "user", "content": "probe_question"}
 RESULT: MessageDict = {"role": "tool", "content": "probe_result", "tool_call_id": PROBE_ID, "name": PROBE_NAME}
+REFUSED = "refused"  # contents of a role
 PRINTED = f"{{'{PROBE_ARGUMENT}': 1}}"  # the probe's arguments, printed by a template that wants them as text
 
 
@@ -67,50 +70,63 @@ class ChatTemplate:
         """
         self._check(style)
         if tools and not self.shows_tools:
-            raise InvalidRequest("The model's chat template shows no tools: give none, or say in a message what may be called")
+            raise InvalidRequest(
+                "The model's chat template shows no tools: give none, or say in a message what may be called", "tools"
+            )
         said = [self._translated(index, message, bool(tools)) for index, message in enumerate(messages)]
         try:
             text = self._render(said, tools, style)
         except Exception as error:  # templates are programs
             reason = " ".join(str(error).split())[:200]
-            raise InvalidRequest(f"The model's chat template does not take these messages: {reason}") from None
+            raise InvalidRequest(f"The model's chat template does not take these messages: {reason}", "messages") from None
         return self._tokenizer.encode_part(text)
 
     def _translated(self, index: int, message: MessageDict, tools: bool) -> MessageDict:
         """OpenAI's message in the form that Transformers documents for templates; nothing is added, moved or lost.
 
         Fields that are null are absent; arguments of calls are objects rather than JSON in a text, unless the template wants
-        text; contents of several parts are one text, unless it wants parts; thoughts bear the name that templates read.
+        text or they were cut; contents of several parts are one text, unless it wants parts; thoughts bear the name that
+        templates read. A developer is the system where the template does not write the role.
         """
         said = {name: value for name, value in message.items() if value is not None}
+        if not said.get("tool_calls"):
+            said.pop("tool_calls", None)
+        if said["role"] == "developer" and self._content_form("developer", tools) in (None, REFUSED):
+            said["role"] = "system"
         form, content = self._content_form(said["role"], tools), said.get("content", "")
         if form is None and content:
             raise InvalidRequest(
-                f"The model's chat template leaves out messages.{index}, whose role is {said['role']!r}: use another role"
+                f"The model's chat template leaves out messages.{index}, whose role is {said['role']!r}: use another role",
+                f"messages.{index}.role",
             )
         if "reasoning" in said:
             said.setdefault("reasoning_content", said["reasoning"])
         if form == "parts" and content and isinstance(content, str):
             said["content"] = [{"type": "text", "text": content}]
-        elif form == "text" and isinstance(content, list):
+        elif form != "parts" and isinstance(content, list):
             said["content"] = "".join(part["text"] for part in content)
         if "tool_calls" in said:
             if self._drops_calls(tools):
-                raise InvalidRequest(f"The model's chat template leaves out messages.{index}.tool_calls: say them in words")
+                where = f"messages.{index}.tool_calls"
+                raise InvalidRequest(f"The model's chat template leaves out {where}: say them in words", where)
             if self._takes_objects:
-                said["tool_calls"] = [_with_object(call) for call in said["tool_calls"]]
+                said["tool_calls"] = [self._with_object(call) for call in said["tool_calls"]]
         return said
 
     def _check(self, style: Style) -> None:
         """Raise `InvalidRequest` if there is no template, or none that reads all variables of ``style``."""
         if self._tokenizer.chat_template is None:
             raise InvalidRequest(
-                "The model has no chat template: ask it to complete a text, or save its tokenizer with a chat_template.jinja"
+                "The model has no chat template: ask it to complete a text, or save its tokenizer with a chat_template.jinja",
+                "messages",
             )
         strange = next((name for name in style.values if name not in self.variables), None)
         if strange is not None:
             reads = ", ".join(self.variables)[:200] or "none"
-            raise InvalidRequest(f"chat_template_kwargs has {strange[:60]!r}: of these the model's chat template reads {reads}")
+            raise InvalidRequest(
+                f"chat_template_kwargs has {strange[:60]!r}: of these the model's chat template reads {reads}",
+                "chat_template_kwargs",
+            )
 
     # what the template reads
 
@@ -155,13 +171,30 @@ class ChatTemplate:
         written = self._called(self._takes_objects, tools)
         return bool(written) and PROBE_ARGUMENT not in written.rpartition("probe_question")[2]
 
+    @cached_property
+    def _takes_texts(self) -> bool:
+        """Whether arguments of calls may be any text where they are objects."""
+        return bool(self._called(as_object=False))
+
+    def _with_object(self, call: MessageDict) -> MessageDict:
+        """A call with its arguments as an object, an empty one for no text at all.
+
+        What is no object is what a model wrote until it was cut: it stays text, or is a member of an object, as in Anthropic's
+        API, where the template takes nothing else.
+        """
+        function, arguments = call["function"], call["function"]["arguments"]
+        given: Any = _object_of(arguments or "{}")
+        if given is None:
+            given = arguments if self._takes_texts else {CUT: arguments}
+        return call | {"function": function | {"arguments": given}}
+
     def _called(self, as_object: bool, tools: bool = True) -> str:
         """A conversation in which the assistant calls a tool; some templates want the result, too."""
         asked = [QUESTION, _probe_call(as_object)]
         return self._probe(asked, tools=tools) or self._probe([*asked, RESULT], tools=tools) or ""
 
     def _probe_content(self, role: str, tools: bool) -> str | None:
-        """Whether it takes contents of a role as "text" or as "parts"; ``None`` if it leaves both out without an error.
+        """Whether it takes contents of a role as "text" or as "parts", or refuses both; ``None`` if it leaves both out.
 
         A tokenizer may have another template for conversations with ``tools``.
         """
@@ -174,7 +207,7 @@ class ChatTemplate:
             if PROBE_WORDS in (written or ""):
                 return form
             refused = refused or written is None
-        return "text" if refused else None  # it says itself what it refuses
+        return REFUSED if refused else None  # it says itself what it refuses
 
     def _probe(self, messages: Sequence[MessageDict], style: Style = Style(prompts=False), *, tools: bool = True) -> str | None:
         """What it writes, told of the probe's tool if there are ``tools``; ``None`` if it refuses."""
@@ -188,7 +221,7 @@ class ChatTemplate:
         effort = {"reasoning_effort": style.reasoning_effort} if named else {}
         return self._tokenizer.apply_chat_template(
             messages,
-            tools,
+            tools or None,
             add_generation_prompt=style.prompts,
             continue_final_message=style.goes_on,
             **{**effort, **style.values},
@@ -202,7 +235,11 @@ def _probe_call(as_object: bool) -> MessageDict:
     return {"role": "assistant", "content": "", "tool_calls": [{"id": PROBE_ID, "type": "function", "function": function}]}
 
 
-def _with_object(call: MessageDict) -> MessageDict:
-    """A call with its arguments as an object; no text at all is an empty one."""
-    function = call["function"]
-    return call | {"function": function | {"arguments": json.loads(function["arguments"] or "{}")}}
+def _object_of(text: str) -> dict[str, Any] | None:
+    """The JSON object that ``text`` is, if it is one that can be written again."""
+    try:
+        parsed = json.loads(text)
+        writable = is_text(json.dumps(parsed, ensure_ascii=False))
+    except (ValueError, RecursionError):
+        return None
+    return parsed if writable and isinstance(parsed, dict) else None

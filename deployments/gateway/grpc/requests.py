@@ -16,10 +16,11 @@ from cascade.capabilities import Task
 from cascade.client.chat import UNCONVERTED
 from cascade.client.wire import decode_handling, decode_sampling, decode_speculation, encode_edge, values
 from cascade.engine.generation import with_room
-from cascade.errors import InvalidRequest
+from cascade.errors import CascadeError, InvalidRequest
 from cascade.messages import origin_level, origin_replaced
 from cascade.params import SamplingParams
 from cascade.v1 import serving_pb2 as pb
+from deployments.gateway.admission.admission import Admission
 from deployments.gateway.admission.status import refusal
 from deployments.gateway.chat.assistant import Assistant
 from deployments.gateway.chat.calls import CallDelta
@@ -31,13 +32,16 @@ Asked: TypeAlias = pb.GenerateRequest | pb.ChatRequest
 
 
 @contextlib.contextmanager
-def reported(context: RayServegRPCContext, count: Callable[[str], object]) -> Iterator[None]:
-    """Give a call that fails in here its gRPC status and sentence, and ``count`` the error's code."""
+def reported(context: RayServegRPCContext, admission: Admission) -> Iterator[None]:
+    """Give a call that fails in here its gRPC status and sentence, and tell ``admission``."""
     try:
         yield
     except Exception as error:
         refused = refusal(error)
-        count(refused.kind.code)
+        said, account = metadata(context), None
+        with contextlib.suppress(CascadeError):
+            account = admission.access.account(said.get("authorization"))
+        admission.refused(refused, said.get("request_id"), account)
         context.set_code(grpc.StatusCode[refused.kind.grpc])
         context.set_details(refused.message)
         context.set_trailing_metadata(refused.metadata)

@@ -14,9 +14,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from cascade.answer import Chunk
-from cascade.capabilities import Task
+from cascade.capabilities import Task, room
 from cascade.engine.generation import with_room
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import KINDS, CascadeError, InvalidRequest, NotFound, Unavailable
@@ -27,7 +28,7 @@ from deployments.gateway.admission.metrics import CONTENT_TYPE
 from deployments.gateway.admission.status import Refusal, mistake, refusal
 from deployments.gateway.chat.assistant import LONG_PROMPT, Assistant, ChatTask
 from deployments.gateway.chat.reader import TurnReader
-from deployments.gateway.http.events import Events, Reply, attended, gathered, merged, streamed
+from deployments.gateway.http.events import Events, Reply, attended, gathered, merged, streamed, unwritten, warned
 from deployments.gateway.http.messages import MessageReply, MessagesBody, PromptBody, body_of
 from deployments.gateway.http.middleware import Middleware, route_of
 from deployments.gateway.http.openai import (
@@ -119,6 +120,9 @@ class Api:
         """The ASGI application."""
         app = FastAPI(title="cascade", version=version("cascade-serve"), docs_url=None, redoc_url=None)
         app.add_middleware(Middleware, admission=self._admission)
+        if origins := self._admission.access.allowed_origins:  # outside: a browser's first question has no key
+            allowed: dict[str, Any] = {"allow_origins": origins, "allow_methods": ["*"], "allow_headers": ["*"]}
+            app.add_middleware(CORSMiddleware, **allowed, expose_headers=["x-request-id", "retry-after", "warning"])
         app.add_exception_handler(RequestValidationError, self._malformed)
         app.add_exception_handler(HTTPException, self._no_route)
         app.add_exception_handler(CascadeError, self._refused)
@@ -170,9 +174,9 @@ class Api:
         """Token ids of a text or a conversation."""
         await self._named(body.model)
         if (body.prompt is None) == (body.messages is None):
-            raise InvalidRequest("Give either prompt or messages")
-        if body.tools is not None and body.messages is None:
-            raise InvalidRequest("tools are given without messages: leave them out")
+            raise InvalidRequest("Give either prompt or messages", "prompt")
+        if body.tools and body.messages is None:
+            raise InvalidRequest("tools are given without messages: leave them out", "tools")
         if body.messages is not None:
             ids = await self._backend.assistant.encode(body.messages, body.tools, body.style)
         else:
@@ -191,7 +195,7 @@ class Api:
         body = await self._received(body)
         prompts, most = body.prompts, self._admission.limits.max_prompts
         if len(prompts) > most:
-            raise InvalidRequest(f"prompt has {len(prompts)} prompts: this server takes {most}")
+            raise InvalidRequest(f"prompt has {len(prompts)} prompts: this server takes {most}", "prompt")
         ids = [await self._backend.encode(prompt) for prompt in prompts]
         params = body.params({"max_tokens": COMPLETION_TOKENS} | self._backend.defaults)
         echoes = [await self._echo(*both, params) if body.echo else Echo() for both in zip(prompts, ids, strict=True)]
@@ -229,7 +233,9 @@ class Api:
         if named in self._backend.model_names:
             return body
         if body.adapter not in (None, named):
-            raise InvalidRequest(f"model names the adapter {named!r}, and adapter is {body.adapter!r}: leave one out")
+            raise InvalidRequest(
+                f"model names the adapter {named!r}, and adapter is {body.adapter!r}: leave one out", "adapter"
+            )
         return body.model_copy(update={"adapter": named, "model": named})
 
     async def _task(self, body: Talking) -> tuple[Talking, ChatTask]:
@@ -266,18 +272,20 @@ class Api:
     ) -> Any:
         """Admit all answers at once, then write them; a header names the fields without effect, ``unread`` among them."""
         if body.answers > self._admission.limits.max_n:
-            raise InvalidRequest(f"n is {body.answers}: this server takes at most {self._admission.limits.max_n}")
+            raise InvalidRequest(f"n is {body.answers}: this server takes at most {self._admission.limits.max_n}", "n")
         openings = await self._openings(body, params, ids)
         resumes = any(len(opening.tokens) > opening.prompt_len for opening in openings)
         writer = reply(await self._backend.known(openings) if resumes else [])
-        ignored = ", ".join((*body.ignored, *unread))
-        warning = {"warning": f'299 - "No effect here: {ignored}"'} if ignored else {}
+        cut = body.given_limits if any(opening.params.max_tokens < params.max_tokens for opening in openings) else ()
+        warning = warned({"No effect here": (*body.ignored, *unread), "Cut to what the context leaves": cut})
         asked = caller.request
         with contextlib.ExitStack() as held:
             limits = asked.state.account, caller.id, caller.timeout_s, openings
             admitted = self._admission.admitted(*limits, since=asked.state.since, headers=asked.headers.items())
             active = held.enter_context(admitted)
             sources = [self._backend.chunks(opening, active, index // body.answers) for index, opening in enumerate(openings)]
+            if not body.writes:
+                sources = [unwritten(source) for source in sources]
             if not body.stream:
                 return JSONResponse(await attended(asked.receive, gathered(writer, merged(sources))), headers=warning)
             events = streamed(writer, merged(sources))
@@ -285,13 +293,16 @@ class Api:
             return Events(events, first, held.pop_all(), warning)
 
     async def _openings(self, body: SamplingBody, params: SamplingParams, ids: Sequence[Sequence[int]]) -> list[Open]:
-        """One for each answer; several answers have consecutive seeds."""
-        known = body.known(len(ids) * body.answers)
-        params = params.seeded()
+        """One for each answer, as long as there is room for; several answers have consecutive seeds."""
+        params, openings, known = params.seeded(), list[Open](), iter(body.known(len(ids) * body.answers))
         assert params.seed is not None
-        seeded = [replace(params, seed=(params.seed + index) % (MAX_SEED + 1)) for index in range(body.answers)]
-        asked = zip([(prompt, one) for prompt in ids for one in seeded], known, strict=True)
-        return [await self._backend.admit(Task(prompt, one, body.drafts, body.handling, had)) for (prompt, one), had in asked]
+        for prompt in ids:
+            left = room(len(prompt), self._backend.max_model_len, body.PROMPT)
+            for index in range(body.answers):
+                seed, most = (params.seed + index) % (MAX_SEED + 1), min(params.max_tokens, left)
+                task = Task(prompt, replace(params, seed=seed, max_tokens=most), body.drafts, body.handling, next(known))
+                openings.append(await self._backend.admit(task))
+        return openings
 
     async def _echo(self, prompt: str | Sequence[int], ids: Sequence[int], params: SamplingParams) -> Echo:
         """The prompt to repeat, with the offsets of its tokens if log-probabilities are asked for."""
@@ -305,7 +316,7 @@ class Api:
         most = self._backend.tokenizer.num_ids
         wrong = next((token for token in ids if token >= most), None)
         if wrong is not None:
-            raise InvalidRequest(f"Token id {wrong} is out of range: ids go from 0 to {most - 1}")
+            raise InvalidRequest(f"Token id {wrong} is out of range: ids go from 0 to {most - 1}", "prompt")
         decode = self._backend.tokenizer.decode
         return decode(ids) if len(ids) < LONG_PROMPT else await asyncio.to_thread(decode, ids)
 
@@ -326,7 +337,7 @@ class Api:
         named = adapter if model in backend.model_names else name
         if not await backend.seek(named):
             known = ", ".join(map(repr, (*backend.model_names, *await backend.adapters())))
-            raise NotFound(f"model is {name[:200]!r}: this server has {known[:200]}")
+            raise NotFound(f"model is {name[:200]!r}: this server has {known[:200]}", "model")
         return named
 
     def _model(self, name: str, request: Request) -> dict[str, Any]:
@@ -364,5 +375,5 @@ class Api:
         return self._refusal(request, refused, error.status_code, error.headers)
 
     def _refusal(self, request: Request, refused: Refusal, status: int, headers: Mapping[str, str] | None = None) -> Response:
-        self._admission.metrics.refused(refused.kind.code)
+        self._admission.refused(refused, request.state.request_id, getattr(request.state, "account", None))
         return JSONResponse(body_of(refused, route_of(request.scope)), status, headers)

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from pydantic_core import from_json, to_json
@@ -26,6 +27,12 @@ def event(content: dict[str, Any], name: str = "") -> bytes:
     """One server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(content, separators=(',', ':'))}\n\n".encode()
+
+
+def warned(fields: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """The header that names ``fields`` of a request by what became of them; none if there are none."""
+    told = [f'299 - "{what}: {", ".join(names)}"' for what, names in fields.items() if names]
+    return {"warning": ", ".join(told)} if told else {}
 
 
 def finite(value: Any) -> Any:
@@ -128,6 +135,17 @@ async def merged(sources: Sequence[AsyncGenerator[Chunk, None]]) -> Pieces:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def unwritten(source: AsyncGenerator[Chunk, None]) -> AsyncGenerator[Chunk, None]:
+    """An answer of one token without that token: the log-probabilities of its prompt come with the first."""
+    async with contextlib.aclosing(source) as chunks:
+        async for chunk in chunks:
+            end = chunk.completion
+            if end is not None:
+                stats = replace(end.stats, completion_tokens=0)
+                end = replace(end, text="", token_ids=(), finish_reason="length", logprobs=(), origins=b"", stats=stats)
+            yield replace(chunk, text="", token_ids=(), ends=(), origins=b"", logprobs=(), completion=end)
 
 
 async def gathered(reply: Reply, pieces: Pieces) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Collection, Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 from pydantic_core import from_json
 
 from cascade.answer import Completion
@@ -14,12 +14,14 @@ from deployments.gateway.admission.status import Refusal
 from deployments.gateway.chat.assistant import ChatTask
 from deployments.gateway.chat.calls import CallDelta
 from deployments.gateway.chat.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body, Conversation, Sparse, Text, text_of
+from deployments.gateway.chat.template import CUT
 from deployments.gateway.http.events import event, finite
 from deployments.gateway.http.openai import Limit, SamplingBody, Stops
-from deployments.gateway.http.parts import Events, PartsReply, named_tool, tool_fields
+from deployments.gateway.http.parts import Events, ForeignTool, PartsReply, left_out, named_tool, tool_fields
 from deployments.gateway.http.reply import report, usage
 
 PATH = "/v1/messages"
+BILLING = "x-anthropic-billing-header"  # begins a block of the system's text that is not for the model
 SWITCHES = ("enable_thinking", "thinking")  # variables by which chat templates let a model think, or not
 FUNCTION = {"name", "description", "parameters", "strict"}  # fields of a tool that chat completions have
 STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
@@ -116,7 +118,7 @@ class AssistantTurn(Body):
     """What the assistant thought, said and called."""
 
     role: Literal["assistant"]
-    content: Text | Annotated[list[AssistantBlock], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
+    content: Text | Annotated[list[AssistantBlock], Field(max_length=MAX_PARTS, fail_fast=True)]  # none: it said nothing
 
     def messages(self) -> Iterator[dict[str, Any]]:
         blocks = [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
@@ -147,6 +149,16 @@ class MessageTool(Block):
     parameters: dict[str, Any] = Field(alias="input_schema")
     strict: bool | None = None
     eager_input_streaming: bool | None = None  # no effect: calls always stream as they come
+
+
+def _kind_of_tool(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "another tool" if isinstance(kind, str) and kind != "custom" else "our tool"
+
+
+AnyTool = Annotated[
+    Annotated[MessageTool, Tag("our tool")] | Annotated[ForeignTool, Tag("another tool")], Discriminator(_kind_of_tool)
+]
 
 
 class Choice(Body):
@@ -188,23 +200,32 @@ class PromptBody(Body):
     model: str | None = None
     messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: Texts | None = None
-    tools: Annotated[list[MessageTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: dict[str, Any] | None = None
+    context_management: dict[str, Any] | None = None  # nothing is kept of a conversation that could be managed
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def system_text(self) -> str:
+        """The system's text without what Claude Code says there to its biller, new each time: prefixes would differ."""
+        system = self.system or ""
+        return text_of(system if isinstance(system, str) else [one for one in system if not one.text.startswith(BILLING)])
 
     def as_chat(self, variables: Collection[str]) -> Conversation:
         """As chat completions have it, for a chat template that reads these ``variables``; raises `InvalidRequest`."""
         messages = [message for turn in self.messages for message in turn.messages()]
-        system = [{"role": "system", "content": text_of(self.system)}] if self.system else []
+        system = [{"role": "system", "content": self.system_text}] if self.system_text else []
         said: dict[str, Any] = {"messages": system + messages}
         said["continue_final_message"] = messages[-1]["role"] == "assistant"
         thinking, values = self.thinking, dict(self.chat_template_kwargs or {})
         chosen = self.tool_choice or Choice(type="auto")
         choice = {"tool": named_tool(chosen.name or ""), "any": "required"}.get(chosen.type, chosen.type)
-        functions = [tool.model_dump(include=FUNCTION, exclude_none=True) for tool in self.tools or ()]
+        functions = [
+            tool.model_dump(include=FUNCTION, exclude_none=True) for tool in self.tools or () if isinstance(tool, MessageTool)
+        ]
         said |= tool_fields(functions, choice, False if chosen.disable_parallel_tool_use else None)
         if self.output_config is not None:
             said["reasoning_effort"] = self.output_config.effort
@@ -220,7 +241,13 @@ class MessagesBody(SamplingBody, PromptBody):
     max_tokens: Limit
     stop: Stops | None = Field(default=None, validation_alias="stop_sequences")
 
-    INERT: ClassVar[tuple[str, ...]] = ("cache_control",)
+    INERT: ClassVar[tuple[str, ...]] = ("cache_control", "context_management")
+
+    @property
+    def ignored(self) -> list[str]:
+        """With the kinds of tools, and of blocks, that are left out."""
+        billing = [BILLING] if self.system_text != text_of(self.system or "") else []
+        return [*super().ignored, *left_out(self.tools or ()), *billing]
 
     @property
     def limit(self) -> int | None:
@@ -281,7 +308,7 @@ class MessageReply(PartsReply):
             try:
                 part["input"] = finite(from_json(self._arguments, allow_partial="trailing-strings"))
             except ValueError:  # the model need not write JSON; so Anthropic hands on what is none
-                part["input"] = {"INVALID_JSON": self._arguments}
+                part["input"] = {CUT: self._arguments}
         yield {"type": "content_block_stop", "index": len(self._parts) - 1}
 
     def _finish(self, end: Completion) -> Events:

@@ -6,17 +6,18 @@ import json
 import logging
 import re
 import time
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cascade.errors import DeadlineExceeded, InvalidRequest, TooLarge
+from cascade.errors import DeadlineExceeded, InvalidRequest, TooLarge, UnsupportedMedia
 from cascade.messages import mint
 from cascade.params import LONE_SURROGATE
 from cascade.settings.router import RequestLimits
-from deployments.gateway.admission.admission import Admission, request_id
+from deployments.gateway.admission.admission import Admission, fits
 from deployments.gateway.admission.status import Refusal, refusal
 from deployments.gateway.http.events import ClientLeft
 from deployments.gateway.http.messages import body_of
@@ -27,6 +28,8 @@ HEALTH = "/health"  # is open to all, whatever keys there are
 PAGE = "/"  # a browser is asked for a key as password
 BASIC = (("www-authenticate", 'Basic realm="cascade: an API key as password"'),)
 
+CODING = b"content-encoding"
+GZIP = 16 + zlib.MAX_WBITS  # zlib's name for the format
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # halves of characters, as JSON spells them
 
 
@@ -41,20 +44,18 @@ class Middleware:
         self._application = app
         self._access = admission.access
         self._limits = admission.limits
-        self._refused = admission.metrics.refused
+        self._refused = admission.refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._application(scope, receive, send)
             return
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        named = headers.get(b"x-request-id")
-        answer = Sender(send, self._limits.read_timeout_s, mint())
+        named = headers.get(b"x-request-id", "")
+        answer = Sender(send, self._limits.read_timeout_s, named if fits(named) else mint())
         state = scope.setdefault("state", {})
+        state["request_id"] = answer.request_id
         try:
-            if named is not None:
-                answer.request_id = request_id(named)
-            state["request_id"] = answer.request_id
             route = route_of(scope)
             if route != HEALTH and not (route == "/metrics" and self._access.open_metrics):  # before the body is read
                 key = headers.get(b"x-api-key")  # as Anthropic's clients say it
@@ -68,7 +69,7 @@ class Middleware:
             pass
         except Exception as error:
             refused = refusal(error)
-            self._refused(refused.kind.code)
+            self._refused(refused, answer.request_id, state.get("account"))
             if not answer.started:
                 with contextlib.suppress(ClientLeft):
                     await answer.refuse(refused, scope, receive)
@@ -110,8 +111,11 @@ def route_of(scope: Mapping[str, Any]) -> str:
 
 
 async def read_body(scope: Mapping[str, Any], receive: Receive, limits: RequestLimits) -> bytes:
-    """The whole body; raises `TooLarge`, `DeadlineExceeded` or `ClientLeft`."""
+    """The whole body, decoded; raises `TooLarge`, `UnsupportedMedia`, `DeadlineExceeded` or `ClientLeft`."""
     most = limits.max_body_bytes
+    coding = dict(scope["headers"]).get(CODING, b"").decode("latin-1").strip().lower()
+    if coding not in ("", "identity", "gzip"):
+        raise UnsupportedMedia(f"Content-Encoding is {coding[:60]!r}: send the body as it is, or with gzip")
     length = dict(scope["headers"]).get(b"content-length", b"0")
     if length.isdigit() and int(length[:20]) > most:
         raise TooLarge(f"The body has {int(length[:20])} bytes: this server reads at most {most}")
@@ -126,9 +130,25 @@ async def read_body(scope: Mapping[str, Any], receive: Receive, limits: RequestL
                 if len(body) > most:
                     raise TooLarge(f"The body has more than {most} bytes: this server reads no more")
                 if not message.get("more_body"):
-                    return bytes(body)
+                    return unzipped(body, most) if coding == "gzip" else bytes(body)
     except TimeoutError:
         raise DeadlineExceeded(f"The body did not come within {limits.body_timeout_s:g} s") from None
+
+
+def unzipped(body: bytes | bytearray, most: int) -> bytes:
+    """The content of a gzip file, of which no more than ``most`` bytes are unpacked; raises `TooLarge` or `InvalidRequest`."""
+    unzip, content, rest = zlib.decompressobj(GZIP), bytearray(), bytes(body)
+    try:
+        while rest:
+            content += unzip.decompress(rest, most + 1 - len(content))
+            if len(content) > most:
+                raise TooLarge(f"The body has more than {most} bytes once it is unpacked: this server reads no more")
+            if not unzip.eof:
+                raise zlib.error
+            unzip, rest = zlib.decompressobj(GZIP), unzip.unused_data  # files may follow each other
+    except zlib.error:
+        raise InvalidRequest("The body is no whole gzip file, as Content-Encoding says it is") from None
+    return bytes(content)
 
 
 def check_text(body: bytes) -> None:

@@ -6,8 +6,19 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
+from cascade.capabilities import SEED_MISSING
 from cascade.errors import InvalidRequest
-from cascade.params import MAX_BIASES, MAX_CHOICES, MAX_STOP_IDS, MAX_STOPS, Handling, SamplingParams, Speculation, Structured
+from cascade.params import (
+    MAX_BIASES,
+    MAX_CHOICES,
+    MAX_STOP_IDS,
+    MAX_STOPS,
+    RANDOM_SEED,
+    Handling,
+    SamplingParams,
+    Speculation,
+    Structured,
+)
 from cascade.settings.config import MAX_TIERS
 from cascade.settings.router import MAX_ANSWERS, MAX_PROMPTS
 from deployments.gateway.chat.conversation import Body, Conversation, Messages, StyleBody, Text, Tools
@@ -133,6 +144,8 @@ class SamplingBody(IgnoredFields):
     speculation: SpeculationBody | None = None
 
     INERT: ClassVar[tuple[str, ...]] = ()  # fields without effect that only this API has
+    PROMPT: ClassVar[str] = "messages"  # the field that becomes the prompt
+    LIMITS: ClassVar[tuple[str, ...]] = ("max_tokens",)  # fields that say how long answers may be
 
     @field_validator("logit_bias", mode="before")
     @classmethod
@@ -147,9 +160,19 @@ class SamplingBody(IgnoredFields):
         return [name for name in (*IgnoredFields.model_fields, *self.INERT) if getattr(self, name) is not None]
 
     @property
+    def given_limits(self) -> list[str]:
+        """Those of its fields that say how long answers may be, if they are given."""
+        return [name for name in self.LIMITS if getattr(self, name) is not None]
+
+    @property
     def answers(self) -> int:
         """Number of answers to each prompt."""
         return 1
+
+    @property
+    def writes(self) -> bool:
+        """Whether answers may have any token at all."""
+        return True
 
     @property
     def form(self) -> Structured | None:
@@ -186,7 +209,7 @@ class SamplingBody(IgnoredFields):
         structured = self.form
         if self.structured is not None:
             if structured is not None:
-                raise InvalidRequest("The text has to be of two forms, response_format and structured: give one")
+                raise InvalidRequest("The text has to be of two forms, response_format and structured: give one", "structured")
             kinds = self.structured.model_dump().items()
             structured = Structured(**{name: value for name, value in kinds if value is not None and value is not False})
         given: dict[str, Any] = {**defaults, **chosen, **self.logprob_params}
@@ -208,7 +231,7 @@ class AnswersBody(SamplingBody):
     def _streams(self) -> Self:
         given = next((name for name in ("stream_options", "resume") if getattr(self, name)), None)
         if given and not self.stream:
-            raise ValueError(f"{given} is given without stream: set stream to true")
+            raise InvalidRequest(f"{given} is given without stream: set stream to true", given)
         return self
 
     @property
@@ -224,9 +247,11 @@ class AnswersBody(SamplingBody):
             return super().known(num_choices)
         token_ids = self.resume.token_ids
         if len(token_ids) != num_choices:
-            raise InvalidRequest(f"resume.token_ids has {len(token_ids)} lists: the request has {num_choices} choices")
-        if any(token_ids) and self.seed is None:
-            raise InvalidRequest("resume has tokens and seed is missing: give the seed that came with the answer's first piece")
+            raise InvalidRequest(
+                f"resume.token_ids has {len(token_ids)} lists: the request has {num_choices} choices", "resume.token_ids"
+            )
+        if any(token_ids) and self.seed in (None, RANDOM_SEED):
+            raise InvalidRequest(SEED_MISSING, "seed")
         return token_ids
 
 
@@ -239,13 +264,29 @@ class CompletionBody(AnswersBody):
         | TokenIds
         | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
     )
-    max_tokens: Limit | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
     logprobs: int | None = None
 
+    PROMPT: ClassVar[str] = "prompt"
+
+    @model_validator(mode="after")
+    def _asks_for_something(self) -> Self:
+        if not self.writes and not self.echo:
+            raise InvalidRequest("max_tokens is 0: without echo, which repeats the prompt, nothing is asked for", "max_tokens")
+        return self
+
+    @property
+    def writes(self) -> bool:
+        return self.max_tokens != 0
+
+    @property
+    def drafts(self) -> Speculation:
+        return super().drafts if self.writes else Speculation("off")
+
     @property
     def limit(self) -> int | None:
-        return self.max_tokens
+        return None if self.max_tokens is None else max(1, self.max_tokens)
 
     @property
     def logprob_params(self) -> dict[str, int]:
@@ -260,7 +301,7 @@ class CompletionBody(AnswersBody):
         if isinstance(prompt, str):
             return [prompt]
         if not prompt:
-            raise InvalidRequest("prompt is an empty list: give a text, token ids, or a list of either")
+            raise InvalidRequest("prompt is an empty list: give a text, token ids, or a list of either", "prompt")
         return [prompt] if isinstance(prompt[0], int) else prompt
 
 
@@ -269,6 +310,7 @@ class ChatBody(AnswersBody, Conversation):
 
     max_tokens: Limit | None = None
     max_completion_tokens: Limit | None = None
+    LIMITS: ClassVar[tuple[str, ...]] = ("max_tokens", "max_completion_tokens")
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -278,13 +320,13 @@ class ChatBody(AnswersBody, Conversation):
     @property
     def logprob_params(self) -> dict[str, int]:
         if self.top_logprobs is not None and not self.logprobs:
-            raise InvalidRequest("top_logprobs is given without logprobs: set logprobs to true")
+            raise InvalidRequest("top_logprobs is given without logprobs: set logprobs to true", "top_logprobs")
         return {"logprobs": self.top_logprobs or 0} if self.logprobs else {}
 
     @property
     def limit(self) -> int | None:
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
-            raise InvalidRequest("max_tokens and max_completion_tokens differ: give one of them")
+            raise InvalidRequest("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
         return self.max_completion_tokens or self.max_tokens
 
 
@@ -301,7 +343,8 @@ class TokenizeBody(StyleBody):
         if self.messages is not None:
             self.check_style(self.messages)
         elif self.style != Style():
-            raise ValueError("fields that say how messages become a prompt are given without messages: leave them out")
+            given = next(name for name in StyleBody.model_fields if getattr(self, name) is not None)
+            raise InvalidRequest(f"{given} is given without messages, which it is about: leave it out", given)
         return self
 
 

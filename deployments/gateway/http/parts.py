@@ -5,15 +5,31 @@ Each part grows until the next begins.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import ConfigDict, Field
 
 from cascade.answer import Chunk, Completion
 from deployments.gateway.admission.status import Refusal
 from deployments.gateway.chat.assistant import ChatTask
 from deployments.gateway.chat.calls import CallDelta
+from deployments.gateway.chat.conversation import Body
 from deployments.gateway.http.events import event
 
 Events = Iterator[dict[str, Any]]  # each is to be written before the next is asked for: parts grow meanwhile
+
+
+class ForeignTool(Body):
+    """A tool that is no function, such as one of the provider's own: the model is not told of it."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+
+
+def left_out(tools: Sequence[Any]) -> list[str]:
+    """What clients are told of tools that the model is not told of."""
+    return [f"tools of type {kind}" for kind in dict.fromkeys(tool.type for tool in tools if isinstance(tool, ForeignTool))]
 
 
 def named_tool(name: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from deployments.gateway.chat.calls import CallDelta
 from deployments.gateway.chat.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body, Conversation, Sparse, Text, text_of
 from deployments.gateway.http.events import event, finite
 from deployments.gateway.http.openai import Limit, SamplingBody, StreamOptions, form_of
-from deployments.gateway.http.parts import Events, PartsReply, named_tool, tool_fields
+from deployments.gateway.http.parts import Events, ForeignTool, PartsReply, left_out, named_tool, tool_fields
 from deployments.gateway.http.reply import report, usage
 
 PARTS = {"reasoning": "reasoning_text", "message": "output_text"}  # what the items that hold a text hold it as
@@ -90,6 +90,11 @@ InputItem = Annotated[
 ]
 
 
+def _kind_of_tool(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "another tool" if isinstance(kind, str) and kind != "function" else "our tool"
+
+
 class FunctionTool(Sparse):
     """A function that the assistant may call."""
 
@@ -98,6 +103,11 @@ class FunctionTool(Sparse):
     description: Text | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+
+AnyTool = Annotated[
+    Annotated[FunctionTool, Tag("our tool")] | Annotated[ForeignTool, Tag("another tool")], Discriminator(_kind_of_tool)
+]
 
 
 class NamedTool(Body):
@@ -138,7 +148,7 @@ class ResponsesBody(SamplingBody):
     input: Text | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     instructions: Text | None = None
     max_output_tokens: Limit | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -153,8 +163,11 @@ class ResponsesBody(SamplingBody):
     conversation: Any = None
     prompt: Any = None
     background: bool | None = None
+    client_metadata: dict[str, Any] | None = None  # of Codex
 
-    INERT: ClassVar[tuple[str, ...]] = ("max_tool_calls", "include", "truncation")
+    INERT: ClassVar[tuple[str, ...]] = ("max_tool_calls", "include", "truncation", "client_metadata")
+    PROMPT: ClassVar[str] = "input"
+    LIMITS: ClassVar[tuple[str, ...]] = ("max_output_tokens",)
 
     @field_validator("previous_response_id", "conversation", "prompt", "background")
     @classmethod
@@ -162,6 +175,11 @@ class ResponsesBody(SamplingBody):
         if value:
             raise ValueError("nothing is kept here between requests: leave it out, and send the whole conversation as input")
         return value
+
+    @property
+    def ignored(self) -> list[str]:
+        """With the kinds of tools that are left out."""
+        return [*super().ignored, *left_out(self.tools or ())]
 
     @property
     def limit(self) -> int | None:
@@ -178,7 +196,9 @@ class ResponsesBody(SamplingBody):
         before = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         items = [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         said: dict[str, Any] = {"messages": [*before, *_messages(items)]}
-        functions = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in self.tools or ()]
+        functions = [
+            tool.model_dump(exclude={"type"}, exclude_none=True) for tool in self.tools or () if isinstance(tool, FunctionTool)
+        ]
         choice = named_tool(self.tool_choice.name) if isinstance(self.tool_choice, NamedTool) else self.tool_choice
         said |= tool_fields(functions, choice, self.parallel_tool_calls)
         said["reasoning_effort"] = self.reasoning.effort if self.reasoning is not None else None

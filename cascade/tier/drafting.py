@@ -61,7 +61,7 @@ class Drafting(Generic[U]):
         chain, session = slot.chain, slot.session
         if session.done or slot.attached == chain:
             return None
-        usable = self._usable(chain, now) or (self._usable(session.opening.chain, now) if chain else ())
+        usable = self._usable(chain, now) or (self._usable(slot.allowed, now) if chain else ())
         if not chain:
             self.leave(slot)
         elif usable and slot.attached != usable:
@@ -107,8 +107,8 @@ class Drafting(Generic[U]):
             slot.settling = 0
             self._failures.pop(drafter, None)
             return None
-        if message.fault:  # others may draft there, this one nowhere
-            slot.chain = slot.allowed = ALONE
+        if message.fault:  # others may draft there, and this one elsewhere
+            slot.allowed, slot.chain = _without(drafter, slot.allowed), _without(drafter, slot.chain)
         elif self._works(tier := message.tier or drafter, now):  # many fail when a replica goes: that is one failure
             before_s = self._failures[tier].backoff_s if tier in self._failures else FIRST_BACKOFF_S / 2
             backoff_s = min(MAX_BACKOFF_S, 2 * before_s)
@@ -154,3 +154,7 @@ class Drafting(Generic[U]):
                 why = self._planner.undrafted(slot.allowed, num_sessions, sampled=slot.sampled) if not chain else ""
                 planned[kind] = chain, why
             slot.chain, slot.session.skip_reason = planned[kind]
+
+
+def _without(tier: str, chain: Chain) -> Chain:
+    return tuple(one for one in chain if one != tier)

@@ -6,7 +6,7 @@ The serving tier adds these, the simulator adds virtual time. Times are those of
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
 from cascade.errors import InvalidRequest
 from cascade.messages import Close, Commit, Failed, Message, Open, Proposal
@@ -21,6 +21,7 @@ from cascade.tier.kv_admission import KVAdmission
 from cascade.tier.scheduler import Batch, schedule
 from cascade.tier.slot import InnerDrafter, Slot, U
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 # from a session's opening, and its text while it grows; raises `InvalidRequest`
@@ -99,12 +100,13 @@ class Loop(Generic[U]):
             self._fail(slot, reason)
 
     def _open(self, opening: Open, up: U, now: float) -> None:
-        if problem := self._problem(opening):
-            self._send_up(up, Failed(opening.session, problem, self._name))
+        if opening.session in self.slots:
+            self._send_up(up, Failed(opening.session, f"session {opening.session} is open already", self._name))
             return
         verdicts = self._drafting.calibrations.of("", opening.params.temperature)
         session = Session(opening, self._name, self._level, self._limits.vocab_size, verdicts)
         try:
+            self._check(opening)
             state = self._new_state(opening, session.text)
         except InvalidRequest as error:
             self._send_up(up, Failed(opening.session, str(error), self._name, fault=True))
@@ -116,20 +118,39 @@ class Loop(Generic[U]):
     def _inner_drafters(self, opening: Open) -> tuple[InnerDrafter, ...]:
         """Drafters inside the tier that the request allows."""
         learnt, temperature = self._drafting.calibrations, opening.params.temperature
-        chosen = (drafter for drafter in self._drafters if drafter.name in opening.drafters)
-        return tuple(InnerDrafter(one.name, learnt.of(one.name, temperature), one.begin(opening.cache_salt)) for one in chosen)
+        found: list[InnerDrafter] = []
+        for one in self._drafters:
+            if one.name in opening.drafters:
+                try:
+                    found.append(InnerDrafter(one.name, learnt.of(one.name, temperature), one.begin(opening.cache_salt)))
+                except Exception:
+                    self._broke(one.name)
+        return tuple(found)
 
-    def _problem(self, opening: Open) -> str | None:
-        """Why a session cannot be served here."""
+    def _ask(self, slot: Slot[U], question: Callable[[InnerDrafter], T]) -> list[T]:
+        """What drafters inside the tier say of a session; one that raises is asked no more."""
+        said: list[T] = []
+        for drafter in slot.drafters:
+            try:
+                said.append(question(drafter))
+            except Exception:
+                self._broke(drafter.name)
+                slot.drafters = tuple(other for other in slot.drafters if other is not drafter)
+        return said
+
+    def _broke(self, drafter: str) -> None:
+        log.exception("A session of tier %s goes on without the drafter %s, which raised", self._name, drafter)
+
+    def _check(self, opening: Open) -> None:
+        """Raise `InvalidRequest` if a session cannot be served by any replica of this tier."""
         name, limits = self._name, self._limits
         end = opening.prompt_len + opening.params.max_tokens
         if end > limits.context_len:
-            return f"tier {name} takes {limits.context_len} tokens, the request may need {end}"
+            raise InvalidRequest(f"tier {name} takes {limits.context_len} tokens, the request may need {end}")
         if not all(0 <= token < limits.vocab_size for token in opening.tokens):
-            return f"tier {name} has {limits.vocab_size} token ids and the text has others"
+            raise InvalidRequest(f"tier {name} has {limits.vocab_size} token ids and the text has others")
         if lack := self.kv_admission.problem(end):
-            return f"tier {name} cannot hold the session: {lack}"
-        return f"session {opening.session} is open already" if opening.session in self.slots else None
+            raise InvalidRequest(f"tier {name} cannot hold the session: {lack}")
 
     def _new_state(self, opening: Open, text: Sequence[int]) -> RowState | None:
         """What own tokens of a text depend on beside logits; raises `InvalidRequest`."""
@@ -150,8 +171,7 @@ class Loop(Generic[U]):
         self.kv_admission.settle(slot)
         if change is not None:
             self._drafting.commit(slot, change)
-            for drafter in slot.drafters:
-                drafter.guesser.cut()
+            self._ask(slot, lambda one: one.guesser.cut())
             self._hint(slot)
         if branched:  # the tier above may not know yet what was written after the correction
             self._propose(slot)
@@ -203,8 +223,7 @@ class Loop(Generic[U]):
             commit = slot.session.advance(work, result)
             self.kv_admission.scored(slot)
             if commit is not None:
-                for drafter in slot.drafters:
-                    drafter.guesser.observe(work.tokens[-1], work.draft, result)
+                self._observe(slot, work, result)
                 self._hint(slot)
                 rows.append(Progress(slot, work, len(commit.tokens), seconds))
                 self._drafting.commit(slot, commit)
@@ -218,7 +237,10 @@ class Loop(Generic[U]):
         session = slot.session
         if slot.drafters and not session.stalled:
             text, since, most = session.text, session.changed_from, min(session.max_depth, self._limits.policy.max_guesses)
-            session.hint([Hint(one.name, one.calibration, one.guesser.guess(text, since, most)) for one in slot.drafters])
+            session.hint(self._ask(slot, lambda one: Hint(one.name, one.calibration, one.guesser.guess(text, since, most))))
+
+    def _observe(self, slot: Slot[U], work: Work, result: Scored) -> None:
+        self._ask(slot, lambda one: one.guesser.observe(work.tokens[-1], work.draft, result))
 
     def _advance_branch(self, slot: Slot[U], work: Work, result: Result) -> None:
         """A branch takes its own token; one that could not be scored is given up."""
@@ -249,8 +271,7 @@ class Loop(Generic[U]):
         self._drafting.leave(slot)
         self.agreed += slot.session.run_ahead.num_kept
         self.corrected += slot.session.run_ahead.num_cut
-        for drafter in slot.drafters:
-            drafter.guesser.close(slot.session.text)
+        self._ask(slot, lambda one: one.guesser.close(slot.session.text))
         del self.slots[slot.session.opening.session]
         self.kv_admission.leave(slot, spoilt=spoilt)
 

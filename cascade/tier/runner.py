@@ -89,6 +89,8 @@ class Runner:
             self._broken = 0 if any(results) or self._scores_canary() else self._broken + 1
             if len(batch) > 1 and all(isinstance(one, Scored) for one in results):  # no row is bad: together they were too many
                 self._shrink(sum(len(work) for _, work in batch) // 2)
+        else:
+            self._broken = 0
         self._ended = time.monotonic()
         return results
 

@@ -41,7 +41,7 @@ class Slot(Generic[U]):
     opened: float
     allocation: Allocation | None = None  # its keys and values, if it has a place in memory
     state: RowState | None = None  # of its text, if sampling parameters ask for it
-    allowed: Chain = ALONE  # all tiers below that its request allows; none once it was too much for them
+    allowed: Chain = ALONE  # all tiers below that its request allows, without those that cannot serve it
     chain: Chain = ALONE  # those that the planner has chosen
     attached: Chain = ALONE  # those that draft for it
     scouts: bool = False  # it drafts with tiers on processors of their own, whatever the others do

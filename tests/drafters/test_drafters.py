@@ -59,6 +59,21 @@ class Nonsense(Guesser):
         return Draft(tokens, bytes(size), bytes(size), tuple(self._random.randrange(-1, node) for node in range(size)))
 
 
+class Broken(Nonsense):
+    """Raises in one of its methods, whenever that is called."""
+
+    name, level = "broken", 0
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self.times = 0
+        setattr(self, method, self._raise)
+
+    def _raise(self, *args: object) -> Any:
+        self.times += 1
+        raise ValueError("a drafter's fault")
+
+
 def drafters(*kinds: str) -> list[Drafter]:
     return make([DrafterSpec(one) for one in kinds], kinds, None)
 
@@ -78,6 +93,21 @@ def request(tiers: Sequence[Tier], seed: int, temperature: float, num_tokens: in
     chain = tuple(tier.name for tier in reversed(tiers[:-1]))
     first = replace(opening(seed, temperature, num_tokens), chain=chain, drafters=(*INSIDE, "nonsense"))
     return replace(first, **changes)
+
+
+@pytest.mark.parametrize("method", ["begin", "guess", "observe", "cut", "close"])
+def test_a_drafter_that_raises_harms_no_session(method: str) -> None:
+    """Guards the loop of a tier: one exception in a drafter ended it, and failed every session."""
+    broken = Broken(method)
+    models = ToyModel(agreement=0.5), ToyModel(pass_s=0.002)
+    below, top = (Tier(name, level, models[level], drafters=[broken]) for level, name in enumerate(("tiny", "full")))
+    for tiers in running([below, top]):
+        asked = [opening(seed, 1.0, 40, chain=("tiny",), drafters=("broken",)) for seed in range(3)]
+        _, inbox = written(top, *asked)
+        assert not inbox.failures
+        assert not top._loop._drafting._failures
+        assert all(tier.healthy for tier in tiers)
+    assert 0 < broken.times <= 2 * len(asked)  # at each tier once for each session
 
 
 @pytest.mark.parametrize(("temperature", "branches"), [(1.0, 4), rare(1.0, 0), rare(0.0, 4), rare(0.0, 0)])

@@ -20,7 +20,7 @@ from cascade.errors import ConfigError
 from cascade.settings.config import CascadeConfig, TierConfig
 from cascade.settings.deployment import DeploymentConfig, RouterDeploymentConfig
 from cascade.settings.live import fixed_of_router, fixed_of_tier, live
-from cascade.settings.section import sentence
+from cascade.settings.section import did_you_mean, sentence
 from deployments.versions import packages, versioned
 
 ROUNDING = 1e-6  # sums of decimal shares are not exact: 3 x 0.2 + 0.3 + 0.1 is more than 1
@@ -102,9 +102,7 @@ def _bind_learner(config: CascadeConfig, tiers: dict[str, Any], prefix: str) -> 
         try:
             import ray.train  # noqa: F401
         except ImportError:
-            raise ConfigError(
-                f"alignment.num_workers is {num_workers}: `pip install 'cascade-serve[train]'`, or leave it out"
-            ) from None
+            raise ConfigError(f"alignment.num_workers is {num_workers}: `pip install '.[train]'`, or leave it out") from None
         actor = {name: value for name, value in actor.items() if name == "runtime_env"} | {"num_cpus": 0}
     actor = _environment(actor)
     options = {"name": f"{prefix}learner", "ray_actor_options": actor, "graceful_shutdown_timeout_s": LEARNER_END_S}
@@ -187,7 +185,8 @@ def _deployment(kind: type, options: Mapping[str, Any], owner: str) -> Deploymen
     for section, known in SECTIONS.items():
         unknown = set(options.get(section, ())) - set(known.model_fields)
         if unknown:  # which Ray Serve would ignore
-            raise ConfigError(f"{section} of {owner} has the unknown key {min(unknown)!r}: mend its spelling or remove it")
+            near = did_you_mean(min(unknown), known.model_fields) or ": mend its spelling or remove it"
+            raise ConfigError(f"{section} of {owner} has the unknown key {min(unknown)!r}{near}")
     try:
         with warnings.catch_warnings():  # Serve's other way to say it is a variable of the environment, for all deployments
             warnings.filterwarnings("ignore", "The `metrics_interval_s` field", DeprecationWarning)

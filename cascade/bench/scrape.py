@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from cascade.client.connection import API_KEY, is_near
-from cascade.errors import Unavailable
+from cascade.client.connection import API_KEY, NO_KEY, is_near
+from cascade.errors import Unauthenticated, Unavailable
 
 PREFIX = "cascade_"
 TIMEOUT_S = 5.0
@@ -54,17 +54,22 @@ class Scrape:
 
 
 def scrape(url: str) -> Scrape:
-    """Read the counters of the server at ``url``, with the key in ``CASCADE_API_KEY``; raises `Unavailable`."""
+    """Read the counters of the server at ``url``, with the key in ``CASCADE_API_KEY``.
+
+    Raises `Unavailable` or `Unauthenticated`.
+    """
+    key = os.environ.get(API_KEY)
     try:
         if not url.startswith(("http://", "https://")):  # urllib would read files too
             raise ValueError("it must begin with http:// or https://")
         direct = [urllib.request.ProxyHandler({})] if is_near(urlsplit(url).netloc) else []
         opener = urllib.request.build_opener(*direct)
-        key = os.environ.get(API_KEY)
         asked = urllib.request.Request(f"{url.rstrip('/')}/metrics", headers={"Authorization": f"Bearer {key}"} if key else {})
         with opener.open(asked, timeout=TIMEOUT_S) as answer:
             return Scrape.parse(answer.read().decode())
     except (OSError, ValueError) as error:
+        if isinstance(error, urllib.error.HTTPError) and error.code == 401:
+            raise Unauthenticated(f"The server does not know the key in {API_KEY}" if key else NO_KEY) from None
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         raise Unavailable(
             f"There are no counters at {url}/metrics ({reason}): give the server's HTTP address with --url"

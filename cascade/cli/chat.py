@@ -135,15 +135,16 @@ class Conversation:
 
     def _show(self, stream: Iterator[Piece]) -> tuple[Message, Completion | None]:
         """Print an answer as it comes; what there is of it when it ends or Ctrl-C stops it."""
-        text = ""
+        text, shown = "", screen.Answer(plain=self.plain)
         with contextlib.suppress(KeyboardInterrupt), contextlib.closing(stream), stopping() as stopped:  # type: ignore[type-var]
             for piece in stream:
-                screen.show(piece.chunk, plain=self.plain)
+                shown.show(piece.chunk)
                 text += piece.chunk.text
                 if piece.message is not None:
                     return piece.message, piece.chunk.completion
                 if stopped():
                     break
+        shown.end()
         return {"role": "assistant", "content": text}, None
 
 

@@ -2,11 +2,13 @@
 
 import os
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+import cascade
 from cascade.cli import screen
 from cascade.cli.options import adding
 from cascade.cli.screen import console
@@ -15,6 +17,7 @@ from cascade.errors import ConfigError, ModelError
 if TYPE_CHECKING:
     from cascade.settings.config import CascadeConfig
 
+SERVING = "deployments"  # package with all that runs on Ray
 LEAST_SHARE = 0.1  # of a GPU that several models share, for the smallest of them
 # the argument and the options that `configured` takes
 model_options = adding(
@@ -36,10 +39,10 @@ def check(**models: Any) -> None:
 
     MODEL is as for `cascade serve`. Ends with status 1 and a sentence if they do not fit.
     """
+    parsed = configured(**models)  # before the imports that take seconds
     from cascade.settings.check import needs, remarks, unpinned, verify
     from deployments.app import build
 
-    parsed = configured(**models)
     with console.status("Reading configurations"):
         found = needs(parsed)
     console.print(screen.needs(found))
@@ -51,6 +54,21 @@ def check(**models: Any) -> None:
     for remark in filter(None, [unpinned(parsed), *remarks(found)]):
         console.print(remark)
     console.print("The tiers fit together.")
+
+
+def check_own_code() -> None:
+    """Raise `ConfigError` if another module is imported as `deployments`, here or in Ray's processes.
+
+    Ray has the folder that a command runs in on the path of all its processes, before what is installed.
+    """
+    own = Path(cascade.__file__).parents[1] / SERVING
+    spec = find_spec(SERVING)
+    found = [] if spec is None or spec.origin is None else [Path(spec.origin)]
+    found += [path for path in (Path.cwd() / SERVING / "__init__.py", Path.cwd() / f"{SERVING}.py") if path.is_file()]
+    for path in found:
+        if path.resolve() != (own / "__init__.py").resolve():
+            shown = path.parent if path.name == "__init__.py" else path
+            raise ConfigError(f"{str(shown)!r} hides cascade's own package {SERVING!r}: rename it, or start in another folder")
 
 
 def configured(
@@ -65,6 +83,7 @@ def configured(
 
     Options override the file. Raises `ConfigError`.
     """
+    check_own_code()
     from cascade.settings.config import CascadeConfig
 
     path = Path(model or "")

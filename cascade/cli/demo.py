@@ -39,8 +39,9 @@ def answer(served: Local | Served, question: Prompt) -> None:
     """Ask and print, each token in the colour of the tier that guessed it."""
     console.print(f"\n[bold]{question.category.capitalize()}[/]")
     console.print(question.text, style="dim", markup=False)
+    shown = screen.Answer()
     for piece in served.stream_chat(user_turn(question.text), PARAMS, Speculation(), Handling()):
-        screen.show(piece.chunk)
+        shown.show(piece.chunk)
         if (completion := piece.chunk.completion) is not None:
             more = " ..." if completion.finish_reason == "length" else ""
             console.print(f"{more}\n[dim]{screen.summary(completion)}[/]")

@@ -31,8 +31,9 @@ def generate(prompt: str, address: str | None, models: tuple[str, ...], plain: b
             return
         console.print(screen.legend(backend.names), "\n")
         console.print(prompt, end="", style="dim", markup=False)
+        shown = screen.Answer(after=prompt)
         for chunk in chunks:
-            screen.show(chunk)
+            shown.show(chunk)
             if chunk.completion is not None:
                 console.print(f"\n\n{screen.summary(chunk.completion)}\n")
                 console.print(screen.acceptance(chunk.completion.stats.edges))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
@@ -18,6 +20,8 @@ if TYPE_CHECKING:  # importing it imports PyTorch, and the command line starts a
 
 console = Console(highlight=False)
 
+WIDE = "\u2e80-\u9fff\uac00-\ud7af\uff00-\uffef"  # characters between which a line may break: of Chinese, Japanese, Korean
+PARTS = re.compile(rf"\n|[^\S\n]+|[{WIDE}]|[^\s{WIDE}]+")  # words, and blanks between them
 # One colour a level, from the bottom: readable on light and dark, told apart by the colour-blind (Okabe, Ito 2008).
 LEVEL_COLOURS = ("#009e73", "#0072b2", "#e69f00", "#cc79a7", "#56b4e9")
 
@@ -36,15 +40,58 @@ def legend(names: Sequence[str]) -> Text:
     return text.append("underlined", "underline").append(" replaced a wrong guess", "dim")
 
 
-def show(chunk: Chunk, *, plain: bool = False) -> None:
-    """Print the next piece of an answer after those before it; unless ``plain``, each token in its tier's colour."""
-    text = Text(chunk.text)
-    if not plain:
-        begin = 0
-        for end, byte in zip(chunk.ends, chunk.origins, strict=True):
-            text.stylize(level_style(origin_level(byte), corrected=origin_replaced(byte) is not None), begin, end)
-            begin = end
-    console.print(text, end="", soft_wrap=True)
+class Answer:
+    """An answer as it comes; unless it is ``plain``, each token has its tier's colour.
+
+    At a terminal a word that does not fit into the line begins the next one. So the last word waits until it is whole.
+    """
+
+    def __init__(self, *, plain: bool = False, after: str = "") -> None:
+        """``after`` is what stands before it on the screen."""
+        self._plain = plain
+        self._word = Text()  # that may go on
+        self._column = cell_len(after.rpartition("\n")[2]) % console.width  # cells of the line that are taken
+
+    def show(self, chunk: Chunk) -> None:
+        """Print the next piece."""
+        text = Text(chunk.text)
+        if not self._plain:
+            begin = 0
+            for end, byte in zip(chunk.ends, chunk.origins, strict=True):
+                text.stylize(level_style(origin_level(byte), corrected=origin_replaced(byte) is not None), begin, end)
+                begin = end
+        if not console.is_terminal:
+            self._print(text)
+            return
+        self._word += text
+        parts = [match.end() for match in PARTS.finditer(self._word.plain)]
+        *whole, self._word = self._word.divide(parts[:-1]) if parts else [Text()]
+        for part in whole:
+            self._place(part)
+        if chunk.completion is not None:
+            self.end()
+
+    def end(self) -> None:
+        """Print what is left, if the answer ends without its last piece."""
+        self._place(self._word)
+        self._word = Text()
+
+    def _place(self, part: Text) -> None:
+        """Print a word or a blank, in the next line if it does not fit into this one."""
+        if part.plain == "\n":
+            self._column = 0
+        elif self._column and self._column + part.cell_len > console.width:
+            self._print(Text("\n"))
+            self._column = 0
+            if part.plain.isspace():
+                return
+        self._column += part.cell_len if part.plain != "\n" else 0
+        if self._column > console.width:  # a word longer than a line, which the terminal breaks
+            self._column %= console.width
+        self._print(part)
+
+    def _print(self, text: Text) -> None:
+        console.print(text, end="", soft_wrap=True)
 
 
 def summary(completion: Completion) -> str:

@@ -67,7 +67,7 @@ def usage(address: str, url: str, model: str, *, keyed: bool = False) -> str:
     key = '-H "Authorization: Bearer $CASCADE_API_KEY" ' if keyed else ""
     first = "  export CASCADE_API_KEY=...\n" if keyed else ""
     return f"""{first}  cascade chat --address {address}
-  cascade top --url {url}
+  cascade top --address {address} --url {url}
   curl {url}/v1/completions {key}-H 'Content-Type: application/json' \\
       -d '{{"model": "{model}", "prompt": "def fibonacci(n):", "max_tokens": 64, "temperature": 0}}'
 """

@@ -12,12 +12,13 @@ from typing import Any, ClassVar
 
 import grpc
 
-from cascade.errors import KINDS, CascadeError, ConfigError, DeadlineExceeded, Overloaded, Unavailable
+from cascade.errors import KINDS, CascadeError, ConfigError, DeadlineExceeded, Overloaded, Unauthenticated, Unavailable
 from cascade.v1 import serving_pb2_grpc
 
 SECURE = "grpcs://"  # before the address of a server that speaks TLS
 OTHER_SCHEMES = ("http://", "https://", "grpc://")
 API_KEY = "CASCADE_API_KEY"  # environment variable of the key
+NO_KEY = f"The server asks for an API key and this client has none: set {API_KEY}, or give api_key"
 RETRY_AFTER = "retry-after"  # gRPC trailing metadata and HTTP header, seconds
 NEAR_DOMAINS = (".localhost", ".local", ".internal")
 DIRECT = ("grpc.enable_http_proxy", 0)  # else gRPC uses the proxies that http_proxy and https_proxy name
@@ -175,6 +176,8 @@ class Connection:
         if self._closed and isinstance(error, grpc.RpcError):
             raise error
         cause = _error_of(error) if isinstance(error, grpc.RpcError) else error
+        if isinstance(cause, Unauthenticated) and "authorization" not in dict(self._metadata):
+            cause = Unauthenticated(NO_KEY)
         if isinstance(cause, Unavailable):
             server.avoided_until = time.monotonic() + AVOID_S
         if not again:

@@ -8,9 +8,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
-
 from cascade.engine.gguf import described
 from cascade.errors import InvalidRequest, ModelError, reason
 from cascade.params import SamplingParams
@@ -71,10 +68,10 @@ def _read(source: str, name: str, revision: str | None) -> dict[str, Any]:
     """The JSON object in a file of a model; empty if it has no such file. Raises `ModelError`."""
     folder = described(source)
     try:
-        path = Path(folder, name) if Path(folder).is_dir() else Path(hf_hub_download(folder, name, revision=revision))
+        path = Path(folder, name) if Path(folder).is_dir() else _downloaded(folder, name, revision)
+        if path is None or not path.exists():
+            return {}
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, EntryNotFoundError):
-        return {}
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{name} of {source!r} is not JSON ({reason(error)}): mend it or download it again") from None
     except Exception as error:  # of the network, of the hub, of the disk
@@ -82,3 +79,14 @@ def _read(source: str, name: str, revision: str | None) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ModelError(f"{name} of {source!r} must hold a JSON object: mend it or download it again")
     return values
+
+
+def _downloaded(source: str, name: str, revision: str | None) -> Path | None:
+    """The path of a file on the hub, from its cache if it is there; ``None`` if there is no such file."""
+    from huggingface_hub import hf_hub_download  # half a second, which a configuration need not wait for
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(source, name, revision=revision))
+    except EntryNotFoundError:
+        return None

@@ -42,6 +42,14 @@ def cache_folder() -> Path:
     return (Path(given) if given else Path(cache) / "cascade").expanduser()
 
 
+def cache_problem(error: OSError) -> ModelError:
+    """What to tell of a cache folder that cannot be written."""
+    given = os.environ.get(CACHE)
+    where = f"{CACHE} is {given!r}, which" if given else f"The cache folder {str(cache_folder())!r}"
+    mend = "name another folder" if given else f"set {CACHE} to another folder"
+    return ModelError(f"{where} cannot be written ({error.strerror or error}): {mend}")
+
+
 def is_gguf(source: str) -> bool:
     """Whether ``source`` is the path of a GGUF file; raises `ModelError` if it is only called like one."""
     path = Path(source)
@@ -109,10 +117,7 @@ def _made(source: str, folder: Path, make: Callable[[str, Path], None]) -> Path:
                 finally:
                     shutil.rmtree(unfinished, ignore_errors=True)
     except OSError as error:
-        raise ModelError(
-            f"The GGUF file {source!r} cannot be converted in {str(cache_folder())!r} ({error.strerror or error}): "
-            f"set {CACHE} to another folder"
-        ) from error
+        raise cache_problem(error) from error
     return folder
 
 

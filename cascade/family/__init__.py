@@ -9,7 +9,7 @@ import logging
 import os
 from pathlib import Path
 
-from cascade.engine.gguf import converted, is_gguf
+from cascade.engine.gguf import cache_problem, converted, is_gguf
 from cascade.errors import ModelError
 
 MODEL = "SmolLM2-135M-Instruct"  # the name under which the full model is served
@@ -44,8 +44,7 @@ def path(name: str) -> str:
     try:
         return str(unpacked(packed, tokenizer))
     except OSError as error:
-        reason = error.strerror or error
-        raise ModelError(f"The model {name} cannot be unpacked ({reason}): set CASCADE_CACHE to another folder") from error
+        raise cache_problem(error) from error
 
 
 def full() -> str:

@@ -157,7 +157,7 @@ class CascadeConfig(Section):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise ConfigError(f"{origin}: {sentence(error)}") from None
+            raise ConfigError(f"{origin}: {sentence(error, cls)}") from None
 
     @classmethod
     def load(cls, path: Path) -> Self:

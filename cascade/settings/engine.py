@@ -10,7 +10,7 @@ from cascade.drafters import AUTO, DrafterSpec, head_of, specs
 from cascade.engine import vllm
 from cascade.engine.generation import AUTO as AUTO_CONFIG
 from cascade.errors import ModelError, reason
-from cascade.settings.section import Count, Section, Text
+from cascade.settings.section import Count, Section, Text, did_you_mean
 
 EMBEDDED = "embedded:"  # prefix of sources of the demonstration family, such as embedded:tiny
 
@@ -129,7 +129,8 @@ class EngineKwargs(Section):
                 raise ValueError(f"{self._only_ours} is for our own engine: remove it, or set engine to 'cascade'")
         elif self.model_extra:
             name = min(self.model_extra)
-            raise ValueError(f"{name} is not a known key; remove it, mend its spelling, or set engine to 'vllm'")
+            mend = did_you_mean(name, type(self).model_fields) or "; remove it, mend its spelling, or set engine to 'vllm'"
+            raise ValueError(f"{name} is not a known key{mend}")
         elif self._only_vllms and (self.engine is not None or self._prefers_ours):
             problem = f"{self._only_vllms}, which only vLLM can do"
             raise ValueError(f"{problem}: set engine to 'vllm', and remove what only our own engine takes")

@@ -1,6 +1,8 @@
 """The base of all sections of a configuration, types of their fields, and validation errors as one sentence."""
 
-from typing import Annotated
+from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
+from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -20,15 +22,39 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-def sentence(error: ValidationError) -> str:
-    """The first problem: the field, its value, and what is wrong with it."""
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence about a name that is not ``known``: the nearest one that is, "" if none is near."""
+    near = get_close_matches(name, sorted(known), n=1, cutoff=0.75)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def sentence(error: ValidationError, section: type[BaseModel] | None = None) -> str:
+    """The first problem: the field, its value, and what is wrong with it. Keys near an unknown one are those of ``section``."""
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"] if not str(part).startswith(UNION_PARTS))
     if first["type"] == "extra_forbidden":
-        return f"{where} is not a known key; remove it or mend its spelling"
+        near = did_you_mean(str(first["loc"][-1]), _keys(section, first["loc"][:-1]))
+        return f"{where} is not a known key{near or '; remove it or mend its spelling'}"
     if first["type"] == "missing":
         return f"{where} is missing; add it"
     value, message = first["input"], first["msg"].removeprefix("Value error, ")
     shown = f" is {value!r}" if isinstance(value, str | int | float | bool | None) else ""
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     return f"{where}{shown}: {message[0].lower()}{message[1:]}{more}".removeprefix(": ")
+
+
+def _keys(section: type[BaseModel] | None, path: Sequence[int | str]) -> Iterable[str]:
+    """Keys of the section at ``path`` in another one."""
+    inner = section
+    for part in path:
+        if inner is not None and part in inner.model_fields:
+            inner = next(_sections(inner.model_fields[str(part)].annotation), None)
+    return () if inner is None else inner.model_fields
+
+
+def _sections(kind: Any) -> Iterator[type[BaseModel]]:
+    """The sections in the type of a field, such as a list of them."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        yield kind
+    for part in get_args(kind):
+        yield from _sections(part)

@@ -181,7 +181,7 @@ def _fernet(key: str) -> Any:
     try:
         from cryptography.fernet import Fernet
     except ImportError:
-        raise ConfigError("Encrypted answers need the package cryptography: pip install 'cascade-serve[align]'") from None
+        raise ConfigError("Encrypted answers need the package cryptography: pip install '.[align]'") from None
     try:
         return Fernet(key)
     except ValueError as error:

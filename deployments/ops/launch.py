@@ -173,7 +173,7 @@ def listening(given: ListenConfig, host: str | None, port: int | None, grpc_port
         chosen = ListenConfig.model_validate(given.model_dump() | said | ({} if host is None else {"host": host}))
     except ValidationError as error:
         raise ConfigError(sentence(error)) from None
-    for name, taken in (("gRPC", chosen.grpc_port), ("HTTP", chosen.http_port)):
+    for name, option, taken in (("gRPC", "--grpc-port", chosen.grpc_port), ("HTTP", "--port", chosen.http_port)):
         family = socket.AF_INET6 if ":" in chosen.host else socket.AF_INET
         with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -182,7 +182,7 @@ def listening(given: ListenConfig, host: str | None, port: int | None, grpc_port
             except OSError as error:
                 reason = error.strerror or str(error)
                 raise ConfigError(
-                    f"The {name} port {taken} of {chosen.host} cannot be used ({reason}): choose another port or host"
+                    f"The {name} port {taken} of {chosen.host} cannot be used ({reason}): choose another {option} or --host"
                 ) from None
     return chosen
 

@@ -89,7 +89,7 @@ def _provide(component: str, names: tuple[str, ...]) -> None:
     if unknown := next((name for name in names if name not in known), None):
         raise ConfigError(
             f"OTEL_TRACES_EXPORTER asks for {unknown!r}, which is not installed (there are {', '.join(sorted(known))}): "
-            "pip install 'cascade-serve[tracing]' where routers and tiers run, or set it to none"
+            "pip install '.[tracing]' where routers and tiers run, or set it to none"
         )
     named = Resource.create().merge(Resource({SERVICE_NAME: f"cascade-{component}"})).merge(OTELResourceDetector().detect())
     provider = TracerProvider(resource=named)

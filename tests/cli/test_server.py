@@ -1,6 +1,9 @@
 """Starting and stopping a server, without Ray: what it does to a cluster that is not its own."""
 
 import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +13,7 @@ import pytest
 from cascade.cli.serve import usage
 from cascade.errors import ConfigError, ModelError
 from cascade.settings.config import CascadeConfig
+from cascade.settings.router import ListenConfig
 from deployments.app import shortage
 from deployments.ops import launch as module
 from deployments.ops.launch import Server
@@ -184,3 +188,54 @@ def test_calls_to_copy_are_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     assert usage(Stub.address, Stub.url, Stub.model) in run("serve")[1]
     assert "Bearer $CASCADE_API_KEY" in usage(Stub.address, Stub.url, Stub.model, keyed=True)
+
+
+def test_every_address_is_in_the_lines_to_copy() -> None:
+    """Guards `cascade top` on other ports: its line named the HTTP address, and gRPC's was the default."""
+    assert "cascade top --address 127.0.0.1:9123 --url http://127.0.0.1:8123" in usage(
+        "127.0.0.1:9123", "http://127.0.0.1:8123", "model"
+    )
+
+
+@pytest.mark.parametrize(("name", "option"), [("grpc_port", "--grpc-port"), ("http_port", "--port")])
+def test_a_port_that_is_taken_names_its_option(name: str, option: str) -> None:
+    """Guards against "choose another port", where --port is not the one."""
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        given = ListenConfig.model_validate({name: holder.getsockname()[1]})
+        with pytest.raises(ConfigError, match=f"cannot be used .*: choose another {option} or --host"):
+            module.listening(given, None, *((0, given.grpc_port) if name == "grpc_port" else (None, 0)))
+
+
+@pytest.mark.parametrize("how", ["a package", "a module", "on the path"])
+def test_another_package_of_our_name_is_refused(tmp_path: Path, how: str) -> None:
+    """Guards a user's folder `deployments`, which hid ours from the command or from Ray's processes: a traceback there."""
+    other = tmp_path / ("deployments.py" if how == "a module" else "deployments/__init__.py")
+    other.parent.mkdir(exist_ok=True)
+    other.write_text("")
+    command = [sys.executable, "-c", "from cascade.cli.main import main; main()", "check", "wrong.yaml"]
+    environment = dict(os.environ)
+    if how == "on the path":
+        environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{environment.get('PYTHONPATH', '')}"
+    (tmp_path / "empty" / "deployments").mkdir(parents=True)  # data, which hides nothing
+    place = tmp_path / "empty" if how == "on the path" else tmp_path
+    found = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True)
+    assert found.returncode == 1
+    assert "hides cascade's own package 'deployments': rename it" in found.stderr
+    assert "Traceback" not in found.stderr
+    found = subprocess.run(command, cwd=tmp_path / "empty", capture_output=True, text=True)
+    assert "wrong.yaml cannot be read" in found.stderr
+
+
+def test_a_wrong_file_is_told_before_anything_slow_is_imported(tmp_path: Path) -> None:
+    """Guards `cascade check` and `serve` of a file that is mended again and again: each try took the imports of a server."""
+    (tmp_path / "wrong.yaml").write_text("tiers: [{name: full, model_loading_config: {modl_id: x}}]")
+    code = (
+        "import sys; from tests.cli import run; code, said = run(sys.argv[1], sys.argv[2]); "
+        "print(code, said, sorted({'torch', 'transformers', 'ray', 'huggingface_hub', 'deployments'} & sys.modules.keys()))"
+    )
+    for command in ("check", "serve"):
+        arguments = [sys.executable, "-c", code, command, str(tmp_path / "wrong.yaml")]
+        found = subprocess.run(arguments, capture_output=True, text=True, check=True)
+        assert "model_id" in found.stdout, found.stdout
+        assert found.stdout.startswith("1 "), found.stdout
+        assert found.stdout.rstrip().endswith("[]"), found.stdout

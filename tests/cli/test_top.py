@@ -11,14 +11,14 @@ from cascade.cli.screen import acceptance, console
 from cascade.cli.top import Frame, look, view
 from cascade.client import Client, ServerInfo
 from cascade.client.server_info import TierInfo
-from cascade.errors import Unavailable
+from cascade.errors import Unauthenticated, Unavailable
 from cascade.messages import Edge
 from cascade.params import SamplingParams, Speculation
 from cascade.planner.chains import Worth
 from deployments.ops.metrics.page import Page
 from deployments.ops.metrics.series import SERIES, Reading
 from tests.cli import run
-from tests.doors import House, serving
+from tests.doors import House, house, serving
 from tests.waiting import wait_until
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, seed=1, ignore_eos=True)
@@ -148,3 +148,15 @@ def test_what_drafters_learn_is_shown() -> None:
         assert words in shown
     numbers = next(line.split() for line in shown.splitlines() if "0.475" in line)
     assert [one for one in numbers if one.isdigit()] == ["3", "1", "6"]
+
+
+def test_who_has_no_key_is_told_of_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards watchers of a server with keys: "HTTP Error 401: give the server's HTTP address" did not say what is missing."""
+    monkeypatch.setenv("CASCADE_API_KEYS", "alice=alice-0123456789abcdef")
+    monkeypatch.delenv("CASCADE_API_KEY", raising=False)
+    with house() as served:
+        with pytest.raises(Unauthenticated, match="this client has none: set CASCADE_API_KEY"):
+            scrape(served.url)
+        monkeypatch.setenv("CASCADE_API_KEY", "another-0123456789")
+        with pytest.raises(Unauthenticated, match="does not know the key in CASCADE_API_KEY"):
+            scrape(served.url)

@@ -11,8 +11,8 @@ import pytest
 
 from cascade import CascadeError, ConfigError, Unavailable
 from cascade.client import AsyncClient, Client
-from cascade.client.connection import CHANNEL_OPTIONS, is_near
-from cascade.errors import KINDS, DeadlineExceeded
+from cascade.client.connection import CHANNEL_OPTIONS, NO_KEY, is_near
+from cascade.errors import KINDS, DeadlineExceeded, Unauthenticated
 from tests.client.canned import Canned
 from tests.links.net import relay
 from tests.waiting import LONG_S
@@ -38,13 +38,14 @@ async def test_every_error_has_a_status_and_comes_back(client: Client, async_cli
     for kind in KINDS:
         server.status = grpc.StatusCode[kind.grpc]
         nearest = next(base for base in kind.__mro__ if "grpc" in vars(base))
+        said = NO_KEY if kind is Unauthenticated else "one sentence"
         for call in calls(client):
-            with pytest.raises(CascadeError, match=r"^one sentence$") as caught:
+            with pytest.raises(CascadeError, match=f"^{said}$") as caught:
                 call()
             assert (type(caught.value), caught.value.__cause__) == (nearest, None)
             assert getattr(caught.value, "retry_after_s", 7) == 7
         for ask in async_calls(async_client):
-            with pytest.raises(CascadeError, match=r"^one sentence$") as caught:
+            with pytest.raises(CascadeError, match=f"^{said}$") as caught:
                 await ask()
             assert type(caught.value) is nearest
             assert getattr(caught.value, "retry_after_s", 7) == 7
@@ -208,3 +209,16 @@ def test_near_servers_are_known() -> None:
     near = ("127.0.0.1", "[::1]", "10.1.2.3", "dns:///192.168.0.7", "localhost", "cascade-serve-svc", "head.local")
     far = ("8.8.8.8", "[2001:4860:4860::8888]", "models.example.com")
     assert [host for host in (*near, *far) if is_near(f"{host}:9000")] == [*near]
+
+
+async def test_a_client_without_a_key_is_told_where_it_belongs(server: Canned, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against the server's words on headers, which whoever writes Python does not send."""
+    monkeypatch.delenv("CASCADE_API_KEY", raising=False)
+    server.status = grpc.StatusCode.UNAUTHENTICATED
+    with (
+        Client(server.address) as client,
+        pytest.raises(Unauthenticated, match="this client has none: set CASCADE_API_KEY"),
+    ):
+        client.generate("p")
+    with Client(server.address, api_key="wrong-0123456789") as client, pytest.raises(Unauthenticated, match="one sentence"):
+        client.generate("p")

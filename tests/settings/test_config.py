@@ -97,7 +97,17 @@ WRONG: dict[str, tuple[Any, str]] = {
         {"tiers": [tier("tiny"), tier("full")], "alignment": {"folder": "/shared", "device": "cuda:0", "num_workers": 2}},
         r"device is 'cuda:0' of 2 workers: remove it",
     ),
-    "unknown key": ({"tiers": [tier()], "windw": 3}, r"windw is not a known key; remove it"),
+    "unknown key": ({"tiers": [tier()], "wide": 3}, r"wide is not a known key; remove it"),
+    "misspelt key": ({"tiers": [tier()], "windw": 3}, r"windw is not a known key; did you mean 'window'\?"),
+    "misspelt key of a section in a list": (
+        one(model_loading_config={"model_id": "m", "modl_source": "x"}),
+        r"tiers\.0\.model_loading_config\.modl_source is not a known key; did you mean 'model_source'\?",
+    ),
+    "misspelt key of an engine": (engine(dtyp="float32"), r"dtyp is not a known key; did you mean 'dtype'\?"),
+    "misspelt key of keys": (
+        {"tiers": [tier()], "router": {"access": {"limits": {"gold": {"max_runing": 3}}}}},
+        r"router\.access\.limits\.gold\.max_runing is not a known key; did you mean 'max_running'\?",
+    ),
     "dtype": (engine(dtype="int4"), r"dtype is 'int4': .*'bfloat16'"),
     "a key in the file": ({"tiers": [tier()], "router": {"access": {"keys": {}}}}, r"router\.access\.keys is not a known key"),
     "embedded source": (

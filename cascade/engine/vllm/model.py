@@ -51,9 +51,7 @@ ENVIRONMENT = {
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise `ConfigError` unless ``options`` are engine arguments of vLLM that a user may set; needs vLLM."""
     if not installed():
-        raise ConfigError(
-            "engine is 'vllm', which is not installed here: pip install 'cascade-serve[vllm]', or leave engine out"
-        )
+        raise ConfigError("engine is 'vllm', which is not installed here: pip install '.[vllm]', or leave engine out")
     from vllm import EngineArgs
 
     known = {field.name for field in fields(EngineArgs)}

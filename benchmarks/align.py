@@ -27,8 +27,8 @@ import torch
 from ray import serve
 
 from benchmarks.document import console, finish, parsed, parser, stamp, timed
-from benchmarks.prompts import chat_ids
 from cascade import SamplingParams, Speculation, family
+from cascade.agreement import chat_ids
 from cascade.bench.prompts import BUILT_IN
 from cascade.client import AsyncClient
 from cascade.engine.devices import processor

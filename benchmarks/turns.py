@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from benchmarks.document import console
-from benchmarks.prompts import by_category, chat_ids
+from benchmarks.prompts import by_category
 from cascade import family
+from cascade.agreement import chat_ids
 from cascade.answer import Chunk
 from cascade.bench import report
 from cascade.bench.load import Cell, Mode, Workload, load

@@ -22,6 +22,7 @@ FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those 
     ("cascade.settings",),
     ("cascade.local",),
     ("cascade.bench", "cascade.llm"),
+    ("cascade.agreement",),
     ("deployments.replica", "deployments.versions"),
     ("deployments.ops.metrics", "deployments.ops.tracing", "deployments.ops.drift", "deployments.ops.workers"),
     ("deployments.links",),

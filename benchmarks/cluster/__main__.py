@@ -2,10 +2,10 @@
 
     make bench-cluster
 
-First the family is recorded (`recorded`): its answers to built-in prompts, and what each tier says along them. Passes take
-what those of Qwen3 0.6B, 4B and 32B take on an H100 each (`trio`). Parts: ``one`` (one request at a time: the full model alone,
-pairs, three tiers, beside the simulator) and ``scale`` (1 to 64 requests at once, one to four full
-replicas). Texts must be those that the full model wrote alone, else the run fails.
+First the family is recorded (`cascade.agreement`): its answers to built-in prompts, and what each tier says along them. Passes
+take what those of Qwen3 0.6B, 4B and 32B take on an H100 each (`trio`). Parts: ``one`` (one request at a time: the full model
+alone, pairs, three tiers, beside the simulator) and ``scale`` (1 to 64 requests at once, one to four full replicas). Texts must
+be those that the full model wrote alone, else the run fails.
 With ``--only`` the other parts of the document at ``--results`` stay.
 Devices are fakes (`benchmarks.cluster.emulated`): what is measured is all around them. The last line is one JSON document.
 """
@@ -15,25 +15,34 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster import crowd, one, recorded
+from benchmarks.cluster import crowd, one
 from benchmarks.cluster.devices import Setup
 from benchmarks.cluster.trio import TRIO
 from benchmarks.document import console, finish, parsed, parser, stamp, timed
+from benchmarks.prompts import by_category
+from cascade import family
+from cascade.agreement import record
+from cascade.params import SamplingParams
 
 RECORDING = Path(__file__).parents[1] / ".work" / "recording.json"
 PARTS = ("one", "scale")
 QUICK_STRETCH = 1.0
+PROMPTS, TOKENS = 2, 96  # of each category that are recorded; of a text
+DTYPE = "float32"  # of what is recorded
 
 
 def measure(parts: Sequence[str], *, quick: bool) -> dict[str, Any]:
     """The document: what ran, and its head, which is the last line."""
     single, many = one.Size(), crowd.Size()
-    prompts, tokens = recorded.PROMPTS, recorded.TOKENS
+    prompts, tokens = PROMPTS, TOKENS
     if quick:
         single = one.Size(stretch=QUICK_STRETCH, tokens=24, alone=8, warm_up=8)
         many = crowd.Size(stretch=QUICK_STRETCH, tokens=24, loads=(1, 4), replicas=((1, 1, 1),))
         prompts, tokens = 1, 24
-    recording = timed("Recording the family", lambda: recorded.record(prompts, tokens))
+    recording = timed(
+        "Recording the family",
+        lambda: record(family.paths(), by_category(prompts), SamplingParams(max_tokens=tokens, temperature=0), DTYPE),
+    )
     RECORDING.parent.mkdir(exist_ok=True)
     recording.save(RECORDING)
     console.print(one.agreement(recording))

@@ -13,7 +13,6 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.cluster.devices import Setup
-from benchmarks.cluster.recording import Recording
 from benchmarks.crowd import Crowd
 from benchmarks.turns import ALONE, AUTO
 from cascade import family
@@ -21,6 +20,7 @@ from cascade.bench.load import Mode
 from cascade.client import AsyncClient
 from cascade.messages import Open
 from cascade.params import SamplingParams, Speculation
+from cascade.simulation.recording import Recording
 from cascade.simulation.toy import full_text
 from cascade.simulation.toy_tier import ToyTier
 from deployments.ops.launch import Server

@@ -9,11 +9,11 @@ from typing import Any
 import yaml
 
 from benchmarks.cluster.emulated import Device, num_gpus
-from benchmarks.cluster.recording import Recording, fake
 from cascade.engine.model_config import context_len, read_config
 from cascade.engine.tokenizer import Tokenizer
 from cascade.params import DEFAULT_WINDOW, SamplingParams, Speculation
 from cascade.settings.config import CascadeConfig, TierConfig
+from cascade.simulation.recording import Recording, fake
 from cascade.simulation.scenario import Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
 from cascade.simulation.toy_tier import ToyTier

@@ -11,12 +11,12 @@ from typing import Annotated
 
 from pydantic import Field
 
-from benchmarks.cluster.recording import fake
 from cascade.engine.model_config import context_len, read_config
 from cascade.planner.cost import Profile
 from cascade.scorer import Row, Scored, Scorer, Store
 from cascade.settings.config import CascadeConfig, TierConfig
 from cascade.settings.section import Section
+from cascade.simulation.recording import fake
 from cascade.simulation.toy_tier import ToyTier
 from deployments.app import of_replica, tier_options
 from deployments.tier import load_model

@@ -14,12 +14,12 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.cluster.devices import Asked, Setup, Simulated, simulated
-from benchmarks.cluster.recording import RecordedText, Recording
 from benchmarks.turns import ALONE, AUTO
 from cascade import family
 from cascade.bench.load import Mode, isolated
 from cascade.client import Client
 from cascade.params import SamplingParams, Speculation
+from cascade.simulation.recording import RecordedText, Recording
 from cascade.simulation.scenario import SimTier
 from deployments.ops.launch import Server
 

@@ -24,9 +24,9 @@ from typing import Any
 from benchmarks.document import RESULTS, console, keep, parsed, parser, stamp
 from benchmarks.peers import contest, crew, report, served
 from benchmarks.peers.contract import Models, num_threads
-from benchmarks.prompts import chat_ids
 from benchmarks.turns import at
 from cascade import family
+from cascade.agreement import chat_ids
 from cascade.bench.prompts import BUILT_IN, Prompt
 from cascade.engine.tokenizer import Tokenizer
 

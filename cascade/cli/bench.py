@@ -15,17 +15,9 @@ from cascade.bench import report
 from cascade.bench.load import AsyncStream, Cell, Mode, Workload, joined, load, same_text
 from cascade.bench.prompts import BUILT_IN, read_prompts
 from cascade.cli.connection import DEFAULT_ADDRESS, Backend, asked
-from cascade.cli.options import named_models
+from cascade.cli.options import counts, named_models
 from cascade.cli.screen import acceptance, console
 from cascade.params import SamplingParams, Speculation
-
-
-def _counts(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
-    """The numbers of requests at once, each once."""
-    parts = [part.strip() for part in value.split(",")]
-    if not all(part.isdecimal() and 0 < int(part) <= 10_000 for part in parts):
-        raise click.BadParameter(f"{value!r} must be numbers from 1 to 10000 with commas between them, such as 1,4,16")
-    return tuple(dict.fromkeys(map(int, parts)))
 
 
 def _writable(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
@@ -38,7 +30,7 @@ def _writable(context: click.Context, parameter: click.Parameter, value: Path | 
 @click.command()
 @click.option("--address", help=f"Of a server, such as {DEFAULT_ADDRESS}. Without one the models run here.")
 @named_models
-@click.option("--concurrency", default="1", show_default=True, callback=_counts, help="Requests at once; such as 1,4,16.")
+@click.option("--concurrency", default="1", show_default=True, callback=counts, help="Requests at once; such as 1,4,16.")
 @click.option(
     "--prompts",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),

@@ -9,6 +9,7 @@ from cascade.cli.chat import chat
 from cascade.cli.config import check
 from cascade.cli.demo import demo
 from cascade.cli.generate import generate
+from cascade.cli.plan import agreement, plan
 from cascade.cli.serve import serve
 from cascade.cli.top import top
 from cascade.cli.training import align, distill, forget, rollback
@@ -35,6 +36,7 @@ def main() -> None:
     cascade serve                       the same models as a server: HTTP, gRPC and a chat page
     cascade serve my.yaml               your own models
     cascade check my.yaml               what they will need, and whether they fit together
+    cascade plan --help                 what a cascade would give on your devices
     cascade chat --address HOST:PORT    talk with the server
     cascade generate "def main():"      go on with a text
     cascade bench                       how much faster it is, under load
@@ -42,7 +44,7 @@ def main() -> None:
     """
 
 
-for command in (demo, serve, check, chat, generate, bench, top, distill, align, rollback, forget):
+for command in (demo, serve, check, plan, agreement, chat, generate, bench, top, distill, align, rollback, forget):
     main.add_command(command)
 
 if __name__ == "__main__":

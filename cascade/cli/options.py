@@ -31,6 +31,14 @@ OPTIONS = (
 )
 
 
+def counts(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+    """Numbers of requests at once, each once."""
+    parts = [part.strip() for part in value.split(",")]
+    if not all(part.isdecimal() and 0 < int(part) <= 10_000 for part in parts):
+        raise click.BadParameter(f"{value!r} must be numbers from 1 to 10000 with commas between them, such as 1,4,16")
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
 def adding(options: Sequence[Callable[[Any], Any]]) -> Callable[[Command], Command]:
     """A decorator that gives a command these arguments and options, as click's own do one by one."""
 

@@ -20,7 +20,7 @@ class PassCost:
     base_s: float
     token_s: float = 0.0
 
-    def __call__(self, num_tokens: int) -> float:
+    def __call__(self, num_tokens: int, context: int = 0) -> float:
         return self.base_s + self.token_s * (num_tokens - 1)
 
 
@@ -28,7 +28,8 @@ class PassCost:
 class SimTier:
     name: str
     model: Scorer
-    cost: Callable[[int], float]  # seconds of a pass that scores so many tokens: a `PassCost`, or what a `Profile` predicts
+    # seconds of a pass by its tokens and the positions that its sessions hold: a `PassCost`, or what a `Profile` predicts
+    cost: Callable[[int, int], float]
     hop_s: float = 0.0  # one way between it and the tier above, or the router
     policy: Policy = DEFAULT_POLICY
     device: str = ""  # tiers that name the same one share it; a tier that names none has its own

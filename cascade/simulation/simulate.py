@@ -72,7 +72,7 @@ class Node:
         self._lives = 0
         self._opened = itertools.count(1)
         self._wake_at = math.inf
-        self._profile = Profile([(tokens, tier.cost(tokens)) for tokens in sorted(GRID)])
+        self._profile = Profile([(tokens, tier.cost(tokens, 0)) for tokens in sorted(GRID)])
         lower = scenario.tiers[:level]
         self._shared = [below.name for below in lower if below.device and below.device == tier.device]
         self._loop = self._begin()
@@ -138,7 +138,7 @@ class Node:
 
     def _run(self, batch: Batch[str]) -> None:
         scored = self._tier.model.run([row_of(slot, work) for slot, work in batch])
-        seconds = self._tier.cost(sum(len(work) for _, work in batch))
+        seconds = self._tier.cost(sum(len(work) for _, work in batch), sum(work.start for _, work in batch))
         self.usage.passes += 1
         self.usage.busy_s += seconds
         self._busy, life, now = True, self._lives, self._agenda.now

@@ -82,7 +82,7 @@ def _scale(agreed: float) -> float:
     return max(0.01, (WRONG / max(1e-3, 1 - agreed) - 1) / FADE)
 
 
-@lru_cache  # of a hundred lots: finding a gap takes longer than all else
+@lru_cache(CACHED)  # of a hundred lots: finding a gap takes longer than all else
 def _gap(scale: float, lot: float, right: bool) -> float:
     """Of a token of which it is known whether the next tier says the same."""
     wrong_rate = 1 / scale + FADE

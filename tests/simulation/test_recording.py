@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cluster.recording import RecordedText, RecordedTier, Recording, fake
 from cascade.errors import ConfigError
 from cascade.messages import Open
 from cascade.params import SamplingParams
 from cascade.scorer import RunnerUp
+from cascade.simulation.recording import RecordedText, RecordedTier, Recording, fake
 from cascade.simulation.scenario import PassCost, Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
 from cascade.simulation.toy import full_text
@@ -69,7 +69,7 @@ def test_files_keep_a_recording(tmp_path: Path) -> None:
     assert isinstance(fake(VOCAB, (), str(path)), RecordedTier)
     path.write_text("{}")
     for broken in (path, tmp_path / "none.json"):
-        with pytest.raises(ConfigError, match=r"^emulated\.recording '.*' cannot be read .* record the tiers again$"):
+        with pytest.raises(ConfigError, match=r"^The recording '.*' cannot be read .* record the tiers again$"):
             Recording.load(broken)
 
 

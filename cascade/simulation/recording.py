@@ -77,7 +77,7 @@ class Recording:
         try:
             return cls(tuple(map(_text, json.loads(path.read_text(encoding="utf-8"))["texts"])))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"emulated.recording {str(path)!r} cannot be read ({error}): record the tiers again") from None
+            raise ConfigError(f"The recording {str(path)!r} cannot be read ({error}): record the tiers again") from None
 
 
 def _text(value: Mapping[str, Any]) -> RecordedText:

@@ -1,0 +1,112 @@
+"""How often smaller models say what a larger one says, measured along the larger one's own answers.
+
+`record` lets the full model answer prompts, and asks every smaller model for its own token at each position of each answer: one
+pass a text. Under shared noise that is what a draft tier would guess there, at any temperature.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeAlias
+
+from cascade.answer import Completion
+from cascade.bench.prompts import Prompt
+from cascade.engine.model import Model
+from cascade.engine.threads import apart
+from cascade.engine.tokenizer import Tokenizer
+from cascade.llm import chat_text
+from cascade.local import Cascade
+from cascade.messages import RUNNER_UPS
+from cascade.params import SamplingParams
+from cascade.scorer import Row, RunnerUp
+from cascade.simulation.recording import RecordedText, Recording, Said
+
+Written: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # a prompt and what follows, token ids
+
+
+def chat_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of a chat in which a user says ``text`` and the model is to answer; of a base model's, those of the text."""
+    if tokenizer.chat_template is None:
+        return tokenizer.encode(text)
+    return tokenizer.encode_part(chat_text(tokenizer, [{"role": "user", "content": text}]))
+
+
+def record(models: Sequence[str], prompts: Sequence[Prompt], params: SamplingParams, dtype: str | None = None) -> Recording:
+    """What each of ``models``, bottom to top, says along the last one's answers to ``prompts``; seeds number the answers.
+
+    Answers of fewer than two tokens are left out. Raises `ModelError` if a model cannot be loaded, `ConfigError` if the models
+    have different tokenizers.
+    """
+    asked = [replace(params, seed=seed) for seed in range(len(prompts))]
+    texts = _written(models, prompts, asked, dtype)
+    below = [apart(partial(_said, source, texts, asked, dtype)) for source in models[:-1]]
+    found = []
+    for number, (prompt, (ids, output)) in enumerate(zip(prompts, texts, strict=True)):
+        if len(output) > 1:
+            full = tuple((RunnerUp(token, 0.0),) for token in output)
+            found.append(RecordedText(ids, (*(tier[number] for tier in below), full), prompt.category))
+    return Recording(tuple(found))
+
+
+def _written(
+    models: Sequence[str], prompts: Sequence[Prompt], params: Sequence[SamplingParams], dtype: str | None
+) -> list[Written]:
+    """Prompts, and what the full model alone answers, all at once."""
+    with Cascade.from_pretrained(models[-1:], dtype=dtype, drafter=None) as full:
+
+        async def write() -> list[Written]:
+            ids = [tuple(chat_ids(full.tokenizer, prompt.text)) for prompt in prompts]
+            answers = await asyncio.gather(*(full.agenerate(prompt, own) for prompt, own in zip(ids, params, strict=True)))
+            outputs = [answer.token_ids for answer in answers if isinstance(answer, Completion)]
+            return list(zip(ids, outputs, strict=True))
+
+        return asyncio.run(write())
+
+
+def _said(source: str, texts: Sequence[Written], params: Sequence[SamplingParams], dtype: str | None) -> list[tuple[Said, ...]]:
+    """Own tokens and runner-ups of a model at each position of each text, one pass a text."""
+    model, found = Model.from_pretrained(source, dtype=dtype), []
+    try:
+        for (prompt, output), own_params in zip(texts, params, strict=True):
+            cache = model.new_cache()
+            row = Row(cache, 0, [*prompt, *output[:-1]], len(output), own_params, runner_ups=RUNNER_UPS)
+            [scored] = model.run([row])
+            cache.free()
+            places = zip(scored.own, scored.runner_ups, strict=True)
+            found.append(tuple((RunnerUp(own, 0.0), *(RunnerUp(*one) for one in beside)) for own, beside in places))
+    finally:
+        model.close()
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How often one tier's own token is the full one's, as shares of positions."""
+
+    positions: int
+    own: float
+    after_error: float | None  # at positions right after one where it differs; `None` if there are none
+    runner_ups: tuple[float, ...]  # where it differs: how often its first, second, ... runner-up is right
+
+
+def agreement(recording: Recording, tier: int, category: str | None = None) -> Agreement:
+    """Of tier number ``tier``, counted from the bottom, with the full one; of all texts, or those of one category."""
+    positions = right = after = after_right = 0
+    ranks = [0] * RUNNER_UPS
+    for text in recording.texts:
+        if category is not None and text.category != category:
+            continue
+        before = True
+        for near, full in zip(text.said[tier], text.said[-1], strict=True):
+            same = near[0].token == full[0].token
+            positions, right = positions + 1, right + same
+            if not before:
+                after, after_right = after + 1, after_right + same
+            for rank, other in enumerate(near[1:]):
+                ranks[rank] += not same and other.token == full[0].token
+            before = same
+    wrong = max(1, positions - right)
+    return Agreement(
+        positions, right / max(1, positions), after_right / after if after else None, tuple(count / wrong for count in ranks)
+    )

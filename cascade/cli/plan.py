@@ -1,0 +1,218 @@
+"""`cascade agreement` and `cascade plan`: how often models agree, and what a cascade of them would give on which devices."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from cascade.cli.options import counts
+from cascade.cli.screen import console
+from cascade.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cascade.planner.cost import Profile
+    from cascade.simulation.plan import Prediction
+    from cascade.simulation.recording import Recording
+
+SHARES = click.FloatRange(0, 1, min_open=True)
+DRAFT = click.option("--draft", "drafts", multiple=True, metavar="MODEL", help="A smaller model; repeat, the largest first.")
+
+
+@click.command()
+@click.argument("model")
+@DRAFT
+@click.option(
+    "--prompts",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A file, one a line: text, or JSON as in Spec-Bench, HumanEval or GSM8K. Six kinds of eight if not given.",
+)
+@click.option("--max-tokens", type=click.IntRange(2), default=96, show_default=True, help="Tokens of an answer at most.")
+@click.option("--temperature", "-t", default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of all models. The checkpoint's.")
+@click.option(
+    "--out", type=click.Path(dir_okay=False, path_type=Path), help="Keep what was measured, for `cascade plan --measured`."
+)
+def agreement(
+    model: str,
+    drafts: tuple[str, ...],
+    prompts: Path | None,
+    max_tokens: int,
+    temperature: float,
+    dtype: str | None,
+    out: Path | None,
+) -> None:
+    """Measure how often smaller models say what MODEL says, along MODEL's own answers.
+
+    \b
+    cascade agreement Qwen/Qwen3-32B --draft Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --prompts mine.jsonl --out measured.json
+    """
+    from cascade.agreement import agreement as shares
+    from cascade.agreement import record
+    from cascade.bench.prompts import BUILT_IN, read_prompts
+    from cascade.params import SamplingParams
+
+    if not drafts:
+        raise click.UsageError("Nothing to compare MODEL with: name a smaller model with --draft")
+    if out is not None and not out.parent.is_dir():
+        raise click.BadParameter(f"{out.parent} is no folder: make it first", param_hint="--out")
+    models = [*reversed(drafts), model]
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+    with console.status(f"{model} answers, and the others are asked along its answers"):
+        found = record(models, read_prompts(prompts) if prompts else BUILT_IN, params, dtype)
+    if not found.texts:
+        raise ConfigError(f"{model} ended every answer at once: give other prompts")
+    table = Table(
+        "tier", "kind", "positions", "agrees", "after an error", "1st runner-up", "2nd", box=SIMPLE_HEAD, pad_edge=False
+    )
+    kinds = [None, *dict.fromkeys(text.category for text in found.texts)]
+    for tier, name in enumerate(models[:-1]):
+        for kind in kinds if len(kinds) > 2 else kinds[:1]:
+            one = shares(found, tier, kind)
+            after = "-" if one.after_error is None else f"{one.after_error:.2f}"
+            ranks = [f"{share:.2f}" for share in one.runner_ups]
+            table.add_row("" if kind else name, kind or "all", f"{one.positions:,}", f"{one.own:.2f}", after, *ranks)
+    console.print(table)
+    console.print("Runner-ups: how often they are right where the tier's own token is wrong.", style="dim")
+    if out is not None:
+        try:
+            found.save(out)
+        except OSError as error:
+            raise ConfigError(f"{out} cannot be written: {error}") from None
+        console.print(f"Kept in {out}: cascade plan ... --measured {out}", markup=False, soft_wrap=True)
+
+
+@click.command()
+@click.argument("model", required=False)
+@DRAFT
+@click.option(
+    "--agreement", "shares", multiple=True, type=SHARES, help="Share of tokens in common with MODEL, for each --draft."
+)
+@click.option(
+    "--measured", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="What `cascade agreement --out` kept."
+)
+@click.option("--device", "devices", multiple=True, help="Such as H100: one for all models, or one for each, MODEL's first.")
+@click.option("--tensor-parallel-size", type=click.IntRange(1), default=1, show_default=True, help="Devices that share MODEL.")
+@click.option("--pass-ms", multiple=True, type=float, help="Instead of models: milliseconds of a pass, the full model's first.")
+@click.option("--load", default="1,8", show_default=True, callback=counts, help="Requests at once.")
+@click.option("--prompt-tokens", type=click.IntRange(1, 8192), default=256, show_default=True, help="Of a request.")
+@click.option("--max-tokens", type=click.IntRange(16, 4096), default=128, show_default=True, help="Of an answer.")
+def plan(
+    model: str | None,
+    drafts: tuple[str, ...],
+    shares: tuple[float, ...],
+    measured: Path | None,
+    devices: tuple[str, ...],
+    tensor_parallel_size: int,
+    pass_ms: tuple[float, ...],
+    load: tuple[int, ...],
+    prompt_tokens: int,
+    max_tokens: int,
+) -> None:
+    """Predict what a cascade gives: tokens per second of MODEL alone, of pairs and of all tiers, without a device at hand.
+
+    Each tier has devices of its own. Passes are priced from sizes of models and data sheets of devices, or given. No weight is
+    loaded.
+
+    \b
+    cascade plan Qwen/Qwen3-32B --draft Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --device H100 --measured measured.json
+    cascade plan Qwen/Qwen3-32B --draft Qwen/Qwen3-4B --agreement 0.8 --device H100
+    cascade plan --pass-ms 80 --pass-ms 20 --pass-ms 2 --agreement 0.88 --agreement 0.70
+    """
+    from cascade.simulation.plan import Asked, predict, recorded_tiers, toy_tiers
+    from cascade.simulation.recording import Recording
+
+    costs, vocab = _given(pass_ms) if pass_ms else _computed(model, drafts, devices, tensor_parallel_size)
+    num_drafts = len(costs) - 1
+    if bool(shares) == (measured is not None):
+        raise click.UsageError("Say how often the drafts agree: --agreement for each --draft, or --measured FILE")
+    recording = None if measured is None else Recording.load(measured)
+    known = len(shares) if recording is None else len(recording.texts[0].said) - 1
+    if known != num_drafts:
+        raise click.UsageError(f"There are {num_drafts} drafts, and agreement is known of {known}: give one for each")
+    from cascade.local import TIER_NAMES
+
+    names = TIER_NAMES[len(costs)]
+    if recording is None:
+        tiers = toy_tiers(names, costs, tuple(reversed(shares)))
+    else:
+        tiers = recorded_tiers(names, costs, recording, vocab or 1 + max(max(text.prompt) for text in recording.texts))
+    ranks = tensor_parallel_size + num_drafts
+    _assumed(names, costs, shares, recording)
+    asked = Asked(load, prompt_tokens, max_tokens)
+    for prediction in predict(tiers, asked, recording):
+        _show(prediction, tensor_parallel_size, ranks)
+
+
+def _given(pass_ms: Sequence[float]) -> "tuple[list[Profile], int]":
+    """Profiles of passes that take so long for up to 256 tokens, and twice as long for 512; bottom to top."""
+    from cascade.planner.cost import Profile
+
+    if any(ms <= 0 for ms in pass_ms) or not 1 <= len(pass_ms) <= 5:
+        raise click.BadParameter("give one to five times above 0, the full model's first", param_hint="--pass-ms")
+    return [Profile([(1, ms / 1e3), (256, ms / 1e3), (512, ms / 500)]) for ms in reversed(pass_ms)], 0
+
+
+def _computed(model: str | None, drafts: Sequence[str], devices: Sequence[str], ranks: int) -> "tuple[list[Profile], int]":
+    """Profiles of models on devices, bottom to top, and the vocabulary; raises `ConfigError`, `ModelError`."""
+    from cascade.engine.checkpoint import anatomy
+    from cascade.engine.model_config import read_config
+    from cascade.simulation.costs import ACCELERATORS, Load
+
+    if model is None:
+        raise click.UsageError("Name MODEL and its drafts, or give --pass-ms for each tier")
+    models = [model, *drafts]
+    if len(devices) not in (1, len(models)):
+        raise click.UsageError(f"--device is given {len(devices)} times: once for all models, or once for each")
+    for device in devices:
+        if device not in ACCELERATORS:
+            raise click.BadParameter(f"{device} is not known: one of {', '.join(ACCELERATORS)}", param_hint="--device")
+    each = devices if len(devices) > 1 else devices * len(models)
+    costs = []
+    for source, device in zip(models, each, strict=True):
+        text, found = read_config(source).get_text_config(), anatomy(source, sizes_only=True)
+        embedding = 0 if getattr(text, "tie_word_embeddings", False) else text.vocab_size * text.hidden_size
+        parameters = found.parameters - embedding  # of an input embedding a pass reads a row for each token
+        read_bytes = round(found.weight_bytes * parameters / found.parameters)
+        load = Load(read_bytes, parameters, int(text.num_hidden_layers), found.cache_bytes_per_token)
+        costs.append(load.profile(ACCELERATORS[device], ranks if source == model else 1))
+    return costs[::-1], int(read_config(model).get_text_config().vocab_size)
+
+
+def _assumed(names: Sequence[str], costs: "Sequence[Profile]", shares: Sequence[float], recording: "Recording | None") -> None:
+    passes = ", ".join(f"{name} {1e3 * cost.predict(1):.2f} ms" for name, cost in zip(names, costs, strict=True))
+    console.print(f"A pass of a token: {passes}.", soft_wrap=True)
+    if recording is None:
+        given = ", ".join(f"{name} {share:g}" for name, share in zip(names, reversed(shares), strict=False))
+        console.print(f"Agreement with the full model, assumed: {given}.", soft_wrap=True)
+    else:
+        top = len(names) - 1
+        found = ", ".join(f"{name} {recording.shared(tier, top):.2f}" for tier, name in enumerate(names[:-1]))
+        console.print(f"Agreement with the full model, measured on {len(recording.texts)} answers: {found}.", soft_wrap=True)
+
+
+def _show(prediction: "Prediction", alone_devices: int, all_devices: int) -> None:
+    """Speeds of the modes at one load, and what to take."""
+    from cascade.simulation.plan import ALONE, PLANNER
+
+    table = Table("mode", "tokens/s", "over alone", box=SIMPLE_HEAD, pad_edge=False, title=f"{prediction.load} at once")
+    for mode, speed in prediction.speeds.items():
+        table.add_row(mode, f"{speed:,.1f}", f"{prediction.over_alone(mode):.2f}x")
+    console.print(table)
+    best = prediction.best
+    gain = prediction.over_alone(best)
+    if best == ALONE:
+        console.print("No draft pays at this load: serve the full model alone.")
+        return
+    console.print(f"Fastest: {best}, {gain:.2f} times the full model alone.")
+    if all_devices > alone_devices and PLANNER in prediction.speeds and prediction.load > 1:
+        replicas = all_devices / alone_devices
+        fewer = prediction.over_alone(PLANNER)
+        if fewer < replicas:
+            console.print(
+                f"For tokens a second alone, the same {all_devices} devices as replicas of the full model would give up to "
+                f"{replicas:.1f} times one replica, the cascade {fewer:.2f} times: drafts buy time per answer.",
+                soft_wrap=True,
+            )

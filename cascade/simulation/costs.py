@@ -1,0 +1,78 @@
+"""What a pass costs on a device that is not at hand, computed from the model's size and the device's data sheet.
+
+A pass of few tokens takes as long as its weights take to come from memory, plus what its launches cost. From some number of
+tokens on arithmetic takes longer than reading. What is assumed:
+
+- `BANDWIDTH`: the share of the data sheet's bandwidth that decoding reaches. 0.78 for Llama 3.2 1B (Hazy Research, "Look Ma, No
+  Bubbles!", 2025), 0.84 for large matrices alone.
+- `ARITHMETIC`: the share of the data sheet's FLOP/s (bfloat16, dense) that large passes reach.
+- `KERNELS` kernels a layer, each with `KERNEL_S` seconds in which no weights come, and `LAUNCH_S` a pass for the launch of its
+  CUDA graph, its inputs and sampling. One check: the formula gives Llama 3.2 1B (16 layers, 2.47 GB) 1.47 ms on an H100, which
+  is 50 % of the peak bandwidth, what the same article found vLLM and SGLang to reach.
+- Ranks of tensor parallelism share weights and arithmetic evenly, and exchange twice a layer in `EXCHANGE_S` each.
+"""
+
+from dataclasses import dataclass
+
+from cascade.planner.cost import Profile
+
+BANDWIDTH, ARITHMETIC = 0.80, 0.65
+KERNELS, KERNEL_S = 10, 2.5e-6
+LAUNCH_S = 0.15e-3
+EXCHANGE_S = 10e-6
+MOST_TOKENS = 512  # of the largest pass that is priced; larger ones follow its slope
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """Peak figures of a data sheet."""
+
+    bytes_s: float  # of its memory, bytes a second
+    flop_s: float  # dense, in bfloat16, a second
+
+
+# by Ray's names for accelerators
+ACCELERATORS = {
+    "B200": Accelerator(8.0e12, 2250e12),
+    "H200": Accelerator(4.8e12, 989e12),
+    "H100": Accelerator(3.35e12, 989e12),
+    "A100-80G": Accelerator(2.04e12, 312e12),
+    "L40S": Accelerator(0.864e12, 362e12),
+    "A10G": Accelerator(0.6e12, 70e12),
+    "L4": Accelerator(0.3e12, 121e12),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a pass of a model reads and computes."""
+
+    read_bytes: int  # weights that every pass reads
+    parameters: int  # that multiply each token
+    layers: int
+    kv_bytes: int  # keys and values of a position
+
+    def launch_s(self, ranks: int = 1) -> float:
+        exchanges_s = 2 * self.layers * EXCHANGE_S if ranks > 1 else 0.0
+        return LAUNCH_S + self.layers * KERNELS * KERNEL_S + exchanges_s
+
+    def seconds(self, tokens: int, device: Accelerator, ranks: int = 1) -> float:
+        """Of a pass of so many tokens, without context."""
+        reading_s = self.read_bytes / (BANDWIDTH * device.bytes_s)
+        computing_s = 2 * self.parameters * tokens / (ARITHMETIC * device.flop_s)
+        return self.launch_s(ranks) + max(reading_s, computing_s) / ranks
+
+    def context_s(self, device: Accelerator, ranks: int = 1) -> float:
+        """What each position that a session holds adds to a pass, seconds."""
+        return self.kv_bytes / (BANDWIDTH * device.bytes_s) / ranks
+
+    def free_tokens(self, device: Accelerator) -> int:
+        """Tokens of the largest pass that takes no longer than one of a token."""
+        reading_s = self.read_bytes / (BANDWIDTH * device.bytes_s)
+        return max(1, int(reading_s * ARITHMETIC * device.flop_s / (2 * self.parameters)))
+
+    def profile(self, device: Accelerator, ranks: int = 1) -> Profile:
+        """Prices of passes, as the planner has them: constant while weights are read, then a line."""
+        sizes = sorted({1, self.free_tokens(device), max(MOST_TOKENS, 2 * self.free_tokens(device))})
+        points = [(tokens, self.seconds(tokens, device, ranks)) for tokens in sizes]
+        return Profile(points, self.context_s(device, ranks))

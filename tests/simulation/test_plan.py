@@ -1,0 +1,155 @@
+"""Predictions of what a cascade gives: prices of passes, agreement, and speeds that follow from them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cascade import Cascade, SamplingParams
+from cascade.agreement import agreement, chat_ids, record
+from cascade.bench.prompts import BUILT_IN
+from cascade.errors import ConfigError
+from cascade.planner.cost import Profile
+from cascade.simulation.costs import ACCELERATORS, Load
+from cascade.simulation.plan import ALONE, PLANNER, Asked, chained, modes, predict, recorded_tiers, toy_tiers
+from cascade.simulation.recording import Recording
+from tests import small
+from tests.cli import run
+
+LLAMA_1B = Load(2_470_000_000, 1_235_000_000, 16, 32_768)  # Llama 3.2 1B in bfloat16
+NAMES = ("tiny", "medium", "full")
+SHORT = Asked((1,), prompt_tokens=8, tokens=48, answers=2)
+PROMPTS = BUILT_IN[:3]
+GREEDY = SamplingParams(max_tokens=24, temperature=0)
+
+
+def flat(*pass_ms: float) -> list[Profile]:
+    """Prices of tiers, bottom to top, whose passes take as long for any number of tokens."""
+    return [Profile([(1, ms / 1e3), (512, ms / 1e3)]) for ms in pass_ms]
+
+
+@pytest.fixture(scope="module")
+def recording() -> Recording:
+    """What the small models say along the full one's answers."""
+    return record(small.paths(), PROMPTS, GREEDY, "float32")
+
+
+def test_prices_follow_the_data_sheet() -> None:
+    """Guards the one published point, and that more memory bandwidth, more ranks and fewer tokens never cost more."""
+    h100, h200 = ACCELERATORS["H100"], ACCELERATORS["H200"]
+    assert LLAMA_1B.seconds(1, h100) == pytest.approx(1.47e-3, rel=0.01)
+    assert LLAMA_1B.seconds(1, h200) < LLAMA_1B.seconds(1, h100)
+    free = LLAMA_1B.free_tokens(h100)
+    assert LLAMA_1B.seconds(free, h100) == LLAMA_1B.seconds(1, h100) < LLAMA_1B.seconds(2 * free, h100)
+    large = Load(140_000_000_000, 70_000_000_000, 80, 327_680)
+    assert large.seconds(1, h100, 4) < large.seconds(1, h100) / 3
+    profile = LLAMA_1B.profile(h100)
+    assert profile.predict(2 * free) == pytest.approx(LLAMA_1B.seconds(2 * free, h100), rel=1e-3)
+    assert profile.predict(1, 1000) - profile.predict(1) == pytest.approx(1000 * LLAMA_1B.context_s(h100))
+
+
+def test_the_full_model_alone_takes_its_pass_a_token() -> None:
+    """Guards the column that all others are divided by."""
+    [found] = predict(toy_tiers(NAMES, flat(1, 4, 20), (0.5, 0.7)), SHORT)
+    assert found.speeds[ALONE] == pytest.approx(50, rel=0.02)
+
+
+def test_drafts_that_agree_gain_and_others_are_left_out() -> None:
+    """Guards the advice: a tier that never agrees must not be recommended, one that always does must be."""
+    [good] = predict(toy_tiers(("tiny", "full"), flat(1, 20), (1.0,)), SHORT)
+    assert good.best == "tiny → full"
+    assert good.over_alone("tiny → full") > 5
+    # a draft as dear as its verifier, and nearly always wrong
+    [bad] = predict(toy_tiers(("tiny", "full"), flat(20, 20), (0.02,)), SHORT)
+    assert bad.over_alone(bad.best) < 1.1
+    assert bad.over_alone(PLANNER) > 0.9
+
+
+def test_same_input_same_figures() -> None:
+    """Guards plans that are compared: nothing in a prediction is left to chance."""
+    tiers = toy_tiers(NAMES, flat(1, 4, 20), (0.5, 0.7))
+    assert list(predict(tiers, SHORT)) == list(predict(tiers, SHORT))
+
+
+def test_modes_name_their_tiers() -> None:
+    """Guards tables: a mode is called what it runs, once each, for any number of tiers."""
+    assert list(modes(("full",))) == [ALONE]
+    assert list(modes(("tiny", "full"))) == [ALONE, "tiny → full", PLANNER]
+    assert list(modes(NAMES)) == [ALONE, "tiny → full", "medium → full", "tiny → medium → full", PLANNER]
+
+
+def test_shares_that_no_chain_has_are_refused() -> None:
+    """Guards against a prediction of something else than was given."""
+    assert chained((0.6, 0.8)) == pytest.approx((0.75, 0.8))
+    with pytest.raises(ConfigError, match="leave out the one above"):
+        chained((0.9, 0.8))
+    with pytest.raises(ConfigError, match="above 0 and at most 1"):
+        chained((0.0,))
+
+
+def test_agreement_is_that_of_the_texts(recording: Recording) -> None:
+    """Guards the measurement: texts are the full model's own, and a model agrees with itself everywhere."""
+    with Cascade.from_pretrained(small.paths()[-1:], dtype="float32") as full:
+        for text, prompt in zip(recording.texts, PROMPTS, strict=True):
+            ids = chat_ids(full.tokenizer, prompt.text)
+            assert (list(text.prompt), text.output) == (ids, full.generate(ids, GREEDY).token_ids)
+    whole = agreement(recording, 2)
+    assert (whole.own, whole.after_error) == (1.0, None)
+    shares = [agreement(recording, tier).own for tier in range(3)]
+    assert 0 < shares[0] <= shares[1] < 1
+    assert shares[0] == recording.shared(0, 2)
+    kinds = {text.category for text in recording.texts}
+    assert sum(agreement(recording, 0, kind).positions for kind in kinds) == whole.positions
+
+
+def test_recorded_texts_are_what_is_simulated(recording: Recording) -> None:
+    """Guards plans of one's own models: measured tiers give a speed between alone and a token of each tier a pass."""
+    tiers = recorded_tiers(NAMES, flat(1, 4, 20), recording, small.VOCAB)
+    [found] = predict(tiers, Asked((1,)), recording)
+    assert found.speeds[ALONE] == pytest.approx(50, rel=0.05)
+    assert 1 < found.over_alone("medium → full") < 10
+
+
+def test_the_commands_measure_and_predict(tmp_path: Path) -> None:
+    """Guards the whole way of a user: agreement of models on prompts of theirs, kept, and a plan made of it."""
+    tiny, _, full = small.paths()
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "measured.json"
+    prompts.write_text("def add(a, b):\n")
+    code, output = run(
+        "agreement",
+        full,
+        "--draft",
+        tiny,
+        "--prompts",
+        str(prompts),
+        "--max-tokens",
+        "12",
+        "--out",
+        str(out),
+        "--dtype",
+        "float32",
+    )
+    assert code == 0, output
+    assert len(json.loads(out.read_text())["texts"]) == 1
+    code, output = run("plan", full, "--draft", tiny, "--device", "H100", "--measured", str(out), "--load", "1")
+    assert code == 0, output
+    assert "tiny → full" in output
+    assert "measured on 1 answers" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--pass-ms", "20", "--pass-ms", "1"], "Say how often the drafts agree"),
+        (["--pass-ms", "20", "--pass-ms", "1", "--agreement", "0.5", "--agreement", "0.4"], "give one for each"),
+        (["--pass-ms", "0"], "above 0"),
+        (["--agreement", "0.5"], "Name MODEL"),
+        (["nowhere", "--draft", "none", "--agreement", "0.5", "--device", "H1000"], "H1000 is not known: one of B200"),
+        (["nowhere", "--draft", "none", "--agreement", "0.5"], "--device is given 0 times"),
+    ],
+)
+def test_wrong_plans_are_refused(arguments: list[str], sentence: str) -> None:
+    """Guards users against a prediction of something else, and against tracebacks."""
+    code, output = run("plan", *arguments)
+    assert code in (1, 2)
+    assert sentence in " ".join(output.replace("│", " ").split())

@@ -2,7 +2,7 @@
 
     make figures
 
-`docs/figures.md` is written whole. In the README, what is between ``<!-- figures: NAME -->`` and ``<!-- end -->`` is replaced
+`docs/figures.md` is written whole. In other pages, what is between ``<!-- figures: NAME -->`` and ``<!-- end -->`` is replaced
 by the table of that name, or by the words within a sentence. A test compares both with the documents.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.document import RESULTS
 
 ROOT = Path(__file__).parent.parent
-README, PAGE = ROOT / "README.md", ROOT / "docs" / "figures.md"
+README, PAGE, PLAN = ROOT / "README.md", ROOT / "docs" / "figures.md", ROOT / "docs" / "howto" / "plan.md"
 CARDS = ROOT / "cascade" / "family" / "weights"
 MARKED = re.compile(r"(<!-- figures: (\w+) -->\n?).*?(<!-- end -->)", re.DOTALL)
 TEMPERATURES = {"t0": "0", "t0.7": "0.7", "t1.0": "1"}
@@ -154,6 +154,20 @@ def trio(cluster: Document) -> str:
         for name, found in cluster["devices"].items()
     ]
     return rows(header, lines)
+
+
+def third_tier(document: Document) -> str:
+    """Speeds over the full model alone of pairs and of three tiers, and what the third tier adds, simulated."""
+    lines = []
+    for row in document["rows"]:
+        over = row["over_alone"]
+        pairs = over["tiny → full"], over["medium → full"]
+        three = over["tiny → medium → full"]
+        shares = ", ".join(f"{share:.2f}" for share in row["agreement"])
+        cells = (shares, str(row["load"]), *(f"{pair:.2f}" for pair in pairs), f"{three:.2f}", f"{three / max(1.0, *pairs):.2f}")
+        lines.append([row["trio"], *cells, f"{over['planner']:.2f}"])
+    header = ("full, medium, tiny", "agreement of tiny, medium", "at once", "tiny pair", "medium pair", "three")
+    return rows((*header, "three over best", "planner"), lines)
 
 
 def shipped() -> str:
@@ -304,18 +318,20 @@ def page() -> str:
 
 
 def filled(text: str) -> str:
-    """The README with its tables as the documents have them."""
+    """A page with its tables as the documents have them."""
     tables: dict[str, Callable[[], str]] = {
         "one": lambda: one(load("peers")),
         "served": lambda: served(load("peers")),
         "devices": lambda: devices(load("cluster")),
         "span": lambda: span(load("never_slower")),
+        "map": lambda: third_tier(load("map")),
     }
     return MARKED.sub(lambda found: f"{found[1]}{tables[found[2]]()}{found[3]}", text)
 
 
 def main() -> None:
-    README.write_text(filled(README.read_text(encoding="utf-8")), encoding="utf-8")
+    for marked in (README, PLAN):
+        marked.write_text(filled(marked.read_text(encoding="utf-8")), encoding="utf-8")
     PAGE.write_text(page(), encoding="utf-8")
 
 

@@ -124,7 +124,8 @@ def check(line: str) -> None:
 
 def test_figures_are_measured() -> None:
     """Guards README and docs against figures that no kept document has."""
-    assert figures.README.read_text(encoding="utf-8") == figures.filled(figures.README.read_text(encoding="utf-8"))
+    for marked in (figures.README, figures.PLAN):
+        assert marked.read_text(encoding="utf-8") == figures.filled(marked.read_text(encoding="utf-8"))
     assert figures.PAGE.read_text(encoding="utf-8") == figures.page()
 
 

@@ -159,7 +159,7 @@ def trio(cluster: Document) -> str:
 def third_tier(document: Document) -> str:
     """Speeds over the full model alone of pairs and of three tiers, and what the third tier adds, simulated."""
     lines = []
-    for row in document["rows"]:
+    for row in document.get("rows", ()):
         over = row["over_alone"]
         pairs = over["tiny → full"], over["medium → full"]
         three = over["tiny → medium → full"]
@@ -267,7 +267,7 @@ SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # 
         "What an emulated pass takes",
         "cluster",
         "make bench-cluster",
-        "Milliseconds by tokens of the pass, computed from weights, bandwidth and launches (`benchmarks/cluster/trio.py`).",
+        "Milliseconds by tokens of the pass, computed from weights, bandwidth and launches (`cascade/simulation/trio.py`).",
         trio,
     ),
     (

@@ -9,7 +9,7 @@ given, and every tier has devices of its own. The last line is one JSON document
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.cluster.trio import H100, TRIO
+from cascade.simulation.trio import H100, TRIO
 from benchmarks.document import console, finish, parsed, parser, stamp, timed
 from cascade.planner.cost import Profile
 from cascade.simulation.plan import Asked, modes, predict, toy_tiers

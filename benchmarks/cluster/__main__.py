@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.cluster import crowd, one
 from benchmarks.cluster.devices import Setup
-from benchmarks.cluster.trio import TRIO
+from cascade.simulation.trio import TRIO
 from benchmarks.document import console, finish, parsed, parser, stamp, timed
 from benchmarks.prompts import by_category
 from cascade import family

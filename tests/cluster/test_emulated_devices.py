@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.cluster.devices import Setup
 from benchmarks.cluster.emulated import Device, Emulated
-from benchmarks.cluster.trio import TRIO
+from cascade.simulation.trio import TRIO
 from cascade.draft import Draft
 from cascade.params import SamplingParams
 from cascade.planner.cost import Profile

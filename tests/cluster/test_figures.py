@@ -4,7 +4,7 @@ from benchmarks.cluster import __main__ as bench
 from benchmarks.cluster import crowd, one
 from benchmarks.cluster.devices import FILE, Setup, Simulated
 from benchmarks.cluster.emulated import Device
-from benchmarks.cluster.trio import TRIO
+from cascade.simulation.trio import TRIO
 from benchmarks.document import lossless
 from cascade.params import SamplingParams
 from cascade.scorer import RunnerUp

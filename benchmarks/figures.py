@@ -164,7 +164,13 @@ def third_tier(document: Document) -> str:
         pairs = over["tiny → full"], over["medium → full"]
         three = over["tiny → medium → full"]
         shares = ", ".join(f"{share:.2f}" for share in row["agreement"])
-        cells = (shares, str(row["load"]), *(f"{pair:.2f}" for pair in pairs), f"{three:.2f}", f"{three / max(1.0, *pairs):.2f}")
+        cells = (
+            shares,
+            str(row["load"]),
+            *(f"{pair:.2f}" for pair in pairs),
+            f"{three:.2f}",
+            f"{three / max(1.0, *pairs):.2f}",
+        )
         lines.append([row["trio"], *cells, f"{over['planner']:.2f}"])
     header = ("full, medium, tiny", "agreement of tiny, medium", "at once", "tiny pair", "medium pair", "three")
     return rows((*header, "three over best", "planner"), lines)

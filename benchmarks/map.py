@@ -9,10 +9,10 @@ given, and every tier has devices of its own. The last line is one JSON document
 from collections.abc import Sequence
 from typing import Any
 
-from cascade.simulation.trio import H100, TRIO
 from benchmarks.document import console, finish, parsed, parser, stamp, timed
 from cascade.planner.cost import Profile
 from cascade.simulation.plan import Asked, modes, predict, toy_tiers
+from cascade.simulation.trio import H100, TRIO
 
 NAMES = ("tiny", "medium", "full")
 QWEN3 = tuple(shape.load.profile(H100) for shape in TRIO)  # 0.6B, 4B, 32B, an H100 each

@@ -17,12 +17,12 @@ from typing import Any
 
 from benchmarks.cluster import crowd, one
 from benchmarks.cluster.devices import Setup
-from cascade.simulation.trio import TRIO
 from benchmarks.document import console, finish, parsed, parser, stamp, timed
 from benchmarks.prompts import by_category
 from cascade import family
 from cascade.agreement import record
 from cascade.params import SamplingParams
+from cascade.simulation.trio import TRIO
 
 RECORDING = Path(__file__).parents[1] / ".work" / "recording.json"
 PARTS = ("one", "scale")

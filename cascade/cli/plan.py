@@ -169,7 +169,7 @@ def _computed(model: str | None, drafts: Sequence[str], devices: Sequence[str], 
     for device in devices:
         if device not in ACCELERATORS:
             raise click.BadParameter(f"{device} is not known: one of {', '.join(ACCELERATORS)}", param_hint="--device")
-    each = devices if len(devices) > 1 else devices * len(models)
+    each = devices if len(devices) > 1 else [devices[0]] * len(models)
     costs = []
     for source, device in zip(models, each, strict=True):
         text, found = read_config(source).get_text_config(), anatomy(source, sizes_only=True)

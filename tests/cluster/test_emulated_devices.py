@@ -6,12 +6,12 @@ import pytest
 
 from benchmarks.cluster.devices import Setup
 from benchmarks.cluster.emulated import Device, Emulated
-from cascade.simulation.trio import TRIO
 from cascade.draft import Draft
 from cascade.params import SamplingParams
 from cascade.planner.cost import Profile
 from cascade.scorer import Row, Scored
 from cascade.simulation.toy_tier import ToyTier
+from cascade.simulation.trio import TRIO
 
 PARAMS = SamplingParams(temperature=0, seed=3)
 POINTS = ((1, 0.020), (11, 0.030), (21, 0.060))

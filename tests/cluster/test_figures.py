@@ -4,12 +4,12 @@ from benchmarks.cluster import __main__ as bench
 from benchmarks.cluster import crowd, one
 from benchmarks.cluster.devices import FILE, Setup, Simulated
 from benchmarks.cluster.emulated import Device
-from cascade.simulation.trio import TRIO
 from benchmarks.document import lossless
 from cascade.params import SamplingParams
 from cascade.scorer import RunnerUp
 from cascade.settings.config import CascadeConfig
 from cascade.simulation.recording import RecordedText, Recording
+from cascade.simulation.trio import TRIO
 
 PROMPTS = [list(range(20)), list(range(30))]
 PARAMS = SamplingParams(max_tokens=32, temperature=0)

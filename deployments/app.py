@@ -47,7 +47,7 @@ def build(args: CascadeConfig | Mapping[str, Any] | None = None) -> Application:
 
     Raises `ConfigError` if the configuration is wrong or its tiers do not belong together.
     """
-    return _verified(parse(args))
+    return _bind_verified(parse(args))
 
 
 def bind_models(configs: Mapping[str, CascadeConfig], options: Mapping[str, Any]) -> Application:
@@ -57,20 +57,24 @@ def bind_models(configs: Mapping[str, CascadeConfig], options: Mapping[str, Any]
     """
     from deployments.models import Models
 
-    routers: dict[str, Any] = {name: _verified(config, f"{name.replace('/', '--')}:") for name, config in configs.items()}
+    routers: dict[str, Any] = {name: _bind_verified(config, f"{name.replace('/', '--')}:") for name, config in configs.items()}
     actor = {"num_cpus": 0} | _environment(options.get("ray_actor_options") or {})
     first = RouterDeploymentConfig().model_dump(exclude_none=True) | {"name": "models"}
     deployment = _deployment(serve.ingress()(Models), {**first, **options, "ray_actor_options": actor}, "models")
     return versioned(deployment, {"models": list(configs)}).bind(routers)
 
 
-def _verified(config: CascadeConfig, prefix: str = "") -> Application:
-    """`bind` a configuration, after its models were verified if it asks for that."""
+def _bind_verified(config: CascadeConfig, prefix: str = "") -> Application:
+    return bind(config, verified(config), prefix)
+
+
+def verified(config: CascadeConfig) -> dict[str, dict[str, int]]:
+    """The limits of a configuration's models for `bind`, after they were verified if it asks for that; raises `ConfigError`."""
     from cascade.settings.check import limits, verify  # with PyTorch
 
     if config.verify:
         verify(config)
-    return bind(config, limits(config), prefix)
+    return limits(config)
 
 
 def bind(config: CascadeConfig, limits: Mapping[str, Mapping[str, int]], prefix: str = "") -> Application:

@@ -1,5 +1,6 @@
 """`cascade serve`: a server on this machine, until Ctrl-C."""
 
+import contextlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,7 +41,8 @@ def serve(host: str | None, port: int | None, grpc_port: int | None, api_key: st
         if os.environ.get("RAY_ADDRESS", "local") not in ("", "local"):  # its routers would not ask for the key
             raise ConfigError(f"--api-key is for this machine: set {KEYS} where the routers of the cluster run")
         os.environ[KEYS] = f"cli={api_key}"
-    with started(config, host=host, port=port, grpc_port=grpc_port, name=name) as server:
+    stopping = contextlib.suppress(KeyboardInterrupt)  # while it starts, too: it may serve before it says so
+    with stopping, started(config, host=host, port=port, grpc_port=grpc_port, name=name) as server:
         console.print(f"[bold green]Serving[/] {', '.join(server.tiers)} on [bold]{server.address}[/]. Ctrl-C stops.")
         console.print(f"HTTP, and a page to look at: [bold]{server.url}[/]\n")
         said = usage(server.address, server.url, server.model, keyed=KEYS in os.environ)

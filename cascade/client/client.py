@@ -83,14 +83,16 @@ class Calls(Connection, ABC, Generic[Text, Texts, Said, SaidPieces, Info]):
         return self._pieces(ChatExchange(encode_chat(messages, params, speculation, handling, options)))
 
     def describe(self) -> Info:
-        """What is served."""
-        return self._ask("Describe", pb.DescribeRequest(), read_server_info, DESCRIBE_TIMEOUT_S)
+        """What is served. Where no server has ever answered this client, it is not waited for, as requests wait."""
+        return self._ask("Describe", pb.DescribeRequest(), read_server_info, DESCRIBE_TIMEOUT_S, probing=True)
 
     def _whole(self, exchange: Exchange[Any, Any]) -> Any:
         return self._ask(exchange.unary, exchange.request, exchange.read)
 
     @abstractmethod
-    def _ask(self, rpc: str, request: Any, read: Callable[[Any], Any], timeout_s: float | None = None) -> Any:
+    def _ask(
+        self, rpc: str, request: Any, read: Callable[[Any], Any], timeout_s: float | None = None, *, probing: bool = False
+    ) -> Any:
         """What ``read`` makes of the response."""
 
     @abstractmethod
@@ -123,8 +125,10 @@ class Client(Calls[Completion, Iterator[Chunk], Turn, Iterator[TurnPiece], Serve
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _ask(self, rpc: str, request: Any, read: Callable[[Any], T], timeout_s: float | None = None) -> T:
-        attempts = self._attempts(timeout_s)
+    def _ask(
+        self, rpc: str, request: Any, read: Callable[[Any], T], timeout_s: float | None = None, *, probing: bool = False
+    ) -> T:
+        attempts = self._attempts(timeout_s, probing=probing)
         while True:
             server = self._next_server()
             try:
@@ -173,8 +177,10 @@ class AsyncClient(Calls[Later[Completion], AsyncIterator[Chunk], Later[Turn], As
     ) -> None:
         await self.close()
 
-    async def _ask(self, rpc: str, request: Any, read: Callable[[Any], T], timeout_s: float | None = None) -> T:
-        attempts = self._attempts(timeout_s)
+    async def _ask(
+        self, rpc: str, request: Any, read: Callable[[Any], T], timeout_s: float | None = None, *, probing: bool = False
+    ) -> T:
+        attempts = self._attempts(timeout_s, probing=probing)
         while True:
             server = self._next_server()
             try:

@@ -30,7 +30,7 @@ SERVICE = {
     "methodConfig": [{"name": [{}], "retryPolicy": {**RETRIES, "retryableStatusCodes": ["CANCELLED"]}}],
     "loadBalancingConfig": [{"round_robin": {}}],  # over all hosts of a name
 }
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0  # longer than a router that was killed is away, also on a slow machine
 FIRST_PAUSE_S = 0.05  # doubled with every failure, and cut by up to a half: clients of a dead server do not come all at once
 MOST_PAUSE_S = 2.0
 AVOID_S = 5.0  # time for which a server that failed is asked only if there is no other
@@ -59,8 +59,8 @@ class Unreached(Unavailable):
 class Attempts:
     """The calls by which one request is made, within its deadline and its client's patience.
 
-    ``patience_s``: seconds that may pass without a message from any server. ``unproven``: no server has ever answered this
-    client, so its addresses may be wrong: each of ``num_servers`` is asked once.
+    ``patience_s``: seconds that may pass without a message from any server. ``unproven``: the addresses may be wrong, so each
+    of ``num_servers`` is asked once.
     """
 
     patience_s: float
@@ -95,10 +95,13 @@ class Attempts:
         if isinstance(error, Overloaded):
             pause_s += error.retry_after_s
         left_s = self.left_s
-        in_time = time.monotonic() + pause_s <= self._last + self.patience_s and (left_s is None or pause_s <= left_s)
-        if not (self._may_succeed(error) and in_time):
-            raise (self._reason if isinstance(error, DeadlineExceeded) else error) from None
-        return pause_s
+        patient = time.monotonic() + pause_s <= self._last + self.patience_s
+        if self._may_succeed(error) and patient and (left_s is None or pause_s <= left_s):
+            return pause_s
+        told = self._reason if isinstance(error, DeadlineExceeded) else error
+        if isinstance(told, Unavailable) and self._num_in_vain > 1:
+            told = type(told)(f"{told} (tried for {time.monotonic() - self._last:.1f} s)")
+        raise told from None
 
     def _may_succeed(self, error: CascadeError) -> bool:
         """Whether another call may go better. Only a request that lost its server waits for one that is full."""
@@ -152,9 +155,12 @@ class Connection:
             channel = self._channels.secure_channel(target, credentials, options)
         return Server(channel, serving_pb2_grpc.CascadeStub(channel))
 
-    def _attempts(self, timeout_s: float | None = None) -> Attempts:
-        """For one request, with the connection's deadline unless another is given."""
-        return Attempts(self._patience_s, timeout_s or self._timeout, len(self._servers), not self._answered)
+    def _attempts(self, timeout_s: float | None = None, *, probing: bool = False) -> Attempts:
+        """For one request, with the connection's deadline unless another is given.
+
+        One that is ``probing`` is told at once where no server has ever answered: the addresses may be wrong.
+        """
+        return Attempts(self._patience_s, timeout_s or self._timeout, len(self._servers), probing and not self._answered)
 
     def _next_server(self) -> Server:
         """The next one in turn; if all are avoided, the one that was first."""

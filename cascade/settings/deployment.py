@@ -43,6 +43,7 @@ class RouterDeploymentConfig(DeploymentConfig):
     """The same for the router, with other defaults."""
 
     max_queued_requests: Annotated[int, Field(ge=-1)] = 256  # calls that wait for a router
+    health_check_period_s: Seconds = 0.5  # seconds between two health checks, after which one that died is started anew
     graceful_shutdown_timeout_s: Annotated[float, Field(ge=0)] = 60.0  # seconds that its running answers have to end
     # percent; a router takes no GPU, so new ones start first
     max_surge_percent: Annotated[int, Field(ge=0, le=100)] | None = 100

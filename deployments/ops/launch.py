@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,7 +27,7 @@ from cascade.errors import ConfigError, ModelError
 from cascade.settings.config import CascadeConfig
 from cascade.settings.router import ListenConfig
 from cascade.settings.section import sentence
-from deployments.app import bind, build, parse, shortage
+from deployments.app import bind, parse, shortage, verified
 from deployments.gateway.admission.access import Access
 from deployments.links.tls import check
 
@@ -92,18 +93,18 @@ class Server:
 
     def _start(self, tell: Callable[[str], object], num_gpus: int | None) -> None:
         """Return when all tiers are ready."""
-        tell("Reading configurations")
         config = self.config
-        application = build(config)  # before Ray is started: wrong configurations are told soonest
         _check_files(config)
-        if not ray.is_initialized():
-            tell("Starting Ray")
-            _start_ray(num_gpus, dashboard=config.alignment is not None and config.alignment.num_workers > 1)
-        if not self._owns_ray:  # a cluster of several machines: clients are told this one's address
-            from cascade.settings.check import limits  # with PyTorch
-
-            application = bind(at_door(config, self._listen, ray.util.get_node_ip_address()), limits(config))
+        tell("Starting Ray, reading configurations")
+        with ThreadPoolExecutor(1) as beside:  # reading imports PyTorch, while Ray's processes start
+            reading = beside.submit(verified, config)
+            if not ray.is_initialized():
+                _start_ray(num_gpus, dashboard=config.alignment is not None and config.alignment.num_workers > 1)
+            limits = reading.result()
         self._check_room()
+        if not self._owns_ray:  # a cluster of several machines: clients are told this one's address
+            config = at_door(config, self._listen, ray.util.get_node_ip_address())
+        application = bind(config, limits)
         tell(f"Starting the tiers {', '.join(self.tiers)}")
         self._run(application)
 

@@ -28,7 +28,7 @@ class Ray:
         self.initialized = False
         self.calls: list[str] = []
         self.applications: list[str] = []
-        self.raises: dict[str, Exception] = {}  # by call
+        self.raises: dict[str, BaseException] = {}  # by call
         self.util = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.2")
 
     def is_initialized(self) -> bool:
@@ -55,7 +55,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Ray:
     """In the place of Ray and Serve, which get no application; there is no cluster to join unless a test says so."""
     fake = Ray()
     monkeypatch.setenv("RAY_ADDRESS", "")
-    for name, stub in {"ray": fake, "serve": fake, "build": lambda config: None, "bind": lambda *args: None}.items():
+    for name, stub in {"ray": fake, "serve": fake, "verified": lambda config: {}, "bind": lambda *args: None}.items():
         monkeypatch.setattr(module, name, stub)
     return fake
 
@@ -170,6 +170,13 @@ def test_no_token_is_left_behind(monkeypatch: pytest.MonkeyPatch, fake: Ray, tmp
         monkeypatch.setenv(name, value)
     with Server.start(port=0):
         assert ("RAY_AUTH_TOKEN" in os.environ) is (not name)  # else Ray makes a file, or the user has said what to do
+
+
+def test_ctrl_c_ends_a_start_in_order(fake: Ray) -> None:
+    """Guards who stops a server as soon as it answers: it said "Aborted!" and ended with code 1 until all tiers were there."""
+    fake.raises["run"] = KeyboardInterrupt()
+    assert run("serve", "--port", "0")[0] == 0
+    assert fake.calls == ["init", "start", "run", "delete", "shutdown"]
 
 
 class Stub:

@@ -96,11 +96,11 @@ def test_what_no_call_can_carry_is_refused() -> None:
 
 async def test_unreachable_server() -> None:
     """Guards against waiting for ever, or for gRPC's error, where nobody listens."""
-    with Client("127.0.0.1:1") as client:
+    with Client("127.0.0.1:1", patience_s=0.2) as client:
         for call in calls(client):
             with pytest.raises(Unavailable, match="No server answers at the client's address"):
                 call()
-    async with AsyncClient("127.0.0.1:1") as async_client:
+    async with AsyncClient("127.0.0.1:1", patience_s=0.2) as async_client:
         for ask in async_calls(async_client):
             with pytest.raises(Unavailable):
                 await ask()

@@ -29,13 +29,13 @@ from ray import serve
 from benchmarks.document import console, finish, parsed, parser, stamp, timed
 from cascade import SamplingParams, Speculation, family
 from cascade.agreement import chat_ids
-from cascade.bench.prompts import BUILT_IN
 from cascade.client import AsyncClient
 from cascade.engine.devices import processor
 from cascade.engine.loading import load
 from cascade.engine.model import Model
 from cascade.engine.published_tokenizer import pretrained
 from cascade.engine.tokenizer import Tokenizer
+from cascade.prompts import BUILT_IN
 from cascade.settings.config import CascadeConfig
 from cascade.training.alignment import Outcome, Student, align, record, shards, student_of
 from cascade.training.reservoir import Sample

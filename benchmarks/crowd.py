@@ -7,9 +7,9 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+from benchmarks.load import Mode, isolated
 from benchmarks.turns import Stream
 from cascade.answer import Chunk
-from cascade.bench.load import Mode, isolated
 from cascade.params import SamplingParams
 
 LOOK_S = 0.01  # between two looks at what has come

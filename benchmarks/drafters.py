@@ -20,11 +20,11 @@ from typing import Any
 from rich.box import SIMPLE
 from rich.table import Table
 
+from benchmarks import report
 from benchmarks.document import console, finish, parsed, parser, stamp
+from benchmarks.load import Cell, Mode, same_text
 from benchmarks.turns import AGAIN, ALONE, AUTO, Size, Stream, at, in_turns
 from cascade import family
-from cascade.bench import report
-from cascade.bench.load import Cell, Mode, same_text
 from cascade.draft import NO_DRAFT
 from cascade.drafters import TEXT, DrafterSpec, make
 from cascade.drafters.matching import Matcher
@@ -64,7 +64,7 @@ def entries(found: Mapping[str, Sequence[Cell]]) -> list[dict[str, Any]]:
     return [
         {key: round(one[key], 3) if isinstance(one[key], float) else one[key] for key in FIGURES} | {"temperature": temperature}
         for temperature, cells in found.items()
-        for one in report.document(cells)["cells"]
+        for one in report.entries(cells)
     ]
 
 

@@ -28,8 +28,8 @@ from ray import serve
 
 from benchmarks.document import console, finish, parsed, parser, stamp, titled
 from cascade import Cascade, SamplingParams, Speculation
-from cascade.bench.prompts import BUILT_IN
 from cascade.client import AsyncClient
+from cascade.prompts import BUILT_IN
 from cascade.settings.config import CascadeConfig
 from deployments.ops.launch import APPLICATION, Server
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from cascade import family
 from cascade.agreement import chat_ids
-from cascade.bench.prompts import BUILT_IN, Prompt
 from cascade.engine.tokenizer import Tokenizer
+from cascade.prompts import BUILT_IN, Prompt
 
 
 def by_category(count: int | None, prompts: Sequence[Prompt] = BUILT_IN) -> tuple[Prompt, ...]:

@@ -4,13 +4,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from benchmarks import report
 from benchmarks.document import console
+from benchmarks.load import Cell, Mode, Workload, load
 from benchmarks.prompts import by_category
 from cascade import family
 from cascade.agreement import chat_ids
 from cascade.answer import Chunk
-from cascade.bench import report
-from cascade.bench.load import Cell, Mode, Workload, load
 from cascade.engine.tokenizer import Tokenizer
 from cascade.params import Handling, SamplingParams, Speculation
 

@@ -11,7 +11,6 @@ from functools import partial
 from typing import TypeAlias
 
 from cascade.answer import Completion
-from cascade.bench.prompts import Prompt
 from cascade.engine.model import Model
 from cascade.engine.threads import apart
 from cascade.engine.tokenizer import Tokenizer
@@ -19,6 +18,7 @@ from cascade.llm import chat_text
 from cascade.local import Cascade
 from cascade.messages import RUNNER_UPS
 from cascade.params import SamplingParams
+from cascade.prompts import Prompt
 from cascade.scorer import Row, RunnerUp
 from cascade.simulation.recording import RecordedText, Recording, Said
 

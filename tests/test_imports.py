@@ -21,7 +21,7 @@ FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those 
     ("cascade.family", "cascade.training", "cascade.simulation"),
     ("cascade.settings",),
     ("cascade.local",),
-    ("cascade.bench", "cascade.llm"),
+    ("cascade.llm", "cascade.prompts"),
     ("cascade.agreement",),
     ("deployments.replica", "deployments.versions"),
     ("deployments.ops.metrics", "deployments.ops.tracing", "deployments.ops.drift", "deployments.ops.workers"),

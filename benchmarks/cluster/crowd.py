@@ -14,9 +14,9 @@ from rich.table import Table
 
 from benchmarks.cluster.devices import Setup
 from benchmarks.crowd import Crowd
+from benchmarks.load import Mode
 from benchmarks.turns import ALONE, AUTO
 from cascade import family
-from cascade.bench.load import Mode
 from cascade.client import AsyncClient
 from cascade.messages import Open
 from cascade.params import SamplingParams, Speculation

@@ -14,9 +14,9 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.cluster.devices import Asked, Setup, Simulated, simulated
+from benchmarks.load import Mode, isolated
 from benchmarks.turns import ALONE, AUTO
 from cascade import family
-from cascade.bench.load import Mode, isolated
 from cascade.client import Client
 from cascade.params import SamplingParams, Speculation
 from cascade.simulation.recording import RecordedText, Recording

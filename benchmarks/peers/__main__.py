@@ -27,8 +27,8 @@ from benchmarks.peers.contract import Models, num_threads
 from benchmarks.turns import at
 from cascade import family
 from cascade.agreement import chat_ids
-from cascade.bench.prompts import BUILT_IN, Prompt
 from cascade.engine.tokenizer import Tokenizer
+from cascade.prompts import BUILT_IN, Prompt
 
 PARTS = ("agreement", "one", "served")
 LAST_LINE = ("family", "one", "served", "agreement")

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.document import console
+from benchmarks.load import rotated
 from benchmarks.peers import contest, crew, environments
 from benchmarks.peers.contract import BFLOAT16, POSITIONS, Models, vllm_drafts
-from cascade.bench.load import rotated
-from cascade.bench.prompts import Prompt
+from cascade.prompts import Prompt
 from deployments.ops.launch import LOOPBACK, free_port
 
 ROUNDS = 3  # in which modes take turns: the speed of a shared machine wanders

@@ -1,21 +1,17 @@
 """Who answers: a server, or models in this process."""
 
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from cascade.answer import Chunk
-from cascade.bench.load import AsyncStream
 from cascade.cli.screen import console
 from cascade.errors import InvalidRequest
 from cascade.params import Handling, SamplingParams, Speculation
 
 if TYPE_CHECKING:  # one needs PyTorch, the other gRPC, and both start slowly
     from cascade.client import Client
-    from cascade.client.chat import TurnPiece
     from cascade.local import Cascade
 
 Message: TypeAlias = Mapping[str, Any]  # as in OpenAI's API
@@ -110,45 +106,3 @@ def loaded(models: tuple[str, ...]) -> "Cascade":
 
     with console.status("Loading models"):
         return Cascade.from_pretrained(models) if models else Cascade.demo()
-
-
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """Who answers many at once. Prompts are a user's turns where the model has a chat template."""
-
-    stream: AsyncStream
-    names: tuple[str, ...]  # of tiers and drafters, bottom to top
-    model: str
-    chat: bool  # whether there is a template
-    device: str | None = None  # of the full tier; None if it is this machine's processor
-
-
-@asynccontextmanager
-async def asked(address: str | None, models: tuple[str, ...] = ()) -> AsyncIterator[Backend]:
-    """A server, or models in this process."""
-    if address is None:
-        with loaded(models) as cascade:
-            local = Local(cascade)
-            chat = local.has_template()
-
-            def ask_models(prompt: str, *how: Any) -> AsyncIterator[Chunk]:
-                return cascade.astream(local.encode(user_turn(prompt)) if chat else prompt, *how)
-
-            yield Backend(ask_models, cascade.names, Path(cascade.tokenizer.source).name, chat)
-        return
-    from cascade.client import AsyncClient, Client
-
-    with Client(address) as client:
-        served = Served(client)
-        chat = served.has_template()
-    full = served.info.tiers[-1]
-    near = address.rpartition("/")[2].startswith(("127.0.0.1:", "localhost:", "[::1]:"))
-    async with AsyncClient(address) as loader:
-
-        async def ask_server(prompt: str, *how: Any) -> AsyncGenerator[Chunk, None]:
-            turn = loader.stream_chat(user_turn(prompt), *how)
-            async with aclosing(cast("AsyncGenerator[TurnPiece, None]", turn)) as pieces:
-                async for piece in pieces:
-                    yield piece.chunk
-
-        yield Backend(ask_server if chat else loader.stream, served.names, full.model, chat, None if near else full.device)

@@ -4,7 +4,6 @@ from typing import Any
 
 import click
 
-from cascade.cli.bench import bench
 from cascade.cli.chat import chat
 from cascade.cli.config import check
 from cascade.cli.demo import demo
@@ -39,12 +38,11 @@ def main() -> None:
     cascade plan --help                 what a cascade would give on your devices
     cascade chat --address HOST:PORT    talk with the server
     cascade generate "def main():"      go on with a text
-    cascade bench                       how much faster it is, under load
     cascade top                         watch a server
     """
 
 
-for command in (demo, serve, check, plan, agreement, chat, generate, bench, top, distill, align, rollback, forget):
+for command in (demo, serve, check, plan, agreement, chat, generate, top, distill, align, rollback, forget):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -51,8 +51,8 @@ def agreement(
     """
     from cascade.agreement import agreement as shares
     from cascade.agreement import record
-    from cascade.bench.prompts import BUILT_IN, read_prompts
     from cascade.params import SamplingParams
+    from cascade.prompts import BUILT_IN, read_prompts
 
     if not drafts:
         raise click.UsageError("Nothing to compare MODEL with: name a smaller model with --draft")

@@ -10,8 +10,8 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
-from cascade.bench.scrape import Scrape, scrape
 from cascade.cli.connection import DEFAULT_ADDRESS
+from cascade.cli.scrape import Scrape, scrape
 from cascade.cli.screen import console, level_style
 from cascade.errors import CascadeError
 

@@ -85,10 +85,6 @@ def test_options_say_everything(tmp_path: Path) -> None:
         (["check", "--darft", "small"], "Did you mean"),
         (["serve", "--port", "9000"], "port 9000 is named for HTTP and for gRPC"),
         (["chat", "somewhere", "--address", "127.0.0.1:1"], "--address"),
-        (["bench", "--address", "127.0.0.1:1", "--model", "somewhere"], "--model"),
-        (["bench", "--concurrency", "1,0"], "1 to 10000"),
-        (["bench", "--json", "no/such/folder/bench.json"], "no folder"),
-        (["bench", "--address", "127.0.0.1:1"], "127.0.0.1:1"),
         (["top", "--once", "--address", "127.0.0.1:1", "--url", "http://127.0.0.1:1"], "127.0.0.1:1"),
     ],
 )

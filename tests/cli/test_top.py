@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console, RenderableType
 
-from cascade.bench.scrape import Scrape, scrape
+from cascade.cli.scrape import Scrape, scrape
 from cascade.cli.screen import acceptance, console
 from cascade.cli.top import Frame, look, view
 from cascade.client import Client, ServerInfo

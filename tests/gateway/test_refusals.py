@@ -6,7 +6,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from cascade.bench.scrape import Scrape
+from cascade.cli.scrape import Scrape
 from cascade.client import Client
 from cascade.errors import KINDS, InvalidRequest, Overloaded
 from cascade.params import Handling, SamplingParams

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 from cascade import SamplingParams, Speculation
-from cascade.bench.scrape import scrape
+from cascade.cli.scrape import scrape
 from cascade.client import Client
 from cascade.messages import Edge
 from cascade.planner.cost import Profile

@@ -10,7 +10,7 @@ import psutil
 from ray import serve
 
 from cascade import Cascade, Completion, SamplingParams, Speculation
-from cascade.bench.scrape import scrape
+from cascade.cli.scrape import scrape
 from cascade.client import AsyncClient, Client
 from deployments.ops.launch import APPLICATION, Server
 from tests.served.test_serve import PROMPT, alone, settle

@@ -7,9 +7,9 @@ import pytest
 
 from cascade import Cascade, SamplingParams
 from cascade.agreement import agreement, chat_ids, record
-from cascade.bench.prompts import BUILT_IN
 from cascade.errors import ConfigError
 from cascade.planner.cost import Profile
+from cascade.prompts import BUILT_IN
 from cascade.simulation.costs import ACCELERATORS, Load
 from cascade.simulation.plan import ALONE, PLANNER, Asked, chained, modes, predict, recorded_tiers, toy_tiers
 from cascade.simulation.recording import Recording

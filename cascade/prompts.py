@@ -1,4 +1,4 @@
-"""The prompts of a benchmark: those that ship, or those of a file, also in the formats of published sets."""
+"""Prompts to measure by: those that ship, or those of a file, also in the formats of published sets."""
 
 import gzip
 import json
@@ -68,6 +68,3 @@ def _prompt(line: str, where: str) -> Prompt:
 
 BUILT_IN = read_prompts(Path(__file__).parent / "prompts.jsonl")
 """Six kinds of eight: chat, code, mathematics, summaries and documents with their texts, translation."""
-
-QUESTIONS = read_prompts(Path(__file__).parent / "questions.jsonl")
-"""What `cascade demo` asks, one of each kind: facts, code, mathematics, a summary, a rewrite."""

@@ -1,4 +1,4 @@
-"""How fast a server answers one request, or many at once, mode beside mode in one run.
+"""How fast requests are answered, one at a time or many at once, mode beside mode in one run.
 
 Modes take turns on every batch of requests, so that whatever else the machine does slows all of them alike. Each request is a
 tenant of its own: no mode knows a prompt or a text from another one.
@@ -11,14 +11,14 @@ import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from cascade.answer import Chunk, Completion
-from cascade.bench.prompts import Prompt
 from cascade.errors import CascadeError
 from cascade.messages import Edge, add_edges
 from cascade.params import Handling, SamplingParams, Speculation
+from cascade.prompts import Prompt
 
 T = TypeVar("T")
 AsyncStream = Callable[[str, SamplingParams, Speculation, Handling], AsyncIterator[Chunk]]
@@ -38,13 +38,11 @@ class Mode:
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
-    """One answer and when it came."""
+class Answered:
+    """One answer."""
 
     prompt: str
     completion: Completion
-    first_token_s: float  # from sending the request to its first message, seconds
-    gaps_s: tuple[float, ...]  # between two messages, seconds
 
 
 @dataclass(slots=True)
@@ -54,7 +52,7 @@ class Cell:
     mode: Mode
     category: str
     concurrency: int
-    answers: list[Timed] = field(default_factory=list)
+    answers: list[Answered] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)  # one for each request that failed
     seconds: float = 0.0  # of the wall clock
 
@@ -80,16 +78,6 @@ class Cell:
         return self.tokens / passes if passes else 0.0
 
     @property
-    def first_token_s(self) -> list[float]:
-        """Of each answer."""
-        return [answer.first_token_s for answer in self.answers]
-
-    @property
-    def gaps_s(self) -> list[float]:
-        """Of all answers."""
-        return [gap for answer in self.answers for gap in answer.gaps_s]
-
-    @property
     def edges(self) -> list[Edge]:
         """What happened on each edge in all answers together."""
         edges = (edge for answer in self.answers for edge in answer.completion.stats.edges)
@@ -105,7 +93,6 @@ class Workload:
     concurrency: tuple[int, ...]
     params: SamplingParams
     rounds: int = 1
-    warm_tokens: int | None = None  # of the answers that warm up, at most; as many as of the others if None
 
     @property
     def categories(self) -> tuple[str, ...]:
@@ -117,22 +104,15 @@ class Workload:
         num_requests = math.ceil(len(prompts) / concurrency) * concurrency
         return list(itertools.islice(itertools.cycle(prompts), num_requests))
 
-    @property
-    def num_requests(self) -> int:
-        """Requests that count, in all modes together."""
-        sizes = [len(self.batch(category, n)) for category in self.categories for n in self.concurrency]
-        return sum(sizes) * len(self.modes) * self.rounds
-
 
 async def load(
     stream: AsyncStream,
     workload: Workload,
-    step: Callable[[], object] = lambda: None,
     done: Callable[[Sequence[Cell]], object] = lambda cells: None,
 ) -> list[Cell]:
     """Send ``workload``, each mode warmed up at each number of requests at once.
 
-    ``step`` is called after each request, ``done`` with the cells of all modes of a category as soon as nothing is added to
+    ``done`` is called with the cells of all modes of a category as soon as nothing is added to
     them any more. A request that fails is counted in its cell; one that fails while the server warms up raises its
     `CascadeError`.
     """
@@ -148,7 +128,7 @@ async def load(
         for category in workload.categories:
             for _ in range(workload.rounds):
                 for mode in rotated(workload.modes, turns):
-                    await _send(stream, workload, cells[n, category, mode.name], step)
+                    await _send(stream, workload, cells[n, category, mode.name])
                 turns += 1
             done([cells[n, category, mode.name] for mode in workload.modes])
     return list(cells.values())
@@ -175,22 +155,13 @@ def same_text(cells: Sequence[Cell]) -> bool:
     return all(len(different) == 1 for different in texts.values())
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least ``share`` of ``values`` do not exceed; 0 if there are none."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
-
-
 async def _warm_up(stream: AsyncStream, workload: Workload, concurrency: int) -> None:
-    params = workload.params
-    if workload.warm_tokens is not None:
-        params = replace(params, max_tokens=min(params.max_tokens, workload.warm_tokens))
     for mode in workload.modes:
         prompts = itertools.islice(itertools.cycle(workload.prompts), concurrency)
-        await asyncio.gather(*(_time(stream, prompt.text, params, mode.speculation) for prompt in prompts))
+        await asyncio.gather(*(_time(stream, prompt.text, workload.params, mode.speculation) for prompt in prompts))
 
 
-async def _send(stream: AsyncStream, workload: Workload, cell: Cell, step: Callable[[], object]) -> None:
+async def _send(stream: AsyncStream, workload: Workload, cell: Cell) -> None:
     """One batch, ``cell.concurrency`` requests at a time."""
     waiting = iter(workload.batch(cell.category, cell.concurrency))
 
@@ -200,7 +171,6 @@ async def _send(stream: AsyncStream, workload: Workload, cell: Cell, step: Calla
                 cell.answers.append(await _time(stream, prompt.text, workload.params, cell.mode.speculation))
             except CascadeError as error:
                 cell.errors.append(f"{type(error).__name__}: {error}")
-            step()
 
     begin = time.perf_counter()
     async with asyncio.TaskGroup() as clients:
@@ -209,18 +179,13 @@ async def _send(stream: AsyncStream, workload: Workload, cell: Cell, step: Calla
     cell.seconds += time.perf_counter() - begin
 
 
-async def _time(stream: AsyncStream, prompt: str, params: SamplingParams, speculation: Speculation) -> Timed:
-    last = begin = time.perf_counter()
-    gaps_s = []
+async def _time(stream: AsyncStream, prompt: str, params: SamplingParams, speculation: Speculation) -> Answered:
     completion = None
     async with contextlib.aclosing(cast(AsyncGenerator[Chunk, Any], stream(prompt, params, speculation, isolated()))) as chunks:
         async for chunk in chunks:
-            now = time.perf_counter()
-            gaps_s.append(now - last)
-            last = now
             completion = chunk.completion or completion
     assert completion is not None, "a stream ends with its completion"
-    return Timed(prompt, completion, gaps_s[0] if gaps_s else last - begin, tuple(gaps_s[1:]))
+    return Answered(prompt, completion)
 
 
 def rotated(modes: Sequence[T], turns: int) -> Sequence[T]:

@@ -36,6 +36,7 @@ from deployments.gateway.grpc.requests import TextRequest, TurnRequest, metadata
 from deployments.gateway.grpc.server import GrpcServer
 from deployments.gateway.http.api import Api
 from deployments.gateway.http.server import HttpServer
+from deployments.gateway.threads import GRAMMARS, TEXT, in_thread
 from deployments.links.leases import lessor
 from deployments.links.replica_status import Tiers, may_be_zero
 from deployments.links.siblings import Siblings
@@ -310,7 +311,7 @@ class Router:
         self.admission.check_length(len(prompt))
         if len(prompt) < LONG_PROMPT:
             return self.tokenizer.encode(prompt)
-        return await asyncio.to_thread(self.tokenizer.encode, prompt)
+        return await in_thread(TEXT, self.tokenizer.encode, prompt)
 
     async def admit(self, task: Task) -> Open:
         """The session to open at the full tier; raises `InvalidRequest` if a parameter cannot be honoured."""
@@ -329,7 +330,7 @@ class Router:
         decoder = self.tokenizer.decoder(opening.tokens[: opening.prompt_len])
         if len(opening.tokens) - opening.prompt_len < LONG_ANSWER:
             return Answer(opening, decoder, index, elapsed)
-        return await asyncio.to_thread(Answer, opening, decoder, index, elapsed)
+        return await in_thread(TEXT, Answer, opening, decoder, index, elapsed)
 
     async def check(self, params: SamplingParams) -> None:
         """Raise `InvalidRequest` if the tiers cannot honour a parameter."""
@@ -339,4 +340,4 @@ class Router:
 
 async def _compiling(params: SamplingParams, work: Callable[[], T]) -> T:
     """Run ``work``; in a thread if it may have to compile a grammar, so that other requests go on."""
-    return work() if params.structured is None else await asyncio.to_thread(work)
+    return work() if params.structured is None else await in_thread(GRAMMARS, work)

@@ -26,7 +26,7 @@ FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those 
     ("deployments.replica", "deployments.versions"),
     ("deployments.ops.metrics", "deployments.ops.tracing", "deployments.ops.drift", "deployments.ops.workers"),
     ("deployments.links",),
-    ("deployments.gateway.admission",),
+    ("deployments.gateway.admission", "deployments.gateway.threads"),
     (
         "deployments.gateway.chat",
         "deployments.ops.learner",

@@ -1,7 +1,9 @@
 """The HTTP API, asked by OpenAI's own client: a whole server with toy tiers in this process."""
 
+import asyncio
 import http.client
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -223,3 +225,19 @@ def test_request_id_comes_back(served: House, client: OpenAI) -> None:
             other._metadata += (("request_id", unfit),)
             with pytest.raises(InvalidRequest, match="The request id is not 1 to 128"):
                 other.generate("x", SamplingParams(max_tokens=1))
+
+
+def test_kinds_of_work_do_not_wait_for_each_other(served: House) -> None:
+    """Guards long prompts and grammars, which waited for look-ups on a slow disk: all shared asyncio's few threads."""
+    done = threading.Event()
+
+    async def hold() -> None:
+        for _ in range(64):
+            asyncio.get_running_loop().run_in_executor(None, done.wait)
+
+    served.call(hold())
+    try:
+        body = {"prompt": "x = 1; " * 300, "max_tokens": 4, "structured": {"regex": "[a-z]{4}"}, "logprobs": 1}
+        assert ask(served, "/v1/completions", body)[0] == 200
+    finally:
+        done.set()

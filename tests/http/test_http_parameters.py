@@ -30,7 +30,18 @@ def test_logprobs_of_chats_have_their_own_form(served: House) -> None:
     told = [piece.choices[0].logprobs for piece in pieces]
     assert [entry for one in told if one is not None for entry in one.content] == said
     assert [len(entry.top_logprobs) for entry in said] == [3] * 10
-    assert all(bytes(one.bytes).decode() == one.token for entry in said for one in (entry, *entry.top_logprobs))
+    assert b"".join(bytes(entry.bytes) for entry in said).decode(errors="replace") == choice.message.content
+    assert all(len({one.token for one in entry.top_logprobs}) == 3 for entry in said)
+
+
+def test_parts_of_characters_are_told_apart(served: House) -> None:
+    """Guards log-probabilities of a prompt of emojis: several tokens shared the name U+FFFD, and so the lowest value."""
+    body = {"prompt": "😀 😃 😄 😁 😆 😅 🤣 😂", "echo": True, "max_tokens": 8, "logprobs": 5, "seed": 3}
+    said = ask(served, "/v1/completions", body)[2]["choices"][0]["logprobs"]
+    assert "\ufffd" not in "".join(said["tokens"])
+    assert {len(top) for top in said["top_logprobs"] if top} <= {5, 6}
+    for token, logprob, top in zip(said["tokens"], said["token_logprobs"], said["top_logprobs"], strict=True):
+        assert not top or top.get(token, logprob) == logprob
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [  # over both protocols, whose fields have the same names

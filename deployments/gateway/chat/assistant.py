@@ -1,6 +1,5 @@
 """From conversations, over any protocol, to prompts, parameters and readers of answers."""
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from deployments.gateway.chat.conversation import ChatMessage, Conversation, Too
 from deployments.gateway.chat.grammars import GrammarWriter
 from deployments.gateway.chat.reader import CLOSE, OPEN, TAIL, ThoughtSplitter, TurnReader, opened, prompted
 from deployments.gateway.chat.template import PROBE_ARGUMENT, PROBE_NAME, ChatTemplate, Style
+from deployments.gateway.threads import TEXT, in_thread
 
 LONG_PROMPT = 2000  # characters from which tokenizing is left to a thread, so that other requests go on
 
@@ -96,7 +96,7 @@ class Assistant:
         encode = self.template.encode
         if num_chars < LONG_PROMPT:
             return encode(said, shown, style)
-        return await asyncio.to_thread(encode, said, shown, style)
+        return await in_thread(TEXT, encode, said, shown, style)
 
     async def _enforced(self, plan: ToolPlan, params: SamplingParams) -> SamplingParams:
         """``params`` that make the text calls of tools, if the plan says so; raises `InvalidRequest`."""

@@ -19,6 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from cascade.answer import Chunk
 from cascade.capabilities import Task, room
 from cascade.engine.generation import with_room
+from cascade.engine.spelling import Spelling
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import KINDS, CascadeError, InvalidRequest, NotFound, Unavailable
 from cascade.messages import Open
@@ -42,6 +43,7 @@ from deployments.gateway.http.openai import (
 )
 from deployments.gateway.http.reply import CompletionReply, Echo, Form, Kind
 from deployments.gateway.http.responses import ResponseReply, ResponsesBody
+from deployments.gateway.threads import TEXT, in_thread
 
 PAGE_FILE = Path(__file__).with_name("page.html")
 PAGE_POLICY = (
@@ -115,6 +117,7 @@ class Api:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._admission = backend.admission
+        self._spelled: asyncio.Task[Spelling] | None = None
 
     def application(self) -> FastAPI:
         """The ASGI application."""
@@ -199,14 +202,14 @@ class Api:
         ids = [await self._backend.encode(prompt) for prompt in prompts]
         params = body.params({"max_tokens": COMPLETION_TOKENS} | self._backend.defaults)
         echoes = [await self._echo(*both, params) if body.echo else Echo() for both in zip(prompts, ids, strict=True)]
-        form = self._form("text", body, params, f"cmpl-{caller.id}", sum(map(len, ids)))
+        form = await self._form("text", body, params, f"cmpl-{caller.id}", sum(map(len, ids)))
         repeated = [echo for echo in echoes for _ in range(body.answers)]
         return await self._answer(caller, body, params, ids, lambda known: CompletionReply(form, repeated, known))
 
     async def chat(self, body: ChatBody, caller: Asking) -> Any:
         """The assistant's next turn."""
         body, task = await self._task(body)
-        form = self._form("chat", body, task.params, f"chatcmpl-{caller.id}", len(task.ids), task.reader)
+        form = await self._form("chat", body, task.params, f"chatcmpl-{caller.id}", len(task.ids), task.reader)
         return await self._turn(caller, body, task, lambda known: CompletionReply(form, [Echo()] * body.answers, known))
 
     async def respond(self, body: ResponsesBody, caller: Asking) -> Any:
@@ -244,7 +247,7 @@ class Api:
         said = body.as_chat(assistant.template.variables)
         return body, await assistant.task(said, lambda room: body.params(with_room(self._backend.defaults, room)))
 
-    def _form(
+    async def _form(
         self,
         kind: Kind,
         body: AnswersBody,
@@ -255,8 +258,8 @@ class Api:
     ) -> Form:
         options = body.stream_options or StreamOptions()
         continuous = prompt_tokens if options.continuous_usage_stats else None
-        name = None if params.logprobs is None else self._name
-        return Form(kind, id, self._answering(body), body.history, options.include_usage, continuous, name, reader)
+        spelling = None if params.logprobs is None else await self._spelling()
+        return Form(kind, id, self._answering(body), body.history, options.include_usage, continuous, spelling, reader)
 
     async def _turn(self, caller: Caller, body: SamplingBody, task: ChatTask, reply: Replying) -> Any:
         return await self._answer(caller, body, task.params, [task.ids], reply, task.unread)
@@ -309,7 +312,7 @@ class Api:
         text = prompt if isinstance(prompt, str) else await self._decode(prompt)
         if params.prompt_logprobs is None:
             return Echo(text)
-        begins = await asyncio.to_thread(self._backend.tokenizer.begins, ids)
+        begins = await in_thread(TEXT, self._backend.tokenizer.begins, ids)
         return Echo(text, tuple(min(begin, len(text)) for begin in begins))
 
     async def _decode(self, ids: Sequence[int]) -> str:
@@ -318,11 +321,13 @@ class Api:
         if wrong is not None:
             raise InvalidRequest(f"Token id {wrong} is out of range: ids go from 0 to {most - 1}", "prompt")
         decode = self._backend.tokenizer.decode
-        return decode(ids) if len(ids) < LONG_PROMPT else await asyncio.to_thread(decode, ids)
+        return decode(ids) if len(ids) < LONG_PROMPT else await in_thread(TEXT, decode, ids)
 
-    def _name(self, token: int) -> str:
-        """The text of one token, special ones too."""
-        return self._backend.tokenizer.decode([token], skip_special_tokens=False)
+    async def _spelling(self) -> Spelling:
+        """What tokens spell; it takes up to a second where it is asked for first."""
+        if self._spelled is None:
+            self._spelled = asyncio.create_task(in_thread(TEXT, Spelling, self._backend.tokenizer))
+        return await asyncio.shield(self._spelled)
 
     def _answering(self, body: SamplingBody) -> str:
         """The model's name, or the adapter's if the request named it as its model."""

@@ -6,13 +6,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from cascade.answer import Chunk, Completion, PromptToken
+from cascade.engine.spelling import Spelling
 from cascade.messages import Logprobs
 from deployments.gateway.admission.status import Refusal
 from deployments.gateway.chat.reader import TurnReader, ending, read
 from deployments.gateway.http.events import event
 
 Kind = Literal["chat", "text"]
-Name = Callable[[int], str]  # the text of a token alone, which may be half a character
 DONE = b"data: [DONE]\n\n"
 
 
@@ -34,7 +34,7 @@ class Form:
     history: bool = False
     usage: bool = False  # after the last piece
     prompt_tokens: int | None = None  # of all prompts, if every piece has the usage so far
-    name: Name | None = None  # of a token, if log-probabilities are asked for
+    spelling: Spelling | None = None  # of tokens, if log-probabilities are asked for
     reader: Callable[[], TurnReader] = TurnReader  # a new one for each answer
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -122,7 +122,7 @@ class CompletionReply:
         """A piece of a choice, ``offset`` characters after its begin; nothing if there is nothing to say yet."""
         form, reader, end = self._form, self._readers[index], chunk.completion
         said = reader.take(chunk)
-        if not (said or end or form.history or form.name or chunk.seed is not None):
+        if not (said or end or form.history or form.spelling or chunk.seed is not None):
             return b""
         extra = history([chunk]) if form.history else {}
         if end is not None:
@@ -156,18 +156,20 @@ class CompletionReply:
 
     def _logprobs(self, chunks: Sequence[Chunk], offset: int, before: dict[str, Any] | None = None) -> dict[str, Any] | None:
         """Those of the ``chunks``, after those ``before`` of an echoed prompt."""
-        name = self._form.name
-        if name is None:
+        spelling = self._form.spelling
+        if spelling is None:
             return None
         if self._form.kind == "chat":
-            return chat_logprobs(chunks, name)
-        logprobs = text_logprobs(chunks, name, offset)
+            return chat_logprobs(chunks, spelling, offset)
+        logprobs = text_logprobs(chunks, spelling, offset)
         return logprobs if before is None else {key: before[key] + logprobs[key] for key in before}
 
     def _prompt_logprobs(self, first: Chunk, echo: Echo) -> dict[str, Any] | None:
         """Those of the prompt, which come with the ``first`` piece if they were asked for; its first token has none."""
-        prompt, name = first.prompt, self._form.name
-        return _listed([token.id for token in prompt], prompt, echo.begins, name) if prompt and name is not None else None
+        prompt, spelling = first.prompt, self._form.spelling
+        if not prompt or spelling is None:
+            return None
+        return _listed([token.id for token in prompt], prompt, echo.begins, spelling)
 
 
 def usage(completions: Sequence[Completion], readers: Sequence[TurnReader]) -> dict[str, Any]:
@@ -223,28 +225,49 @@ def history(chunks: Iterable[Chunk]) -> dict[str, Any]:
     return {"token_ids": ids, "ends": ends, "origins": origins}
 
 
-def chat_logprobs(chunks: Sequence[Chunk], name: Name) -> dict[str, Any]:
-    """Log-probabilities as chat completions have them."""
+def chat_logprobs(chunks: Sequence[Chunk], spelling: Spelling, offset: int) -> dict[str, Any]:
+    """Log-probabilities as chat completions have them; the first chunk's text begins at ``offset`` of the answer."""
+    stripped = offset == 0 and not "".join(chunk.text for chunk in chunks).startswith(" ")  # by decoders of some families
 
-    def named(id: int, logprob: float) -> dict[str, Any]:
-        return {"token": name(id), "logprob": logprob, "bytes": list(name(id).encode())}
+    def named(id: int, logprob: float, begin: int) -> dict[str, Any]:
+        spelled = spelling.bytes(id)
+        if begin == 0 and stripped:
+            spelled = spelled.removeprefix(b" ")
+        return {"token": spelling.name(id), "logprob": logprob, "bytes": list(spelled)}
 
-    tokens = [pair for chunk in chunks for pair in zip(chunk.token_ids, chunk.logprobs, strict=True)]
-    return {"content": [named(id, said.logprob) | {"top_logprobs": [named(*top) for top in said.top]} for id, said in tokens]}
+    said = [one for chunk in chunks for one in chunk.logprobs]
+    return {
+        "content": [
+            named(id, one.logprob, begin) | {"top_logprobs": [named(*top, begin) for top in one.top]}
+            for id, one, begin in zip(_ids(chunks), said, _begins(chunks, offset), strict=True)
+        ]
+    }
 
 
-def text_logprobs(chunks: Sequence[Chunk], name: Name, offset: int) -> dict[str, Any]:
+def text_logprobs(chunks: Sequence[Chunk], spelling: Spelling, offset: int) -> dict[str, Any]:
     """As completions have them; the first chunk's text begins at ``offset`` of the choice's text."""
+    said = [one for chunk in chunks for one in chunk.logprobs]
+    return _listed(_ids(chunks), said, _begins(chunks, offset), spelling)
+
+
+def _ids(chunks: Sequence[Chunk]) -> list[int]:
+    return [id for chunk in chunks for id in chunk.token_ids]
+
+
+def _begins(chunks: Sequence[Chunk], offset: int) -> list[int]:
+    """Characters before each token."""
     begins = []
     for chunk in chunks:
         begins += [offset + begin for begin in (0, *chunk.ends)[: len(chunk.ends)]]
         offset += len(chunk.text)
-    ids = [id for chunk in chunks for id in chunk.token_ids]
-    return _listed(ids, [said for chunk in chunks for said in chunk.logprobs], begins, name)
+    return begins
 
 
-def _listed(ids: Sequence[int], said: Sequence[Logprobs | PromptToken], begins: Sequence[int], name: Name) -> dict[str, Any]:
+def _listed(
+    ids: Sequence[int], said: Sequence[Logprobs | PromptToken], begins: Sequence[int], spelling: Spelling
+) -> dict[str, Any]:
     """Tokens with their log-probabilities and the places where they begin."""
+    name = spelling.name
     return {
         "tokens": [name(id) for id in ids],
         "token_logprobs": [one.logprob for one in said],

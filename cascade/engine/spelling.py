@@ -1,0 +1,54 @@
+"""What each token of a vocabulary spells, where tokens are data, as in lists of log-probabilities."""
+
+from llguidance import LLTokenizer
+
+from cascade.engine.tokenizer import Tokenizer
+
+
+class Spelling:
+    """Bytes and names of all tokens; building it takes up to a second with large vocabularies.
+
+    Joined, the bytes of the tokens of a text are the text: special tokens, which decoding leaves out, have none. A name is the
+    text that a token spells, or `bytes:\\xf0\\x9f` for a part of a character; where several tokens spell the same, the last one
+    has the text as its name, and the others `token_id:5`. So no two tokens share a name.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._bytes = _spelled(tokenizer)
+        owners: dict[str, int] = {}
+        for id, spelled in enumerate(self._bytes):
+            owners[_named(spelled)] = id
+        for id, token in tokenizer.added_tokens.items():
+            if token.special:
+                owners[token.content] = id
+                self._bytes[id] = b""
+        self._names = {id: name for name, id in owners.items()}
+
+    def name(self, token: int) -> str:
+        """The name of a token, which no other one has."""
+        return self._names.get(token) or f"token_id:{token}"
+
+    def bytes(self, token: int) -> bytes:
+        """What a token adds to a text."""
+        return self._bytes[token] if token < len(self._bytes) else b""
+
+
+def _spelled(tokenizer: Tokenizer) -> list[bytes]:
+    """Of each token; of kinds of tokenizers that llguidance does not know what decoding makes of the token alone."""
+    ids = range(tokenizer.num_ids)
+    try:
+        vocabulary = LLTokenizer(tokenizer.backend.to_str(), eos_token=sorted(tokenizer.end_ids) or None)
+    except Exception:  # it raises what it likes
+        return [tokenizer.decode([id]).encode() for id in ids]
+    spelled = [vocabulary.decode_bytes([id]) for id in ids]
+    for id, token in tokenizer.added_tokens.items():
+        if id < len(spelled):
+            spelled[id] = token.content.encode()
+    return spelled
+
+
+def _named(spelled: bytes) -> str:
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)

@@ -58,10 +58,11 @@ def bind_models(configs: Mapping[str, CascadeConfig], options: Mapping[str, Any]
     from deployments.models import Models
 
     routers: dict[str, Any] = {name: _bind_verified(config, f"{name.replace('/', '--')}:") for name, config in configs.items()}
+    settings = {name: config.router.model_dump(mode="json") for name, config in configs.items()}
     actor = {"num_cpus": 0} | _environment(options.get("ray_actor_options") or {})
     first = RouterDeploymentConfig().model_dump(exclude_none=True) | {"name": "models"}
     deployment = _deployment(serve.ingress()(Models), {**first, **options, "ray_actor_options": actor}, "models")
-    return versioned(deployment, {"models": list(configs)}).bind(routers)
+    return versioned(deployment, {"models": list(configs)}).bind(routers, settings)
 
 
 def _bind_verified(config: CascadeConfig, prefix: str = "") -> Application:

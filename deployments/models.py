@@ -11,25 +11,31 @@ from ray.serve.handle import DeploymentHandle
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cascade.errors import InvalidRequest, NotFound, Overloaded, Unavailable
-from cascade.settings.router import RequestLimits
+from cascade.errors import InvalidRequest, NotFound, Overloaded, Unauthenticated, Unavailable
+from cascade.settings.router import RequestLimits, RouterConfig
+from deployments.gateway.admission.access import Access
 from deployments.gateway.admission.status import refusal
 from deployments.gateway.http.events import ClientLeft, attended
 from deployments.gateway.http.messages import body_of
-from deployments.gateway.http.middleware import CODING, read_body, replay, route_of
+from deployments.gateway.http.middleware import CODING, authorization, read_body, replay, route_of
 from deployments.replica import join_serves
 
 CARRIED = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers")
 LIST = "/v1/models"
+BOUNDS = ("max_body_bytes", "body_timeout_s")  # of a body, before it is known which router it is for
 
 
 class Models:
     """The ingress of several models: forwards requests to their ``routers``, by the name of the model. Stateless."""
 
-    def __init__(self, routers: Mapping[str, DeploymentHandle]) -> None:
+    def __init__(self, routers: Mapping[str, DeploymentHandle], configs: Mapping[str, Mapping[str, Any]]) -> None:
+        """``configs`` are of the routers, by the names of their models: what none of them takes is not read."""
         join_serves()
         self._routers = dict(routers)
-        self._limits = RequestLimits()
+        parsed = [RouterConfig.model_validate(config) for config in configs.values()]
+        widest = {name: max(getattr(config.limits, name) for config in parsed) for name in BOUNDS}
+        self._limits = RequestLimits(**widest)
+        self._access = [Access(config.access) for config in parsed]
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """The HTTP API, for Ray Serve's proxies."""
@@ -51,6 +57,8 @@ class Models:
             await send(message)
 
         try:
+            if scope["method"] == "POST":
+                self._check_key(scope)
             body = await read_body(scope, receive, self._limits)
             if route_of(scope) == LIST:
                 await self._list(scope, receive, noting)
@@ -65,6 +73,17 @@ class Models:
             await JSONResponse(body_of(refused, route_of(scope)), refused.kind.http, dict(refused.metadata))(
                 scope, receive, send
             )
+
+    def _check_key(self, scope: Scope) -> None:
+        """Raise `Unauthenticated` if no router knows the key of a request; the one that it is for looks again."""
+        refusals = []
+        for access in self._access:
+            try:
+                access.account(authorization(dict(scope["headers"])))
+                return
+            except Unauthenticated as error:
+                refusals.append(error)
+        raise refusals[0]
 
     def _chosen(self, scope: Scope, body: bytes) -> DeploymentHandle:
         """The router of the model that a request names, in its path or its body; raises `NotFound` or `InvalidRequest`.

@@ -1,6 +1,6 @@
 """Ray Serve LLM's configurations: what becomes of each key of theirs, and several models behind one API."""
 
-from asyncio import run_coroutine_threadsafe, wrap_future
+from asyncio import run, run_coroutine_threadsafe, wrap_future
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -204,10 +204,36 @@ def models() -> Iterator[tuple[SimpleNamespace, dict[str, House]]]:
     ):
         houses = {"full": full, "other": other}
         routers: Any = {name: Router(one) for name, one in houses.items()}
-        server = HttpServer(Models(routers).__serve_build_asgi_app__(), listen, RequestLimits())
+        server = HttpServer(Models(routers, {name: {} for name in houses}).__serve_build_asgi_app__(), listen, RequestLimits())
         full.call(server.open())
         yield SimpleNamespace(url=f"http://{listen.host}:{listen.http_port}"), houses
         full.call(server.close(0))
+
+
+def test_bodies_that_no_router_takes_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the common ingress: it read 16 MiB of anybody's body, whatever the routers' limits, and before it saw the key."""
+    monkeypatch.setenv("CASCADE_API_KEYS", "ann=a-secret-key")
+    limits = {name: {"limits": {"max_body_bytes": most}} for name, most in (("full", 2048), ("other", 4096))}
+    application = Models({}, limits).__serve_build_asgi_app__()
+
+    def answered(length: int, **headers: str) -> int:
+        said = [(name.encode(), value.encode()) for name, value in {**headers, "content-length": str(length)}.items()]
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async def receive() -> Any:
+            raise AssertionError("nothing of the body may be asked for")
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": said}
+        run(application(scope, receive, send))  # type: ignore[arg-type]
+        return int(sent[0]["status"])
+
+    assert answered(9) == 401
+    assert answered(9, authorization="Bearer another-key") == 401
+    assert answered(4097, authorization="Bearer a-secret-key") == 413
+    assert answered(4097, **{"x-api-key": "a-secret-key"}) == 413
 
 
 ASKED: Values = {"prompt": PROMPT, "max_tokens": 32, "temperature": 0.8, "seed": 11}

@@ -58,9 +58,7 @@ class Middleware:
         try:
             route = route_of(scope)
             if route != HEALTH and not (route == "/metrics" and self._access.open_metrics):  # before the body is read
-                key = headers.get(b"x-api-key")  # as Anthropic's clients say it
-                said = headers.get(b"authorization", "" if key is None else f"Bearer {key}")
-                state["account"] = self._access.account(said)
+                state["account"] = self._access.account(authorization(dict(scope["headers"])))
             body = await read_body(scope, receive, self._limits)
             check_text(body)
             state["since"] = time.monotonic()
@@ -103,6 +101,12 @@ class Sender:
         path = route_of(scope)
         metadata = BASIC if path == PAGE and refused.kind.http == 401 else refused.metadata
         await JSONResponse(body_of(refused, path), refused.kind.http, dict(metadata))(scope, receive, self.send)
+
+
+def authorization(headers: Mapping[bytes, bytes]) -> str:
+    """The header of the key, also where the key comes as Anthropic's clients say it; "" without one."""
+    key = headers.get(b"x-api-key")
+    return headers.get(b"authorization", b"" if key is None else b"Bearer " + key).decode("latin-1")
 
 
 def route_of(scope: Mapping[str, Any]) -> str:

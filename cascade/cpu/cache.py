@@ -54,19 +54,20 @@ class BlockedCache:
 
     @torch.inference_mode()
     def _grow(self, capacity: int) -> None:
-        before, self.capacity = self.layers(), capacity
-        *begins, size = accumulate(self._sizes(), initial=0)
-        self._memory, self._layers = torch.zeros(size, dtype=self.dtype), []
+        before = self.layers()
+        *begins, size = accumulate(self._sizes(capacity), initial=0)
+        self._memory = torch.zeros(size, dtype=self.dtype)  # where it raises, nothing has changed
+        self._layers, self.capacity = [], capacity
         self.addresses = self._memory.data_ptr() + self._memory.itemsize * np.array(begins).reshape(-1, 2)
         for (old_keys, old_values), (keys, values) in zip(before, self.layers() if before else (), strict=True):
             keys[:, : old_keys.shape[1]] = old_keys
             values[:, :, : old_values.shape[2]] = old_values
 
-    def _sizes(self) -> Iterator[int]:
+    def _sizes(self, capacity: int) -> Iterator[int]:
         """Elements of the keys of a layer, of its values, of the keys of the next layer, and so on."""
         for heads, key_size, value_size in self.shapes.values():
-            yield heads * self.capacity * key_size
-            yield heads * self.capacity * blocks_of(value_size) * LANES
+            yield heads * capacity * key_size
+            yield heads * capacity * blocks_of(value_size) * LANES
 
     def layers(self) -> list[tuple[Tensor, Tensor]]:
         """By layer: keys ``[kv_heads, capacity / 16, key_size, 16]`` and values ``[kv_heads, blocks, capacity, 16]``.
@@ -74,7 +75,7 @@ class BlockedCache:
         They begin at the origin. Empty if nothing was written.
         """
         if self.capacity and not self._layers:
-            parts = iter(self._memory.split(list(self._sizes())))
+            parts = iter(self._memory.split(list(self._sizes(self.capacity))))
             for shape in self.shapes.values():
                 keys = next(parts).view(shape.kv_heads, self.capacity // LANES, shape.key_size, LANES)
                 values = next(parts).view(shape.kv_heads, blocks_of(shape.value_size), self.capacity, LANES)

@@ -150,8 +150,8 @@ def run_trees(rows: Sequence[Row], run: Callable[..., list[Scored]], *, shares_p
     """
     trees = [Tree(row, shares_pass=shares_pass) for row in rows]
     if not shares_pass:
-        for row in rows:  # before forks have what memory is left
-            row.cache.prepare(row.start, row.start + len(row.input_ids))
+        for row in rows:  # before forks have what memory is left; a store itself holds one path, as tiers count it
+            row.cache.prepare(row.start, row.start + len(row.tokens) + row.draft.height)
     seen: list[tuple[Tensor, Sequence[Row]]] = []
     try:
         lines = [line.row for tree in trees for line in tree.grow()]

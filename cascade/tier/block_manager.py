@@ -5,12 +5,16 @@ common is copied from store to store, or held by both; each allocation counts al
 over are kept until their memory is needed, and are found again by the tokens of their blocks; the least recently used go first.
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cascade.draft import num_same
+from cascade.errors import reason
 from cascade.scorer import BLOCK, Store, grown_capacity, num_blocks
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -94,9 +98,10 @@ class BlockManager:
         if not self._make_room(needed):
             return False
         added = min(self.free, self._whole(grown_capacity(positions, allocation.capacity) // BLOCK) - allocation.blocks)
+        if not self._reserved(allocation.store, allocation.blocks + added):
+            return False
         allocation.blocks += added
         self.free -= added
-        allocation.store.reserve(allocation.capacity)
         return True
 
     def lend(self, positions: int) -> int | None:
@@ -154,7 +159,9 @@ class BlockManager:
         if not self._make_room(blocks):
             return None
         allocation = Allocation(self._new_store(), blocks)
-        allocation.store.reserve(allocation.capacity)
+        if not self._reserved(allocation.store, blocks):
+            allocation.store.free()
+            return None
         self._allocations.add(allocation)
         self.free -= blocks
         return allocation
@@ -166,7 +173,12 @@ class BlockManager:
         self._kept.pop(donor, None)  # else it might be what makes room
         copy = self._new(positions)
         if copy is not None:
-            copy.store.reuse(donor.store, known)
+            try:
+                copy.store.reuse(donor.store, known)
+            except Exception:
+                log.exception("Keys and values could not be copied")
+                self.drop(copy)
+                copy = None
         if not donor.in_use:
             self._kept[donor] = None
         return copy
@@ -182,6 +194,19 @@ class BlockManager:
         self._forget(donor)
         donor.in_use = True
         return donor
+
+    def _reserved(self, store: Store, blocks: int) -> bool:
+        """Make room in a store, at the cost of what is kept where the device has less memory than there are blocks."""
+        while True:
+            try:
+                store.reserve(blocks * BLOCK)
+            except Exception as error:  # each device has its own
+                log.warning("There is no memory for %d blocks of keys and values: %s", blocks, reason(error))
+                if not self._kept:
+                    return False
+                self._remove(next(iter(self._kept)))
+            else:
+                return True
 
     def _whole(self, blocks: int) -> int:
         return -(-blocks // self._unit) * self._unit

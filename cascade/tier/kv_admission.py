@@ -4,6 +4,7 @@ Sessions rank by when they were opened. Each may preempt those after it, and tho
 one always gets on, and every session becomes the first in the end.
 """
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from cascade.session.branches import Branch
 from cascade.tier.block_manager import BlockManager
 from cascade.tier.scheduler import rank
 from cascade.tier.slot import Fork, Slot, U
+
+log = logging.getLogger(__name__)
 
 IDLE_S = 1.0  # after which a session that has nothing to score may lose its place to any other
 MEMORY_RETRY_S = 0.1  # before a session that waits for memory looks again, if nothing else happens
@@ -33,22 +36,33 @@ class KVAdmission:
             f"the request may need {positions} in {self.block_manager.blocks(positions)}"
         )
 
-    def admit(self, slots: Collection[Slot[U]], max_guesses: int, now: float) -> tuple[list[Slot[U]], float | None]:
-        """The sessions that have room for their next row; when to look again, if others wait for memory."""
+    def admit(
+        self, slots: Collection[Slot[U]], max_guesses: int, now: float
+    ) -> tuple[list[Slot[U]], list[Slot[U]], float | None]:
+        """The sessions that have room for their next row; those that get none though no other has any, because the device has
+        less than it should; when to look again, if others wait for memory."""
         ranked: Sequence[Slot[U]] = sorted(slots, key=rank)
-        able, waiting = [], False
+        able: list[Slot[U]] = []
+        lost: list[Slot[U]] = []
+        waiting = False
         for slot in ranked:
             session = slot.session
             if session.stalled:
                 if session.branches is not None and slot.allocation is not None:
                     able.append(slot)
                 continue
-            positions = len(session.text) + min(session.depth, max_guesses)
-            if self._place(slot, positions, ranked, now):
+            length = len(session.text)
+            if self._reserve(slot, length + min(session.depth, max_guesses)):
                 able.append(slot)
-            else:
+            elif self._place(slot, length, ranked, now):  # nobody is preempted for guesses
+                assert slot.allocation is not None
+                session.max_depth = min(session.max_depth, slot.allocation.capacity - length)
+                able.append(slot)
+            elif any(other.allocation is not None for other in ranked if other is not slot):
                 waiting = True
-        return able, now + MEMORY_RETRY_S if waiting else None
+            else:
+                lost.append(slot)
+        return able, lost, now + MEMORY_RETRY_S if waiting else None
 
     def scored(self, slot: Slot[Any]) -> None:
         """Let others reuse the prompt once all of it is scored."""
@@ -60,9 +74,15 @@ class KVAdmission:
     def fork(self, slot: Slot[Any], branch: Branch, text: list[int], state: RowState | None) -> bool:
         """Give a branch room for its keys and values; False if memory is short."""
         blocks = self.block_manager.lend(MAX_FORKED)
-        if blocks is not None:
+        if blocks is None:
+            return False
+        try:
             slot.forks[branch] = Fork(slot.cache.fork(branch.start), blocks, text, state)
-        return blocks is not None
+        except Exception:
+            log.exception("A branch gets no memory")
+            self.block_manager.give_back(blocks)
+            return False
+        return True
 
     def settle(self, slot: Slot[Any]) -> None:
         """Move the keys and values of a branch that became the text into the session's store; free the forks of branches that
@@ -100,9 +120,12 @@ class KVAdmission:
             self.block_manager.close(allocation, session.text[: session.kv_len], _salt(slot))
 
     def _place(self, slot: Slot[U], positions: int, ranked: Sequence[Slot[U]], now: float) -> bool:
-        """Make room for so many positions, if need be by preempting others."""
+        """Make room for so many positions, if need be by preempting others, and without branches of its own."""
         while not self._reserve(slot, positions):
             victim = _victim(slot, ranked, now)
+            if victim is None and slot.forks:
+                self._free_branches(slot)
+                continue
             if victim is None:
                 return False
             self._free_branches(victim)

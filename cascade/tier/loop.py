@@ -186,7 +186,9 @@ class Loop(Generic[U]):
         for slot in self.slots.values():
             if slot.attached != slot.chain:  # it drafts with others than it should, or with nobody
                 wake_at = earliest(wake_at, self._drafting.draft(slot, now))
-        able, retry_at = self.kv_admission.admit(self.slots.values(), self._limits.policy.max_guesses, now)
+        able, lost, retry_at = self.kv_admission.admit(self.slots.values(), self._limits.policy.max_guesses, now)
+        for slot in lost:
+            self._fail(slot, f"tier {self._name} has no memory for the session")
         batch, start_at = schedule(able, self._limits.policy, self._profile, max_tokens, now)
         batch = [(slot, work) for slot, work in batch if work.branch is None or self._fork(slot, work)]
         for slot, work in batch:

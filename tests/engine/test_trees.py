@@ -19,7 +19,8 @@ from cascade.engine.model import Model
 from cascade.engine.network.contiguous import Attention, Contiguous
 from cascade.engine.sampling.state import SequenceState
 from cascade.engine.tokenizer import Tokenizer
-from cascade.engine.trees import MAX_READ_AGAIN, Tree
+from cascade.engine.trees import MAX_READ_AGAIN, Tree, run_trees
+from cascade.engine.vllm.blocks import RESERVED, Blocks, PagedCache
 from cascade.messages import Logprobs, Open
 from cascade.scorer import BLOCK, MAX_FORKED, Row, RunnerUp, Scored
 from tests import small
@@ -207,9 +208,9 @@ class Short:
 
     def rewind(self, num_tokens: int) -> None: ...
 
-    def allowed(self, output: Sequence[int], guesses: Sequence[int], vocab_size: int) -> Tensor:
+    def allowed(self, output: Sequence[int], guesses: Sequence[int], vocab_size: int) -> Any:
         rows = list(guesses).index(9) + 1 if 9 in guesses else 1 + len(guesses)
-        return (torch.arange(vocab_size) % 2 == 0).expand(rows, -1).clone()
+        return (torch.arange(vocab_size) % 2 == 0).expand(rows, -1).clone().numpy()
 
 
 def test_a_grammar_that_cannot_follow_a_branch_cuts_there() -> None:
@@ -319,3 +320,19 @@ def test_of_a_tree_with_other_own_tokens_the_trunk_is_scored() -> None:
         one, other = model.run([rows[0]]), model.run([rows[1]])
         assert one == other
         assert len(one[0].own) == num_own + 2
+
+
+@pytest.mark.parametrize("spare", [0, 1, 20])
+def test_a_tree_takes_no_more_memory_than_its_depth(spare: int) -> None:
+    """Guards passes where kept prefixes fill the memory: a store reserved a position for each node, and tiers count a path's.
+
+    Without blocks for branches the trunk is scored.
+    """
+    blocks = Blocks(RESERVED - 1 + 1 + spare, BLOCK)
+    store = PagedCache(blocks)
+    store.reserve(BLOCK)
+    draft = Draft(tuple(range(20, 29)), bytes(9), b"", (-1, 0, 1, -1, -1, -1, 0, 0, 0))
+    row = Row(store, BLOCK - 4, [7], 1, GREEDY, draft=draft)
+    [scored] = run_trees([row], lambda rows, _: [Scored([5] * one.num_scored) for one in rows], shares_pass=False)
+    assert len(scored.own) == {0: 4, 1: 5, 20: 10}[spare]
+    assert blocks.num_free == spare

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cascade.answer import Answer
+from cascade.draft import Draft
 from cascade.engine import devices
 from cascade.engine.model import Model
 from cascade.engine.network.contiguous import Contiguous
@@ -16,9 +17,12 @@ from cascade.errors import ModelError
 from cascade.messages import Open, Proposal
 from cascade.params import SamplingParams
 from cascade.scorer import BLOCK, TILE, Row
-from cascade.simulation.toy import ToyModel, full_text
+from cascade.session.session import Session
+from cascade.simulation.toy import ToyCache, ToyModel, full_text
 from cascade.tier.block_manager import BlockManager
+from cascade.tier.kv_admission import KVAdmission
 from cascade.tier.local_links import join
+from cascade.tier.slot import Slot
 from cascade.tier.tier import Tier
 from tests.architectures import SERVED, build
 from tests.books import check_memory
@@ -124,6 +128,67 @@ def test_spoilt_sessions_leave_nothing() -> None:
         model.poison = None
         written(tier, prompted(LONG))
         assert tier.kv_admission.block_manager.reused == 0
+
+
+class Device:
+    """Stores of toys on a device with memory for ``room`` positions, whatever a tier thinks that it has."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.caches: list[ToyCache] = []
+
+    def new_cache(self) -> ToyCache:
+        device = self
+
+        class Cache(ToyCache):
+            def reserve(self, positions: int) -> None:
+                others = sum(cache.room or 0 for cache in device.caches if cache is not self and not cache.freed)
+                if others + positions > device.room:
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+                super().reserve(positions)
+
+        self.caches.append(Cache())
+        return self.caches[-1]
+
+
+def test_a_device_with_less_memory_than_thought_serves_all_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the loop of a tier: memory that the device did not have ended it, failed all, and was in the books already."""
+    model, device = ToyModel(), Device(10 * BLOCK)
+    monkeypatch.setattr(model, "new_cache", device.new_cache)
+    with alone(model, cache_tokens=60 * BLOCK) as tier:
+        for _ in range(2):  # the second time what is kept is in the way
+            _, inbox = written(tier, *(opening(s, 0.8, 20 + 7 * s, chain=()) for s in range(14)))
+            assert not inbox.failures
+        assert "tier full has no memory" in refusal(tier, prompted((1,) * 200)).reason
+        written(tier, opening(3, 0.8, 30, chain=()))
+        assert tier.healthy
+
+
+def test_guesses_preempt_nobody() -> None:
+    """Guards texts: the guesses of an older session took the place of another one's text, which had to be scored again."""
+    admission = KVAdmission(ToyCache, 4 * BLOCK)
+    sessions = [Session(prompted(tuple(range(30))), "full", 0, 32), Session(prompted(tuple(range(1, 31))), "full", 0, 32)]
+    slots: list[Slot[None]] = [Slot(session, None, 0.0, float(number)) for number, session in enumerate(sessions)]
+    assert admission.admit(slots, 16, 0.0) == (slots, [], None)
+    sessions[0].guesses.draft = Draft((1,) * 8, bytes(8))
+    assert admission.admit(slots, 16, 0.0) == (slots, [], None)
+    assert admission.preempted == 0
+    assert sessions[0].depth == 2
+    assert len(sessions[0].work(100)) == 2 * BLOCK
+    check_memory(admission, slots)
+
+
+def test_blocks_on_a_cpu_are_had_before_they_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards memory that is not there: a store that could not grow said that it had, and kernels wrote behind its end."""
+    store = Model(build("llama"), cache_tokens=256).new_cache()
+    store.reserve(TILE)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", lambda *sizes, **options: [][1])
+        with pytest.raises(IndexError):
+            store.reserve(3 * TILE)
+    assert store.capacity == TILE
+    store.reserve(3 * TILE)
+    assert store.capacity == 3 * TILE
 
 
 # real models

@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeVar
 
 from fastapi import Depends, FastAPI, Header, Request
@@ -29,6 +28,7 @@ from deployments.gateway.admission.metrics import CONTENT_TYPE
 from deployments.gateway.admission.status import Refusal, mistake, refusal
 from deployments.gateway.chat.assistant import LONG_PROMPT, Assistant, ChatTask
 from deployments.gateway.chat.reader import TurnReader
+from deployments.gateway.http import page
 from deployments.gateway.http.events import Events, Reply, attended, gathered, merged, streamed, unwritten, warned
 from deployments.gateway.http.messages import MessageReply, MessagesBody, PromptBody, body_of
 from deployments.gateway.http.middleware import Middleware, route_of
@@ -45,11 +45,6 @@ from deployments.gateway.http.reply import CompletionReply, Echo, Form, Kind
 from deployments.gateway.http.responses import ResponseReply, ResponsesBody
 from deployments.gateway.threads import TEXT, in_thread
 
-PAGE_FILE = Path(__file__).with_name("page.html")
-PAGE_POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
-    "img-src data:; base-uri 'none'"
-)
 Asked = TypeVar("Asked", bound=SamplingBody)
 Talking = TypeVar("Talking", ChatBody, ResponsesBody, MessagesBody)
 COMPLETION_TOKENS = 16  # of a completion at most, as in OpenAI's API, if neither the request nor the model says
@@ -152,7 +147,7 @@ class Api:
 
     async def page(self) -> Response:
         """The chat page."""
-        return HTMLResponse(PAGE_FILE.read_text(encoding="utf-8"), headers={"content-security-policy": PAGE_POLICY})
+        return HTMLResponse(page.html(), headers={"content-security-policy": page.POLICY})
 
     async def health(self) -> Response:
         """Whether requests are taken."""

@@ -21,7 +21,8 @@ from cascade.settings.config import CascadeConfig, TierConfig
 from cascade.settings.deployment import DeploymentConfig, RouterDeploymentConfig
 from cascade.settings.live import fixed_of_router, fixed_of_tier, live
 from cascade.settings.section import did_you_mean, sentence
-from deployments.versions import packages, versioned
+from deployments.ray_compat import versioned
+from deployments.versions import packages
 
 ROUNDING = 1e-6  # sums of decimal shares are not exact: 3 x 0.2 + 0.3 + 0.1 is more than 1
 LEARNER_END_S = 5.0  # that a learner has to end

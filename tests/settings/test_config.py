@@ -16,7 +16,7 @@ from ray.serve.schema import ServeDeploySchema
 from cascade.engine.published_tokenizer import pretrained
 from cascade.errors import ConfigError
 from cascade.settings.config import CascadeConfig
-from deployments import app, versions
+from deployments import app, ray_compat
 from deployments.app import ENVIRONMENT, SURGE_PERCENT, build, parse, tier_options
 from deployments.gateway.grpc.ingress import SERVICER
 from tests import small
@@ -398,7 +398,7 @@ def test_new_replicas_start_before_old_ones_go(monkeypatch: pytest.MonkeyPatch, 
     """Guards requests while a configuration is exchanged: old replicas went first; where there is no room they must."""
     monkeypatch.setattr(app.ray, "is_initialized", lambda: free is not None)
     monkeypatch.setattr(app.ray, "available_resources", lambda: {"CPU": free})
-    monkeypatch.setattr(versions, "ray", SimpleNamespace(is_initialized=lambda: False))
+    monkeypatch.setattr(ray_compat, "ray", SimpleNamespace(is_initialized=lambda: False))
     values = small.config().model_dump(mode="json")
     values["tiers"][-1]["deployment_config"]["max_surge_percent"] = 50
     surges = [deployment._deployment_config.max_surge_percent for deployment in deployments(values)]

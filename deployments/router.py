@@ -89,6 +89,8 @@ class Router:
         self._tiers = Tiers(self._config, handles, limits)
         await self._tiers.start()
         self.max_model_len = min(self._config.max_model_len or 2**31, self._tiers.limit("context_len"))
+        grammars = Grammars(self.tokenizer)
+        await asyncio.to_thread(grammars.prepare)
         self._capabilities = Capabilities(
             self._config.chain_names,
             drafters=self._config.drafters,
@@ -96,7 +98,7 @@ class Router:
             context_len=self.max_model_len,
             end_ids=self.tokenizer.end_ids,
             adapters=tuple(engine.lora_modules),
-            check_grammar=Grammars(self.tokenizer).check,
+            check_grammar=grammars.check,
             window=self._config.window,
             answer_window=STREAM_WINDOW,
             max_tokens=self.admission.limits.max_tokens,

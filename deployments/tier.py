@@ -79,7 +79,10 @@ class TierReplica:
         self._profile = await _apart(measuring) if known is None else known
         tokenizer = await asyncio.to_thread(_load_tokenizer, self._config)
         encode = None if tokenizer is None else tokenizer.encode_part
-        new_state = state_maker(None if tokenizer is None else Grammars(tokenizer).matcher)
+        grammars = None if tokenizer is None else Grammars(tokenizer)
+        if grammars is not None:
+            await asyncio.to_thread(grammars.prepare)
+        new_state = state_maker(None if grammars is None else grammars.matcher)
         self._tier = Tier(
             self._config.name,
             level,
@@ -95,7 +98,7 @@ class TierReplica:
         leases = LeasePool(lessors, timeout_s=LEASE_TIMEOUT_S)
         self._downlink = Downlink(leases, self._tier.post, tls=tls, tracing=traced)
         self._tier.below = self._downlink if lower else None
-        self._server = LinkServer(self._tier, tls, traced, link_ports)
+        self._server = LinkServer(self._tier, tls, traced, link_ports, None if grammars is None else grammars.matcher)
         self._replica = replica_name()
         self._tier.start()
         await self._server.start(ray.util.get_node_ip_address())

@@ -4,6 +4,7 @@ llguidance does the work (https://github.com/guidance-ai/llguidance): an Earley 
 nothing, bounds the fuel of every step, and copies a matcher in a microsecond, which guesses need.
 """
 
+import contextlib
 import json
 import re
 import threading
@@ -42,9 +43,15 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._vocabulary: LLTokenizer | None = None  # built when first asked for: up to a second with large vocabularies
+        self._vocabulary: LLTokenizer | None = None
+        self._building = threading.Lock()
         self._compiled: OrderedDict[Structured, tuple[LLMatcher, list[int]]] = OrderedDict()  # with `_first`
         self._lock = threading.Lock()
+
+    def prepare(self) -> None:
+        """Build the table of tokens that all grammars need, which takes up to a second in which no other thread goes on."""
+        with contextlib.suppress(InvalidRequest):  # which requests are told that need it
+            self._build()
 
     def check(self, structured: Structured, output: Sequence[int] = ()) -> None:
         """Raise `InvalidRequest` with the reason if it cannot be compiled, or does not allow ``output``."""
@@ -56,13 +63,15 @@ class Grammars:
     def matcher(self, structured: Structured) -> "Matcher":
         """A matcher at the beginning of a text; raises `InvalidRequest`."""
         with self._lock:
-            if structured not in self._compiled:
-                fresh = self._compile(structured)
-                self._compiled[structured] = fresh, self._first(fresh)
-                if len(self._compiled) > MAX_COMPILED:
-                    self._compiled.popitem(last=False)
+            known = self._compiled.get(structured)
+        if known is None:  # others go on meanwhile
+            fresh = self._compile(structured)
+            known = fresh, self._first(fresh)
+        with self._lock:
+            compiled, first = self._compiled.setdefault(structured, known)
             self._compiled.move_to_end(structured)
-            compiled, first = self._compiled[structured]
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
             return Matcher(compiled, first, partial(self._renew, structured, compiled))
 
     def _first(self, compiled: LLMatcher) -> list[int]:
@@ -76,35 +85,37 @@ class Grammars:
         with self._lock:
             if structured in self._compiled and self._compiled[structured][0] is broken:
                 del self._compiled[structured]
-            return self._compile(structured)
+        return self._compile(structured)
 
     def _compile(self, structured: Structured) -> LLMatcher:
-        end_ids = sorted(self._tokenizer.end_ids)
-        if not end_ids:
-            raise InvalidRequest(
-                "structured is set and the model has no end-of-text token: such texts could not end", "structured"
-            )
+        vocabulary = self._build()
         try:
             grammar = source(structured)
         except Exception as error:  # of the parser of GBNF, which raises what it likes
             raise _refusal(structured, str(error)) from None
-        compiled = LLMatcher(self._build(end_ids), grammar, log_level=0, limits=LIMITS)
+        compiled = LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
         if not compiled.is_error():
             compiled.compute_bitmask()  # the first step is the one that builds most
         if compiled.is_error():
             raise _refusal(structured, compiled.get_error())
         return compiled
 
-    def _build(self, end_ids: list[int]) -> LLTokenizer:
-        if self._vocabulary is None:
-            try:
-                self._vocabulary = LLTokenizer(self._tokenizer.backend.to_str(), eos_token=end_ids)
-            except Exception as error:  # of kinds of tokenizers that it does not know
-                reason = _one_line(str(error))
-                raise InvalidRequest(
-                    f"structured cannot be honoured with the tokenizer of this model: {reason}", "structured"
-                ) from error
-        return self._vocabulary
+    def _build(self) -> LLTokenizer:
+        end_ids = sorted(self._tokenizer.end_ids)
+        if not end_ids:
+            raise InvalidRequest(
+                "structured is set and the model has no end-of-text token: such texts could not end", "structured"
+            )
+        with self._building:
+            if self._vocabulary is None:
+                try:
+                    self._vocabulary = LLTokenizer(self._tokenizer.backend.to_str(), eos_token=end_ids)
+                except Exception as error:  # of kinds of tokenizers that it does not know
+                    reason = _one_line(str(error))
+                    raise InvalidRequest(
+                        f"structured cannot be honoured with the tokenizer of this model: {reason}", "structured"
+                    ) from error
+            return self._vocabulary
 
 
 class Matcher:

@@ -6,13 +6,14 @@ import hmac
 import logging
 import random
 import secrets
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 import grpc
 
-from cascade.errors import ConfigError, Unavailable
+from cascade.errors import ConfigError, InvalidRequest, Unavailable
 from cascade.messages import Close, Failed, Link, Message, Open
+from cascade.params import Structured
 from cascade.settings.config import LinkTLS
 from cascade.tier.tier import Tier
 from cascade.v1 import link_pb2 as pb
@@ -68,7 +69,10 @@ class Mailbox(Link):
 
 
 class LinkServer(link_pb2_grpc.LinkServicer):
-    """Accepts links from the tiers above, with mutual TLS if ``tls`` is given, and hands their messages to ``tier``."""
+    """Accepts links from the tiers above, with mutual TLS if ``tls`` is given, and hands their messages to ``tier``.
+
+    ``prepare`` compiles the grammar of a session that opens, in a thread: the sessions beside it do not wait for that.
+    """
 
     def __init__(
         self,
@@ -76,11 +80,15 @@ class LinkServer(link_pb2_grpc.LinkServicer):
         tls: LinkTLS | None = None,
         tracing: Tracing = UNTRACED,
         ports: tuple[int, int] | None = None,
+        prepare: Callable[[Structured], object] | None = None,
     ) -> None:
         self._tier = tier
         self._spans = SessionSpans(tracing)
         self._tls = tls
         self._ports = ports
+        self._prepare = prepare
+        self._held: dict[str, list[Message]] = {}  # of sessions whose grammars are being compiled
+        self._preparing = set[asyncio.Task[None]]()
         self._server: grpc.aio.Server | None = None
         self.leases = GivenLeases()
         self.address = ""
@@ -127,7 +135,7 @@ class LinkServer(link_pb2_grpc.LinkServicer):
             yield f"{self.address} {self.secret}"
             await lease.ended()
         finally:
-            if session := self.leases.remove(lease):
+            if (session := self.leases.remove(lease)) and self._held.pop(session, None) is None:
                 self._tier.post([Close(session)])
 
     async def Connect(
@@ -148,13 +156,41 @@ class LinkServer(link_pb2_grpc.LinkServicer):
         finally:
             self._tier.drop(mailbox)
             for session in list(sessions):
+                self._held.pop(session, None)
                 self._end(session, sessions, "the link broke")
 
     async def _read(self, batches: AsyncIterator[pb.Batch], mailbox: Mailbox, sessions: set[str]) -> None:
         async for batch in batches:
             known = [message for message in decode(batch) if self._admit(message, mailbox, sessions)]
-            if known:
-                self._tier.post([self._spans.served(one) if isinstance(one, Open) else one for one in known], mailbox)
+            ready = [message for message in known if not self._hold(message, mailbox)]
+            if ready:
+                self._tier.post([self._spans.served(one) if isinstance(one, Open) else one for one in ready], mailbox)
+
+    def _hold(self, message: Message, mailbox: Mailbox) -> bool:
+        """Whether a message has to wait until its session's grammar is compiled."""
+        session = message.session
+        if self._prepare is not None and isinstance(message, Open) and message.params.structured is not None:
+            held: list[Message] = [self._spans.served(message)]
+            self._held[session] = held
+            compiling = asyncio.to_thread(self._prepare, message.params.structured)
+            task = asyncio.create_task(self._follow(compiling, session, held, mailbox))
+            self._preparing.add(task)
+            task.add_done_callback(self._preparing.discard)
+        elif session in self._held:
+            self._held[session].append(message)
+        else:
+            return False
+        return True
+
+    async def _follow(
+        self, compiling: Coroutine[Any, Any, object], session: str, held: list[Message], mailbox: Mailbox
+    ) -> None:
+        """Hand over what has come for a session once its grammar is compiled, unless the session is over."""
+        with contextlib.suppress(InvalidRequest):  # the tier says so, too
+            await compiling
+        if self._held.get(session) is held:
+            del self._held[session]
+            self._tier.post(held, mailbox)
 
     async def _write(self, context: grpc.aio.ServicerContext[pb.Batch, pb.Batch], mailbox: Mailbox, sessions: set[str]) -> None:
         while True:

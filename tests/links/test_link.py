@@ -3,11 +3,13 @@
 import asyncio
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from cascade.errors import ConfigError, Unavailable
 from cascade.messages import Failed, Message
+from cascade.params import Structured
 from cascade.scorer import Row, Scored
 from cascade.simulation.toy import ToyModel, full_text
 from cascade.tier import runner
@@ -43,6 +45,26 @@ async def test_many_sessions_share_a_stream(net: Net) -> None:
     assert len(net.nodes["full"].downlink._mailboxes) == 2
     assert net.failures == []
     await net.settle()
+
+
+async def test_a_grammar_that_compiles_holds_nobody_up(net: Net) -> None:
+    """Guards the sessions beside it: grammars compiled on the tier's own loop, where everybody's passes waited."""
+    compiled, full = threading.Event(), net.nodes["full"]
+    full.server._prepare = lambda structured: compiled.wait(LONG_S)
+    plain = opening(4, 0.0, 40)
+    held = replace(opening(3, 0.0, 40), params=replace(plain.params, structured=Structured(regex="a+")))
+    inbox = net._inboxes[held.session] = asyncio.Queue()
+    net.router.put([held])
+    await until(lambda: held.session in full.server._held)
+    text, _ = await net.text(plain)
+    assert text == full_text(ToyModel(), plain)
+    assert inbox.empty()
+    compiled.set()
+    said = await asyncio.wait_for(inbox.get(), LONG_S)
+    assert isinstance(said, Failed)
+    assert "its model came without a tokenizer" in said.reason
+    await net.settle()
+    await asyncio.get_running_loop().shutdown_default_executor()
 
 
 # deaths

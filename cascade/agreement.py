@@ -11,10 +11,11 @@ from functools import partial
 from typing import TypeAlias
 
 from cascade.answer import Completion
+from cascade.chat.template import ChatTemplate
 from cascade.engine.model import Model
 from cascade.engine.threads import apart
 from cascade.engine.tokenizer import Tokenizer
-from cascade.llm import chat_text
+from cascade.llm import prompt_of
 from cascade.local import Cascade
 from cascade.messages import RUNNER_UPS
 from cascade.params import SamplingParams
@@ -29,7 +30,7 @@ def chat_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     """Token ids of a chat in which a user says ``text`` and the model is to answer; of a base model's, those of the text."""
     if tokenizer.chat_template is None:
         return tokenizer.encode(text)
-    return tokenizer.encode_part(chat_text(tokenizer, [{"role": "user", "content": text}]))
+    return tokenizer.encode_part(prompt_of(ChatTemplate(tokenizer), [{"role": "user", "content": text}]))
 
 
 def record(models: Sequence[str], prompts: Sequence[Prompt], params: SamplingParams, dtype: str | None = None) -> Recording:

@@ -5,19 +5,26 @@
 ...     print(output.outputs[0].text)
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
+from numbers import Integral
 from types import TracebackType
 from typing import Any, Self, TypeAlias, cast
 
 from cascade.answer import Completion
-from cascade.engine.tokenizer import Tokenizer
+from cascade.chat.conversation import Conversation
+from cascade.chat.template import ChatTemplate
+from cascade.engine.published_tokenizer import pretrained
 from cascade.errors import ConfigError, InvalidRequest
-from cascade.local import Batch, Cascade, Prompt
+from cascade.local import Cascade
 from cascade.params import SamplingParams
+from cascade.settings.section import did_you_mean
 
-Conversation: TypeAlias = Sequence[Mapping[str, Any]]  # messages as in OpenAI's API, oldest first
+Messages: TypeAlias = Sequence[Mapping[str, Any]]  # as in OpenAI's API, oldest first
+# a text, token ids, also of NumPy or PyTorch, or one of both as vLLM's {"prompt": ...} or {"prompt_token_ids": ...}
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or one for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,36 +48,59 @@ class LLM:
             raise ConfigError(f"draft_models is {draft_models!r}: give a list, the largest first")
         known = set(signature(Cascade.from_pretrained).parameters) - {"models"}
         if unknown := sorted(options.keys() - known):
-            raise ConfigError(f"LLM has no option {unknown[0]!r}: it takes {', '.join(sorted(known))}")
+            near = did_you_mean(unknown[0], known) or f": it takes {', '.join(sorted(known))}"
+            raise ConfigError(f"LLM has no option {unknown[0]!r}{near}")
+        self._model = model
+        self._trust_remote_code = bool(options.get("trust_remote_code"))
         self.cascade = Cascade.from_pretrained([*reversed(draft_models), model], **options)
+        self._template = ChatTemplate(self.cascade.tokenizer)
 
-    def generate(self, prompts: Prompt | Batch, sampling_params: SamplingParams | None = None) -> list[RequestOutput]:
-        """The texts after ``prompts``, in their order: a string or a list of token ids, or a list of either.
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """The texts after ``prompts``, in their order: one, or several.
 
-        Without ``sampling_params`` they are `get_default_sampling_params`.
+        Without ``sampling_params`` they are `get_default_sampling_params`. ``use_tqdm`` changes nothing: no progress is shown.
 
         Raises `InvalidRequest`, or `Unavailable` if the full model fails.
         """
-        if not prompts and not isinstance(prompts, str):
-            return []
-        one = isinstance(prompts, str) or isinstance(prompts[0], int)
-        each = cast("Sequence[Prompt]", [prompts] if one else prompts)
-        texts = [prompt if isinstance(prompt, str) else None for prompt in each]
+        each = _listed(prompts)
         encode = self.cascade.tokenizer.encode
-        ids = [encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in each]
-        return self._outputs(texts, ids, sampling_params)
+        ids = [encode(prompt) if isinstance(prompt, str) else prompt for prompt in each]
+        return self._outputs([prompt if isinstance(prompt, str) else None for prompt in each], ids, sampling_params)
 
     def chat(
-        self, messages: Conversation | Sequence[Conversation], sampling_params: SamplingParams | None = None
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """The assistant's next turns after ``messages``: one conversation, or a list of them. The model's chat template
-        writes the prompts.
+        writes the prompts, as for the conversations of a server.
 
         Raises `InvalidRequest`, also if there is no template or it does not take these messages, or `Unavailable`.
         """
-        tokenizer, one = self.cascade.tokenizer, not messages or isinstance(messages[0], Mapping)
-        texts = [chat_text(tokenizer, chat) for chat in cast("Sequence[Conversation]", [messages] if one else messages)]
-        return self._outputs(texts, [tokenizer.encode_part(text) for text in texts], sampling_params)
+        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+            raise InvalidRequest(f"messages is {messages!r:.60}: it must be a list of messages, or of such lists")
+        style = {
+            "tools": None if tools is None else list(tools),
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        style = {name: value for name, value in style.items() if value is not None}
+        chats = cast("Sequence[Messages]", [messages] if isinstance(messages[0], Mapping) else messages)
+        texts = [prompt_of(self._template, chat, **style) for chat in chats]
+        return self._outputs(texts, [self.cascade.tokenizer.encode_part(text) for text in texts], sampling_params)
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer, as Transformers loads it."""
+        return pretrained(self._model, trust_remote_code=self._trust_remote_code)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What requests without parameters get: those of the model's ``generation_config``."""
@@ -86,24 +116,56 @@ class LLM:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _outputs(
-        self, texts: Sequence[str | None], prompts: list[list[int]], params: SamplingParams | None
-    ) -> list[RequestOutput]:
-        completions = self.cascade.generate(prompts, params)
+    def _outputs(self, texts: Sequence[str | None], prompts: list[list[int]], params: Params) -> list[RequestOutput]:
+        completions = self.cascade.generate(prompts, params) if prompts else []
         return [
             RequestOutput(text, ids, [replace(completion, index=0)])
             for text, ids, completion in zip(texts, prompts, completions, strict=True)
         ]
 
 
-def chat_text(tokenizer: Tokenizer, messages: Conversation) -> str:
+def prompt_of(template: ChatTemplate, messages: Messages, **style: Any) -> str:
     """A conversation as the model's chat template writes it, up to the beginning of the assistant's turn.
 
-    Raises `InvalidRequest` if there is no template, or it does not take these messages.
+    ``style`` has further fields of `Conversation`. Raises `InvalidRequest` if there is no template, or it does not take these
+    messages.
     """
-    if tokenizer.chat_template is None:
-        raise InvalidRequest("The model has no chat template: use generate, or save its tokenizer with a chat_template.jinja")
-    try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    except Exception as error:  # templates are programs
-        raise InvalidRequest(f"The model's chat template does not take these messages: {error}") from None
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise InvalidRequest(f"messages is {messages!r:.60}: it must be a list of messages, or of such lists")
+    plain = [dict(message) if isinstance(message, Mapping) else message for message in messages]
+    body = Conversation.of({"messages": plain, **style})
+    tools = [tool.given for tool in body.tools or ()]
+    return template.text([message.given for message in body.messages], tools or None, body.style)
+
+
+def _listed(prompts: Any) -> list[str | list[int]]:
+    """One prompt or several, each a text or token ids; raises `InvalidRequest`."""
+    if isinstance(prompts, str | Mapping) or _ids(prompts):
+        return [_prompt(prompts)]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
+        raise InvalidRequest(f"prompts is {prompts!r:.60}: it must be a prompt or a list of prompts, texts or token ids")
+    return [_prompt(prompt) for prompt in prompts]
+
+
+def _prompt(given: Any) -> str | list[int]:
+    """A prompt in any of vLLM's forms; raises `InvalidRequest`."""
+    if isinstance(given, Mapping):
+        given = {name: value for name, value in given.items() if value is not None}
+        if len(given) != 1 or not given.keys() <= {"prompt", "prompt_token_ids"}:
+            names = ", ".join(map(str, given)) or "nothing"
+            raise InvalidRequest(f"A prompt is a dictionary of {names:.60}: it must have either prompt or prompt_token_ids")
+        [given] = given.values()
+    if isinstance(given, str):
+        return given
+    if (ids := _ids(given)) is None:
+        raise InvalidRequest(f"A prompt is {given!r:.60}: it must be a text or a list of token ids")
+    return ids
+
+
+def _ids(given: Any) -> list[int] | None:
+    """Token ids in a list or an array; ``None`` if it is none of the two."""
+    listed = given.tolist() if hasattr(given, "tolist") else given
+    if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):
+        return None
+    whole = all(isinstance(token, Integral) and not isinstance(token, bool) for token in listed)
+    return [int(token) for token in listed] if whole else None

@@ -5,6 +5,7 @@ import queue
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from functools import partial
+from numbers import Integral
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias, overload
 
@@ -34,6 +35,7 @@ from cascade.tier.runner import measure
 from cascade.tier.tier import Tier
 
 Prompt: TypeAlias = str | Sequence[int]
+Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or one for each
 Batch: TypeAlias = Sequence[str] | Sequence[Sequence[int]]
 Drafters: TypeAlias = str | DrafterSpec | Iterable[str | DrafterSpec] | None
 
@@ -168,7 +170,7 @@ class Cascade:
     def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str, and meant as one prompt
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: Params = None,
         speculation: Speculation | None = None,
         handling: Handling | None = None,
     ) -> Completion: ...
@@ -177,7 +179,7 @@ class Cascade:
     def generate(
         self,
         prompt: Batch,
-        params: SamplingParams | None = None,
+        params: Params = None,
         speculation: Speculation | None = None,
         handling: Handling | None = None,
     ) -> list[Completion]: ...
@@ -185,7 +187,7 @@ class Cascade:
     def generate(
         self,
         prompt: Prompt | Batch,
-        params: SamplingParams | None = None,
+        params: Params = None,
         speculation: Speculation | None = None,
         handling: Handling | None = None,
     ) -> Completion | list[Completion]:
@@ -199,7 +201,7 @@ class Cascade:
     def stream(
         self,
         prompt: Prompt | Batch,
-        params: SamplingParams | None = None,
+        params: Params = None,
         speculation: Speculation | None = None,
         handling: Handling | None = None,
     ) -> Iterator[Chunk]:
@@ -211,7 +213,7 @@ class Cascade:
     async def agenerate(
         self,
         prompt: Prompt | Batch,
-        params: SamplingParams | None = None,
+        params: Params = None,
         speculation: Speculation | None = None,
         handling: Handling | None = None,
     ) -> Completion | list[Completion]:
@@ -222,7 +224,7 @@ class Cascade:
     async def astream(
         self,
         prompt: Prompt | Batch,
-        params: SamplingParams | None = None,
+        params: Params = None,
         speculation: Speculation | None = None,
         handling: Handling | None = None,
     ) -> AsyncIterator[Chunk]:
@@ -258,29 +260,40 @@ class Cascade:
     def _admit(
         self,
         prompt: Prompt | Batch,
-        params: SamplingParams | None,
+        params: Params,
         speculation: Speculation | None,
         handling: Handling | None,
         link: Link,
     ) -> Requests:
-        asked = (params or self.default_params, speculation or Speculation(), handling or Handling())
+        how = (speculation or Speculation(), handling or Handling())
         begin, answers = time.monotonic(), []
-        for index, one in enumerate(prompt if _is_batch(prompt) else [prompt]):
-            opening = self._capabilities.admit(Task(self._encode(one), *asked))
+        prompts = prompt if _is_batch(prompt) else [prompt]
+        for index, (one, chosen) in enumerate(zip(prompts, self._sampled(params, len(prompts)), strict=True)):
+            opening = self._capabilities.admit(Task(self._encode(one), chosen, *how))
             decoder = self.tokenizer.decoder(opening.tokens)
             answers.append(Answer(opening, decoder, index, lambda: time.monotonic() - begin))
         return Requests(self.tiers[-1], answers, link)
 
+    def _sampled(self, params: Params, num_prompts: int) -> Sequence[SamplingParams]:
+        """Parameters of each prompt; raises `InvalidRequest`."""
+        if params is None or isinstance(params, SamplingParams):
+            return [params or self.default_params] * num_prompts
+        if not (isinstance(params, Sequence) and all(isinstance(one, SamplingParams) for one in params)):
+            raise InvalidRequest(f"params is {params!r:.60}: it must be a SamplingParams, or a list with one for each prompt")
+        if len(params) != num_prompts:
+            raise InvalidRequest(f"There are {num_prompts} prompts and {len(params)} SamplingParams: give one for each, or one")
+        return params
+
     def _encode(self, prompt: object) -> Sequence[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        if isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt):
-            return prompt
+        if isinstance(prompt, Sequence) and all(isinstance(token, Integral) for token in prompt):
+            return [int(token) for token in prompt]
         raise InvalidRequest(f"A prompt is a string or a list of token ids, not {type(prompt).__name__}")
 
 
 def _is_batch(prompt: object) -> bool:
-    return isinstance(prompt, Sequence) and not isinstance(prompt, str) and bool(prompt) and not isinstance(prompt[0], int)
+    return isinstance(prompt, Sequence) and not isinstance(prompt, str) and bool(prompt) and not isinstance(prompt[0], Integral)
 
 
 def _sorted(completions: Sequence[Completion | None]) -> list[Completion]:

@@ -4,8 +4,9 @@ import json
 import math
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from dataclasses import dataclass, fields, replace
+from numbers import Integral, Real
+from typing import Any, Literal, Self, cast
 
 from cascade.errors import InvalidRequest
 
@@ -34,6 +35,12 @@ RANGES: dict[str, tuple[float, float]] = {  # of sampling parameters
     "repetition_penalty": (0.01, 100),
 }
 STRUCTURED_KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
+NOT_HERE = {  # of vLLM's parameters, and what does the same
+    "n": "give the prompt as often as you want answers, each with a SamplingParams and seed of its own",
+    "best_of": "leave it out",
+    "structured_outputs": "it is structured",
+    "guided_decoding": "it is structured",
+}
 LONE_SURROGATE = "it has half a character (a lone surrogate), which is no text: leave it out"
 
 
@@ -57,10 +64,25 @@ def _is_real(value: object, low: float, high: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
 
+def _own_number(value: Any) -> Any:
+    """A number of NumPy's or another library's as Python's; anything else as it is."""
+    if isinstance(value, bool | int | float):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value) if isinstance(value, Real) else value
+
+
+def _listed(name: str, value: Any) -> tuple[Any, ...]:
+    """What a field lists, none for ``None``, one for a string."""
+    if value is None or isinstance(value, str):
+        return () if value is None else (value,)
+    _require(isinstance(value, Iterable) and not isinstance(value, bytes), name, value, "a list")
+    return tuple(map(_own_number, value))
+
+
 def _pairs(bias: Mapping[int, float] | Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
     """Pairs of token id and bias, by token id; of several pairs for one token the last one counts."""
     try:
-        return tuple(sorted(dict(bias).items()))
+        return tuple(sorted((_own_number(token), _own_number(value)) for token, value in dict(bias).items()))
     except (TypeError, ValueError):
         raise InvalidRequest(f"logit_bias is {bias!r}: it must be a mapping from token id to bias", "logit_bias") from None
 
@@ -144,15 +166,23 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     structured: Structured | None = None  # what the text has to be
 
+    def __new__(cls, *values: Any, **named: Any) -> Self:
+        known = [field.name for field in fields(cls)]
+        if unknown := sorted(named.keys() - set(known)):
+            mend = NOT_HERE.get(unknown[0], f"it takes {', '.join(known)}")
+            raise InvalidRequest(f"SamplingParams has no {unknown[0]}: {mend}")
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
+        for name in (field.name for field in fields(self)):
+            object.__setattr__(self, name, _own_number(getattr(self, name)))
+        for name in ("stop", "stop_token_ids"):
+            object.__setattr__(self, name, _listed(name, getattr(self, name)))
         if _is_int(self.top_k, -1, -1):
             object.__setattr__(self, "top_k", 0)
         if _is_int(self.seed, RANDOM_SEED, RANDOM_SEED):
             object.__setattr__(self, "seed", None)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
+        object.__setattr__(self, "logit_bias", _pairs(() if self.logit_bias is None else self.logit_bias))
         self._check_numbers()
         self._check_ends()
         _limit("logit_bias", len(self.biases), MAX_BIASES, "tokens")
@@ -181,7 +211,7 @@ class SamplingParams:
         _require(min_ok, "min_tokens", self.min_tokens, f"an integer from 0 to max_tokens, {self.max_tokens}")
         _limit("stop", len(self.stop), MAX_STOPS, "strings")
         for text in self.stop:
-            text_ok = isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS
+            text_ok = isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS and is_text(text)
             _require(text_ok, "stop", text, f"strings of 1 to {MAX_STOP_CHARS} characters")
         _limit("stop_token_ids", len(self.stop_token_ids), MAX_STOP_IDS, "token ids")
         for token in self.stop_token_ids:

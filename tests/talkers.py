@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from tokenizers import AddedToken
 
+from cascade.chat.template import CLOSE, OPEN
 from cascade.engine.published_tokenizer import pretrained
 from cascade.simulation.toy import fold
-from deployments.gateway.chat.reader import CLOSE, OPEN
 from tests import small
 from tests.doors import House, house
 from tests.tier.test_tier import CountingModel

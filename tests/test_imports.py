@@ -17,7 +17,7 @@ FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those 
     ("cascade.cpu", "cascade.planner"),
     ("cascade.drafters", "cascade.client"),
     ("cascade.session", "cascade.engine"),
-    ("cascade.tier",),
+    ("cascade.tier", "cascade.chat"),
     ("cascade.family", "cascade.training", "cascade.simulation"),
     ("cascade.settings",),
     ("cascade.local",),

@@ -1,13 +1,19 @@
 """`cascade.LLM`: vLLM's shape around `Cascade`, on the small models."""
 
+import copy
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from cascade import LLM, ConfigError, InvalidRequest, SamplingParams
+from cascade.chat.template import ChatTemplate
 from cascade.engine.published_tokenizer import pretrained
+from cascade.llm import prompt_of
 from tests import small
 
 PROMPTS = ["def read(path):\n    with open(path) as file:\n", "import os\n\nclass Shape:\n    def __init__(self"]
@@ -58,8 +64,10 @@ def test_what_cannot_be_asked_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPat
     """Guards against a name taken letter by letter, and against errors of templates in place of ours."""
     with pytest.raises(ConfigError, match="draft_models is 'tiny': give a list"):
         LLM("full", draft_models="tiny")
-    with pytest.raises(ConfigError, match=r"LLM has no option 'dtyp': it takes .*, dtype, "):
+    with pytest.raises(ConfigError, match=r"LLM has no option 'dtyp'; did you mean 'dtype'\?"):
         LLM("full", dtyp="float32")
+    with pytest.raises(ConfigError, match=r"LLM has no option 'swap_space': it takes .*, dtype, "):
+        LLM("full", swap_space=4)
     with pytest.raises(InvalidRequest, match="empty"):
         llm.generate("")
     backend = llm.cascade.tokenizer
@@ -85,3 +93,92 @@ def test_parameters_default_to_the_models_generation_config(tmp_path: Path) -> N
         assert len(output.outputs[0].token_ids) == 3
     with LLM(str(full), dtype="float32", device="cpu", generation_config="vllm") as llm:
         assert llm.get_default_sampling_params() == SamplingParams()
+
+
+def test_prompts_and_parameters_have_the_forms_of_vllm(llm: LLM) -> None:
+    """Guards scripts written for vLLM: dictionaries, arrays, a SamplingParams for each prompt, no list where there is none."""
+    [text, _], ids = PROMPTS, llm.cascade.tokenizer.encode(PROMPTS[0])
+    [expected] = llm.generate(text, PARAMS)
+    array = np.array(ids)
+    forms: list[Any] = [{"prompt": text}, {"prompt_token_ids": ids}, array, {"prompt_token_ids": array}, torch.tensor(ids)]
+    for form in (*forms, [np.int64(token) for token in ids], tuple(ids)):
+        for given in (form, [form]):
+            [output] = llm.generate(given, PARAMS, use_tqdm=False)
+            assert output.outputs[0].text == expected.outputs[0].text
+            assert output.prompt_token_ids == ids
+    several = llm.generate(np.array([ids, ids]), [PARAMS, SamplingParams(max_tokens=3, temperature=0)])
+    assert several[0].outputs[0].text == expected.outputs[0].text
+    assert len(several[1].outputs[0].token_ids) == 3
+    numbers: dict[str, Any] = {"max_tokens": np.int32(24), "temperature": np.float64(0.8), "seed": np.int64(5)}
+    lists: dict[str, Any] = {"stop": None, "stop_token_ids": None, "logit_bias": None}
+    assert SamplingParams(**numbers, **lists) == PARAMS
+    biased = SamplingParams(logit_bias={np.int64(7): np.float32(1.5)}, stop_token_ids=np.array([3]))  # type: ignore[arg-type]
+    assert biased == SamplingParams(logit_bias={7: 1.5}, stop_token_ids=(3,))
+    assert llm.get_tokenizer().encode(text) == ids
+
+
+SURROGATE = "\ud800"
+
+
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [
+        (lambda llm: llm.generate(None), "prompts is None: it must be a prompt or a list"),
+        (lambda llm: llm.generate(7), "prompts is 7"),
+        (lambda llm: llm.generate(b"x"), "prompts is b'x'"),
+        (lambda llm: llm.generate([None]), "A prompt is None"),
+        (lambda llm: llm.generate([1.5]), r"A prompt is 1\.5"),
+        (lambda llm: llm.generate({"prompt": "x", "multi_modal_data": {}}), "a dictionary of prompt, multi_modal_data"),
+        (lambda llm: llm.generate({}), "a dictionary of nothing"),
+        (lambda llm: llm.generate("x" + SURROGATE), "lone surrogate"),
+        (lambda llm: llm.generate("x", [PARAMS, PARAMS]), "There are 1 prompts and 2 SamplingParams"),
+        (lambda llm: llm.generate("x", 5), "params is 5"),
+        (lambda llm: llm.chat(None), "messages is .*: it must be a list of messages"),
+        (lambda llm: llm.chat("hello"), "messages is .*: it must be a list of messages"),
+        (lambda llm: llm.chat([{"role": "king", "content": "x"}]), r"messages\.0\.role is 'king'"),
+        (lambda llm: llm.chat([{"role": "user"}]), "content is missing"),
+        (lambda llm: llm.chat([5]), "messages"),
+        (lambda llm: llm.chat([{"role": "user", "content": SURROGATE}]), "surrogate|unicode"),
+        (lambda llm: SamplingParams(n=2), "SamplingParams has no n: give the prompt as often"),
+        (lambda llm: SamplingParams(temprature=2), "SamplingParams has no temprature: it takes max_tokens, temperature"),
+        (lambda llm: SamplingParams(stop=5), "stop is 5: it must be a list"),
+        (lambda llm: SamplingParams(stop=[SURROGATE]), "stop is "),
+        (lambda llm: SamplingParams(max_tokens=None), "max_tokens is None"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_one_sentence(llm: LLM, ask: Any, words: str) -> None:
+    """Guards against Python's raw errors for what vLLM's users may type, and against answers to nothing."""
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        ask(llm)
+    assert "\n" not in str(caught.value)
+
+
+def test_conversations_are_written_as_a_servers(llm: LLM) -> None:
+    """Guards against a path of its own: a developer was dropped, parts and null contents failed, arguments were escaped."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    called = {**call, "function": {"name": "add", "arguments": {"a": 1}}}
+    chats = [
+        [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
+        [{"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]}],
+        *(
+            [
+                {"role": "user", "content": "1 + 1?"},
+                {"role": "assistant", "content": None, "tool_calls": [one]},
+                {"role": "tool", "tool_call_id": "call_1", "content": "2"},
+            ]
+            for one in (call, called)
+        ),
+    ]
+    template = (
+        "{% for m in messages if m.role != 'developer' %}<{{ m.role }}>{{ m.content }}"
+        "{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    )
+    tokenizer = copy.copy(llm.cascade.tokenizer)
+    tokenizer.chat_template = template
+    told = [prompt_of(ChatTemplate(tokenizer), chat) for chat in chats]
+    assert told[0] == "<system>Be brief.<user>Hi"
+    assert told[1] == "<user>Hello"
+    assert told[2] == told[3]
+    assert told[2].startswith("<user>1 + 1?<assistant>")
+    assert told[2].endswith('{"a": 1}<tool>2')

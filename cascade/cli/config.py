@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-import cascade
+from cascade import errors
 from cascade.cli import screen
 from cascade.cli.options import adding
 from cascade.cli.screen import console
@@ -61,7 +61,7 @@ def check_own_code() -> None:
 
     Ray has the folder that a command runs in on the path of all its processes, before what is installed.
     """
-    own = Path(cascade.__file__).parents[1] / SERVING
+    own = Path(errors.__file__).parents[1] / SERVING
     spec = find_spec(SERVING)
     found = [] if spec is None or spec.origin is None else [Path(spec.origin)]
     found += [path for path in (Path.cwd() / SERVING / "__init__.py", Path.cwd() / f"{SERVING}.py") if path.is_file()]

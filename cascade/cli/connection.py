@@ -30,7 +30,10 @@ class Local:
     """Models in this process."""
 
     def __init__(self, cascade: "Cascade") -> None:
+        from cascade.chat.template import ChatTemplate
+
         self._cascade = cascade
+        self._template = ChatTemplate(cascade.tokenizer)
         self.names = cascade.names
         self.default_params = cascade.default_params
         self.stream = cascade.stream
@@ -40,10 +43,9 @@ class Local:
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation; raises `InvalidRequest` if its template does not take it."""
-        from cascade.llm import chat_text
+        from cascade.llm import prompt_of
 
-        tokenizer = self._cascade.tokenizer
-        return tokenizer.encode_part(chat_text(tokenizer, messages))
+        return self._cascade.tokenizer.encode_part(prompt_of(self._template, messages))
 
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams, speculation: Speculation, handling: Handling

@@ -145,8 +145,17 @@ def _message(message: Mapping[str, Any]) -> pb.ChatMessage:
     reasoning = given.pop("reasoning", None)  # other servers' name for reasoning_content
     if reasoning is not None and given.setdefault("reasoning_content", reasoning) != reasoning:
         raise ValueError("reasoning_content and reasoning differ: give one of them")
-    given["tool_calls"] = [_without_type(call) for call in given.get("tool_calls", ())]
+    given["tool_calls"] = [_call(call) for call in given.get("tool_calls", ())]
     return pb.ChatMessage(**given)
+
+
+def _call(made: Mapping[str, Any]) -> dict[str, Any]:
+    """An earlier call of the assistant, its arguments as text."""
+    call = _without_type(made)
+    function = dict(call["function"])
+    if isinstance(function.get("arguments"), Mapping):
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return call | {"function": function}
 
 
 def _tool(described: Mapping[str, Any]) -> pb.Tool:

@@ -20,7 +20,8 @@ from cascade.engine.chat_template import render
 from cascade.engine.generation import configured_ends
 from cascade.engine.gguf import described
 from cascade.engine.published_tokenizer import ChatTemplates, published
-from cascade.errors import ModelError
+from cascade.errors import InvalidRequest, ModelError
+from cascade.params import LONE_SURROGATE, is_text
 
 CONNECT_S = 5.0  # to the hub
 PRIMING_TOKENS = 8  # of the prompt that a decoder sees first, so that leading spaces come out right
@@ -56,6 +57,8 @@ class Tokenizer:
         return self._ids(text, add_special_tokens=False)
 
     def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if not is_text(text):
+            raise InvalidRequest(f"The text cannot be encoded: {LONE_SURROGATE}")
         [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)  # other threads go on
         return list(encoding.ids)
 

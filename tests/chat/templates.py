@@ -5,9 +5,9 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cascade.chat.template import Style
 from cascade.engine.published_tokenizer import pretrained
 from cascade.engine.tokenizer import Tokenizer
-from deployments.gateway.chat.template import Style
 from tests import small
 from tests.talkers import CALLS, template
 

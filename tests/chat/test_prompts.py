@@ -7,9 +7,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from cascade.chat.conversation import Conversation
+from cascade.chat.template import ChatTemplate, Style
 from cascade.errors import InvalidRequest
-from deployments.gateway.chat.conversation import Conversation
-from deployments.gateway.chat.template import ChatTemplate, Style
 from tests.chat.templates import FAMILIES, TURN, Family, loop
 
 Messages = list[dict[str, Any]]

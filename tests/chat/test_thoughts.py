@@ -9,9 +9,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from cascade.chat.template import CLOSE, OPEN
 from cascade.client import Client
 from cascade.params import Structured
-from deployments.gateway.chat.reader import CLOSE, OPEN, ThoughtSplitter
+from deployments.gateway.chat.reader import ThoughtSplitter
 from tests.chat.test_tools import SAID, STOP, TOOLS, WEATHER
 from tests.chat.test_turns import everywhere, params, refused_alike
 from tests.doors import House

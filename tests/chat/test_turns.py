@@ -8,13 +8,13 @@ import grpc
 import pytest
 from openai import OpenAI
 
+from cascade.chat.template import Style
 from cascade.client import AsyncClient, Client
 from cascade.client.chat import Turn, TurnPiece
 from cascade.errors import InvalidRequest
 from cascade.params import SamplingParams, Speculation, Structured
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
-from deployments.gateway.chat.template import Style
 from tests.chat.templates import Family
 from tests.chat.test_tools import SAID, STOP, TOOLS, WEATHER, joined
 from tests.doors import House

@@ -5,15 +5,15 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from cascade.chat.conversation import ChatMessage, Conversation, ToolBody
+from cascade.chat.template import CLOSE, OPEN, PROBE_ARGUMENT, PROBE_NAME, ChatTemplate, Style
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import InvalidRequest
 from cascade.params import SamplingParams, Structured
 from deployments.gateway.admission.admission import Admission
 from deployments.gateway.chat.calls import FORMATS, JSON, CallParser, ToolFormat
-from deployments.gateway.chat.conversation import ChatMessage, Conversation, ToolBody
 from deployments.gateway.chat.grammars import GrammarWriter
-from deployments.gateway.chat.reader import CLOSE, OPEN, TAIL, ThoughtSplitter, TurnReader, opened, prompted
-from deployments.gateway.chat.template import PROBE_ARGUMENT, PROBE_NAME, ChatTemplate, Style
+from deployments.gateway.chat.reader import TAIL, ThoughtSplitter, TurnReader, opened, prompted
 from deployments.gateway.threads import TEXT, in_thread
 
 LONG_PROMPT = 2000  # characters from which tokenizing is left to a thread, so that other requests go on

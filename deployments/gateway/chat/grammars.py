@@ -8,12 +8,12 @@ from typing import Any
 
 from tokenizers import AddedToken
 
+from cascade.chat.template import CLOSE
 from cascade.engine.grammar import JSON_OPTIONS, UNFORCED, source
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import InvalidRequest
 from cascade.params import MAX_GRAMMAR_CHARS, Structured
 from deployments.gateway.chat.calls import ToolFormat
-from deployments.gateway.chat.reader import CLOSE
 
 MAX_CALLS = 16  # in one answer whose calls are enforced
 

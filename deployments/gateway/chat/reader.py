@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from cascade.answer import Chunk, Completion, overlap
+from cascade.chat.template import CLOSE, OPEN
 from deployments.gateway.chat.calls import CallParser, Delta
 
-OPEN, CLOSE = "<think>", "</think>"  # around thoughts
 TAIL = 32  # tokens of a prompt's end, in which a tag has room however it is spelled
 
 

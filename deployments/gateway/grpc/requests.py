@@ -13,6 +13,7 @@ from ray.serve.grpc_util import RayServegRPCContext
 
 from cascade.answer import Chunk, Completion
 from cascade.capabilities import Task
+from cascade.chat.conversation import MAX_MESSAGES, MAX_TOOLS, Conversation, parsed_object
 from cascade.client.chat import UNCONVERTED
 from cascade.client.wire import decode_handling, decode_sampling, decode_speculation, encode_edge, values
 from cascade.engine.generation import with_room
@@ -24,7 +25,6 @@ from deployments.gateway.admission.admission import Admission
 from deployments.gateway.admission.status import refusal
 from deployments.gateway.chat.assistant import Assistant
 from deployments.gateway.chat.calls import CallDelta
-from deployments.gateway.chat.conversation import MAX_MESSAGES, MAX_TOOLS, Conversation, parsed_object
 from deployments.gateway.chat.reader import TurnReader, ending, read
 
 T = TypeVar("T")

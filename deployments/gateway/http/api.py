@@ -17,6 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from cascade.answer import Chunk
 from cascade.capabilities import Task, room
+from cascade.chat.conversation import mistake
 from cascade.engine.generation import with_room
 from cascade.engine.spelling import Spelling
 from cascade.engine.tokenizer import Tokenizer
@@ -25,7 +26,7 @@ from cascade.messages import Open
 from cascade.params import MAX_SEED, SamplingParams
 from deployments.gateway.admission.admission import ActiveRequest, Admission
 from deployments.gateway.admission.metrics import CONTENT_TYPE
-from deployments.gateway.admission.status import Refusal, mistake, refusal
+from deployments.gateway.admission.status import Refusal, refusal
 from deployments.gateway.chat.assistant import LONG_PROMPT, Assistant, ChatTask
 from deployments.gateway.chat.reader import TurnReader
 from deployments.gateway.http import page

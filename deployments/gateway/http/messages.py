@@ -8,13 +8,13 @@ from pydantic import Discriminator, Field, Tag
 from pydantic_core import from_json
 
 from cascade.answer import Completion
+from cascade.chat.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body, Conversation, Sparse, Text, text_of
+from cascade.chat.template import CUT
 from cascade.errors import InvalidRequest
 from cascade.params import Structured
 from deployments.gateway.admission.status import Refusal
 from deployments.gateway.chat.assistant import ChatTask
 from deployments.gateway.chat.calls import CallDelta
-from deployments.gateway.chat.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body, Conversation, Sparse, Text, text_of
-from deployments.gateway.chat.template import CUT
 from deployments.gateway.http.events import event, finite
 from deployments.gateway.http.openai import Limit, SamplingBody, Stops
 from deployments.gateway.http.parts import Events, ForeignTool, PartsReply, left_out, named_tool, tool_fields

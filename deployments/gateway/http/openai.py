@@ -7,6 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from cascade.capabilities import SEED_MISSING
+from cascade.chat.conversation import Body, Conversation, Messages, StyleBody, Text, Tools
+from cascade.chat.template import Style
 from cascade.errors import InvalidRequest
 from cascade.params import (
     MAX_BIASES,
@@ -21,8 +23,6 @@ from cascade.params import (
 )
 from cascade.settings.config import MAX_TIERS
 from cascade.settings.router import MAX_ANSWERS, MAX_PROMPTS
-from deployments.gateway.chat.conversation import Body, Conversation, Messages, StyleBody, Text, Tools
-from deployments.gateway.chat.template import Style
 
 CONVERTED = ("max_tokens", "stop", "logit_bias", "logprobs", "prompt_logprobs", "structured")  # of another form in some body
 SAME_FIELDS = tuple(field.name for field in fields(SamplingParams) if field.name not in CONVERTED)

@@ -10,10 +10,10 @@ from typing import Annotated, Any, ClassVar
 from pydantic import ConfigDict, Field
 
 from cascade.answer import Chunk, Completion
+from cascade.chat.conversation import Body
 from deployments.gateway.admission.status import Refusal
 from deployments.gateway.chat.assistant import ChatTask
 from deployments.gateway.chat.calls import CallDelta
-from deployments.gateway.chat.conversation import Body
 from deployments.gateway.http.events import event
 
 Events = Iterator[dict[str, Any]]  # each is to be written before the next is asked for: parts grow meanwhile

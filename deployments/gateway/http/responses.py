@@ -10,11 +10,11 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import Discriminator, Field, Tag, field_validator
 
 from cascade.answer import Completion
+from cascade.chat.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body, Conversation, Sparse, Text, text_of
 from cascade.params import Structured
 from deployments.gateway.admission.status import Refusal
 from deployments.gateway.chat.assistant import ChatTask
 from deployments.gateway.chat.calls import CallDelta
-from deployments.gateway.chat.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body, Conversation, Sparse, Text, text_of
 from deployments.gateway.http.events import event, finite
 from deployments.gateway.http.openai import Limit, SamplingBody, StreamOptions, form_of
 from deployments.gateway.http.parts import Events, ForeignTool, PartsReply, left_out, named_tool, tool_fields

@@ -1,19 +1,20 @@
 """Bodies of conversations as OpenAI has them: messages, tools that the assistant may call, and its calls."""
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, PrivateAttr, field_validator, model_validator
 from pydantic import ValidationError as PydanticError
 
+from cascade.chat.template import Style
 from cascade.errors import InvalidRequest
 from cascade.params import LONE_SURROGATE, is_text
-from deployments.gateway.admission.status import mistake
-from deployments.gateway.chat.template import Style
 
 Text = Annotated[str, Field(max_length=4_000_000)]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 CallId = Annotated[str, Field(min_length=1, max_length=128)]
+PLAIN_KINDS = ("str", "int", "float", "bool")  # as pydantic names them
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 MAX_TOOLS = 128
 MAX_MESSAGES = 4096
@@ -33,6 +34,42 @@ def parsed_object(text: str) -> dict[str, Any]:
     if not is_text(shown):
         raise ValueError(LONE_SURROGATE)
     return parsed
+
+
+def _likeliest(errors: Sequence[Any]) -> Any:
+    """The error to tell: of a value of several kinds, which has an error for each, that of the kind that was meant."""
+    same_field = [error for error in errors if error["loc"][:2] == errors[0]["loc"][:2]]
+    return next((error for error in same_field if not error["type"].endswith("_type")), errors[0])
+
+
+def mistake(errors: Sequence[Any], whole: str = "The body") -> tuple[str | None, str]:
+    """The first mistake in a body, of pydantic's ``errors``: the field, and one sentence that never repeats a long value.
+
+    ``whole`` is what the body is called where no field of it is to blame.
+    """
+    first = _likeliest(errors)
+    if first["type"] == "json_invalid":
+        return None, "The body is not JSON"
+    if first["type"] == "model_attributes_type" and len(first["loc"]) == 1:
+        return None, "The body is no JSON object: send one, with the header Content-Type: application/json"
+    message = first["msg"].removeprefix("Value error, ")
+    kind, *path = first["loc"]
+    if kind == "header":
+        where = "-".join(part.capitalize() for part in str(path[0]).split("-"))
+    else:  # pydantic's path also names the members of unions
+        where = ".".join(
+            str(part) for part in path if isinstance(part, int) or (part.isidentifier() and part not in PLAIN_KINDS)
+        )
+        where = where[:60] or whole
+    if first["type"] == "extra_forbidden":
+        return where, f"{where} is not a known field: leave it out or mend its spelling"
+    if first["type"] == "missing":
+        return where if path else None, f"{where} is missing: add it"
+    blamed = first.get("ctx", {}).get("error")
+    if isinstance(blamed, InvalidRequest) and blamed.param is not None:  # a rule about several fields
+        return ".".join([where, blamed.param] if where != whole else [blamed.param]), f"{where}: {message}"
+    shown = f" is {first['input']!r:.60}" if isinstance(first["input"], str | int | float | bool | None) else ""
+    return where, f"{where}{shown}: {message[0].lower()}{message[1:]}"
 
 
 class Body(BaseModel):
@@ -92,7 +129,17 @@ class CalledFunction(Body):
     """What the assistant called."""
 
     name: FunctionName
-    arguments: Text  # a JSON object as text, or what was written of it before it was cut
+    arguments: Text  # a JSON object, or it as text, or what was written of that before it was cut
+
+    @field_validator("arguments", mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        try:
+            return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError, RecursionError):
+            raise ValueError("it must be a JSON object, as it is or as text") from None
 
 
 class CallBody(Body):

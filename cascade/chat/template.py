@@ -12,10 +12,10 @@ from cascade.engine.chat_template import variables
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import InvalidRequest
 from cascade.params import is_text
-from deployments.gateway.chat.reader import CLOSE, OPEN
 
 MessageDict = dict[str, Any]
 
+OPEN, CLOSE = "<think>", "</think>"  # around thoughts
 CUT = "INVALID_JSON"  # the member of an object that has arguments that are none
 OWN_NAMES = {  # of every template, not for clients
     *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "raise_exception", "strftime_now"),
@@ -62,7 +62,11 @@ class ChatTemplate:
     def encode(
         self, messages: Sequence[MessageDict], tools: Sequence[MessageDict] | None = None, style: Style = Style()
     ) -> list[int]:
-        """Token ids of a conversation in OpenAI's form.
+        """Token ids of a conversation in OpenAI's form; raises as `text`."""
+        return self._tokenizer.encode_part(self.text(messages, tools, style))
+
+    def text(self, messages: Sequence[MessageDict], tools: Sequence[MessageDict] | None = None, style: Style = Style()) -> str:
+        """The prompt of a conversation in OpenAI's form.
 
         Raises:
             InvalidRequest: there is no template, it does not read a variable of ``style``, does not take these messages, or
@@ -75,11 +79,10 @@ class ChatTemplate:
             )
         said = [self._translated(index, message, bool(tools)) for index, message in enumerate(messages)]
         try:
-            text = self._render(said, tools, style)
+            return self._render(said, tools, style)
         except Exception as error:  # templates are programs
             reason = " ".join(str(error).split())[:200]
             raise InvalidRequest(f"The model's chat template does not take these messages: {reason}", "messages") from None
-        return self._tokenizer.encode_part(text)
 
     def _translated(self, index: int, message: MessageDict, tools: bool) -> MessageDict:
         """OpenAI's message in the form that Transformers documents for templates; nothing is added, moved or lost.
@@ -109,8 +112,8 @@ class ChatTemplate:
             if self._drops_calls(tools):
                 where = f"messages.{index}.tool_calls"
                 raise InvalidRequest(f"The model's chat template leaves out {where}: say them in words", where)
-            if self._takes_objects:
-                said["tool_calls"] = [self._with_object(call) for call in said["tool_calls"]]
+            calls = [_with_text(call) for call in said["tool_calls"]]
+            said["tool_calls"] = [self._with_object(call) for call in calls] if self._takes_objects else calls
         return said
 
     def _check(self, style: Style) -> None:
@@ -226,6 +229,15 @@ class ChatTemplate:
             continue_final_message=style.goes_on,
             **{**effort, **style.values},
         )
+
+
+def _with_text(call: MessageDict) -> MessageDict:
+    """A call with its arguments as JSON in a text, as OpenAI has them, where a client gives an object."""
+    function = call["function"]
+    given = function["arguments"]
+    return (
+        call if isinstance(given, str) else call | {"function": function | {"arguments": json.dumps(given, ensure_ascii=False)}}
+    )
 
 
 def _probe_call(as_object: bool) -> MessageDict:

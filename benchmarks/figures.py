@@ -235,7 +235,7 @@ SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # 
         "peers",
         "make bench-peers",
         "The same run: tokens per second, and over the same engine alone. Draft tiers (`tiny`, `medium`) share two cores with "
-        "the full model here.",
+        "the full model here. `cascade_lookup` is gone since.",
         modes,
     ),
     (
@@ -288,7 +288,7 @@ SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # 
         "drafters",
         "make bench-drafters",
         "Speed over the full model alone, the median of six kinds of prompts, and tokens per pass of the full model. How far "
-        "`alone, again` is from 1 says how well speeds are known.",
+        "`alone, again` is from 1 says how well speeds are known. `lookup` is gone since.",
         drafters,
     ),
     (

@@ -306,10 +306,10 @@ def test_drafters_inside_tiers_change_no_text(cascade: Cascade, tmp_path: Path, 
     (tmp_path / "corpus.txt").write_text("def f(self):\n        return self._lock\n" * 3)
     params = SamplingParams(max_tokens=60, temperature=temperature, seed=5)
     expected = cascade.generate(PROMPT, params, Speculation("off")).token_ids
-    kinds = ["suffix", "lookup", DrafterSpec("corpus", str(tmp_path / "corpus.txt"))]
+    kinds = ["suffix", DrafterSpec("corpus", str(tmp_path / "corpus.txt"))]
     with small.cascade(drafter=kinds) as looking:
-        assert looking.names == ("suffix", "lookup", "corpus", "tiny", "medium", "full")
-        for tiers in (("suffix",), ("suffix", "corpus", "tiny"), ("lookup", "medium", "tiny"), None):
+        assert looking.names == ("suffix", "corpus", "tiny", "medium", "full")
+        for tiers in (("suffix",), ("suffix", "corpus", "tiny"), ("corpus", "medium", "tiny"), None):
             assert looking.generate(PROMPT, params, Speculation(tiers=tiers)).token_ids == expected
         edges = looking.generate(PROMPT, params, Speculation(tiers=("suffix",))).stats.edges
         assert {edge.drafter for edge in edges} <= {"", "suffix"}
@@ -321,8 +321,8 @@ def test_drafters_inside_tiers_change_no_text(cascade: Cascade, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("drafter", "words"),
     [
-        ("oracle", "drafter.kind is 'oracle': it must be one of auto, lookup, suffix, corpus"),
-        (["lookup", "lookup"], "names 'lookup' twice"),
+        ("oracle", "drafter.kind is 'oracle': it must be one of auto, suffix, corpus"),
+        (["suffix", "suffix"], "names 'suffix' twice"),
         (DrafterSpec("corpus", "nowhere.txt"), "'nowhere.txt', which cannot be read: No such file"),
         ("suffix", "'suffix', as one of its drafters is: give it another name"),
     ],

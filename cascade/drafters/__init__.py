@@ -15,7 +15,6 @@ from cascade.scorer import Drafter
 AUTO = "auto"  # `DEFAULT`
 CORPUS = "corpus"
 TEXT = {  # read texts: their classes, which are loaded when one is made
-    "lookup": "cascade.drafters.matching:Lookup",
     "suffix": "cascade.drafters.matching:Suffix",
     CORPUS: "cascade.drafters.matching:Corpus",
 }

@@ -1,8 +1,8 @@
 """Drafters that read texts: after the same few tokens a text may go on as it, or another one, did before.
 
-``lookup`` finds the longest end of a text in the text itself, as `prompt_lookup_num_tokens` of Transformers and the n-gram
-drafter of vLLM do (Saxena 2023, "Prompt Lookup Decoding"). ``suffix`` finds it in the last texts of the same tenant, too
-(SuffixDecoding, arXiv 2411.04975), and ``corpus`` in a text that the configuration names (REST, arXiv 2311.08252).
+``suffix`` finds the longest end of a text in the text itself, as `prompt_lookup_num_tokens` of Transformers and the n-gram
+drafter of vLLM do (Saxena 2023, "Prompt Lookup Decoding"), and in the last texts of the same tenant (SuffixDecoding, arXiv
+2411.04975); ``corpus`` in the text itself and in one that the configuration names (REST, arXiv 2311.08252).
 """
 
 from collections import OrderedDict
@@ -17,18 +17,6 @@ MAX_HELD = 2**16  # tokens of a tenant's texts
 MAX_TENANTS = 16  # whose texts are kept: the most recent ones
 MOST_OF_TEXT = 2**13  # last tokens of a text that are kept for others
 BESIDE = 4  # tokens of the second branch, at most
-
-
-class Lookup:
-    """Looks in the text itself."""
-
-    name = "lookup"
-
-    def __init__(self, level: int = 0) -> None:
-        self.level = level
-
-    def begin(self, tenant: str) -> "Matcher":
-        return Matcher(self.level)
 
 
 class Suffix:
@@ -66,7 +54,7 @@ class Corpus:
 class Matcher(Guesser):
     """Looks in its own text and in ``others``; with ``keeps`` its text is added to them at its end."""
 
-    def __init__(self, level: int, others: Matches | None = None, *, keeps: bool = False) -> None:
+    def __init__(self, level: int, others: Matches, *, keeps: bool = False) -> None:
         self._origin = bytes([origin(level)])
         self.own = Matches()
         self._others = others
@@ -79,14 +67,12 @@ class Matcher(Guesser):
         own.extend(list(text[len(own) :]))
         if most <= 0:
             return NO_DRAFT
-        found = self._found(own, most)
-        if self._others is not None:
-            found += self._found(self._others, most)
+        found = self._found(own, most) + self._found(self._others, most)
         found.sort(key=lambda match: -match[0])  # stable: of equals the text's own goes first
         return self._draft(found)
 
     def close(self, text: Sequence[int]) -> None:
-        if self._keeps and self._others is not None:
+        if self._keeps:
             self._others.extend(list(text[-MOST_OF_TEXT:]))
 
     def _found(self, texts: Matches, most: int) -> list[tuple[int, list[int]]]:

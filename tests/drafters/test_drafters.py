@@ -10,7 +10,7 @@ import pytest
 from cascade.draft import NO_DRAFT, Draft
 from cascade.drafters import DrafterSpec, make
 from cascade.drafters.in_pass import MOST_STEPS, TRY, InPass
-from cascade.drafters.matching import MAX_TENANTS, Corpus, Lookup, Suffix, kind
+from cascade.drafters.matching import MAX_TENANTS, Corpus, Suffix, kind
 from cascade.messages import Open, origin
 from cascade.params import SamplingParams
 from cascade.planner.cost import Profile
@@ -20,7 +20,7 @@ from cascade.tier.tier import Tier
 from tests.cases import rare
 from tests.tier.test_tier import alone, answered, opening, running, written
 
-INSIDE = ("suffix", "lookup")
+INSIDE = ("suffix",)
 PERIOD = (3, 1, 4, 1, 5, 9, 2, 6)
 
 
@@ -80,7 +80,7 @@ def drafters(*kinds: str) -> list[Drafter]:
 
 @pytest.fixture(params=["alone", "above two tiers"])
 def tiers(request: pytest.FixtureRequest) -> Iterator[list[Tier]]:
-    """Toy tiers with three drafters in each, one of which is a fool."""
+    """Toy tiers with two drafters in each, one of which is a fool."""
     lower = [ToyModel(agreement=0.6), ToyModel(agreement=0.8)] if request.param != "alone" else []
     made = [
         Tier(str(level), level, model, drafters=[*drafters(*INSIDE), Nonsense()])
@@ -122,7 +122,7 @@ def test_a_text_is_the_full_models(tiers: list[Tier], temperature: float, branch
         assert all(edge.accepted <= edge.proposed for edge in own)
 
 
-@pytest.mark.parametrize("asked", [("lookup",), ("suffix",), ()])
+@pytest.mark.parametrize("asked", [("suffix",), ()])
 def test_a_text_that_repeats_itself_takes_few_passes(asked: tuple[str, ...]) -> None:
     """Guards the speed that it is for, through the bends in a text that repeats itself but for a token now and then; and
     `Speculation`: drafters that a request does not name take no part."""
@@ -156,7 +156,7 @@ def test_guesses_that_are_seldom_right_are_compared_and_not_scored() -> None:
 
 def test_what_was_cut_is_not_repeated() -> None:
     """Guards a text against what stood there before a correction."""
-    guesser = Lookup().begin("")
+    guesser = Suffix().begin("")
     text = [1, 2, 3, 4, 5, 1, 2, 9]
     guesser.guess(text, 0, 8)
     text[7:] = [3, 1, 2]
@@ -166,7 +166,7 @@ def test_what_was_cut_is_not_repeated() -> None:
 
 def test_what_ends_in_a_period_goes_on_with_it() -> None:
     """Guards the end of a text that has begun to repeat itself: one period that is known is a guess of any length."""
-    assert Lookup().begin("").guess([7, 1, 2, 1, 2], 0, 6).trunk.tokens == (1, 2, 1, 2, 1, 2)
+    assert Suffix().begin("").guess([7, 1, 2, 1, 2], 0, 6).trunk.tokens == (1, 2, 1, 2, 1, 2)
     corpus = Corpus(0, [5, 6, 7, 8]).begin("")
     assert corpus.guess([5, 6], 0, 6).tokens == (7, 8), "a text that is given ends where it ends"
 
@@ -193,7 +193,7 @@ def test_longer_matches_are_more_certain() -> None:
 
 def test_two_continuations_are_a_tree() -> None:
     """Guards the second branch: after the same tokens once this came and once that."""
-    draft = Lookup().begin("").guess([1, 2, 3, 4, 1, 2, 5, 6, 1, 2], 0, 4)
+    draft = Suffix().begin("").guess([1, 2, 3, 4, 1, 2, 5, 6, 1, 2], 0, 4)
     heads = {draft.tokens[node] for node in draft.children(-1)}
     assert heads == {3, 5}
     assert draft.tokens[0] == 5, "of equals the latest first"

@@ -84,7 +84,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "a head that is gone": (
         engine(drafter="mtp"),
-        r"drafter.kind is 'mtp': .* auto, lookup, suffix, corpus",
+        r"drafter.kind is 'mtp': .* auto, suffix, corpus",
     ),
     "router": ({"tiers": [tier("router"), tier("full")]}, r"no tier can be named 'router'"),
     "full tier that learns": (learning("full"), r"names 'full': it takes tiny"),

@@ -21,7 +21,7 @@ def test_drafters_are_named_in_many_ways() -> None:
     assert named("auto") == named(["suffix"]) == CascadeConfig.parse(one()).tiers[0].engine_kwargs.drafters
     assert named([]) == named(None) == ()
     corpus = {"kind": "corpus", "source": "a.txt"}
-    assert named(["lookup", corpus]) == (DrafterSpec("lookup"), DrafterSpec("corpus", "a.txt"))
+    assert named(["suffix", corpus]) == (DrafterSpec("suffix"), DrafterSpec("corpus", "a.txt"))
     config = CascadeConfig.parse({"tiers": [tier("a", "x/y"), tier("b") | {"engine_kwargs": {"drafter": ["auto", corpus]}}]})
     assert config.drafters == ("suffix", "corpus")
     assert config.chain_names == ("suffix", "corpus", "a", "b")

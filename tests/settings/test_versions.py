@@ -69,6 +69,7 @@ def set_at(path: str, value: Any) -> Callable[[Values], None]:
     return change
 
 
+CORPUS = {"kind": "corpus", "source": "a.txt"}
 LINK_TLS = {"certificate": "a.pem", "key": "b.pem", "authority": "c.pem", "server_name": "x"}
 CHANGES: dict[str, tuple[Callable[[Values], None], set[str], set[str]]] = {  # what is replaced, what is told
     "nothing": (lambda values: None, set(), set()),
@@ -84,7 +85,7 @@ CHANGES: dict[str, tuple[Callable[[Values], None], set[str], set[str]]] = {  # w
     "leases of the full tier": (set_at("tiers.2.deployment_config.max_ongoing_requests", 8), {"router"}, {"full"}),
     "replicas": (set_at("tiers.1.deployment_config.num_replicas", 3), set(), set()),
     "surge": (set_at("tiers.1.deployment_config.max_surge_percent", 50), set(), set()),
-    "drafters that others count, too": (set_at("tiers.0.engine_kwargs.drafter", [{"kind": "lookup"}]), ALL, set()),
+    "drafters that others count, too": (set_at("tiers.0.engine_kwargs.drafter", [CORPUS]), ALL, set()),
     "window": (set_at("window", 9), set(), {"router"}),
     "limits of the router": (set_at("router.max_running", 3), set(), {"router"}),
     "limits of keys": (set_at("router.access.default_limits.max_running", 3), set(), {"router"}),

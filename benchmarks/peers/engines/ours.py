@@ -12,12 +12,11 @@ from cascade.answer import Completion
 from cascade.local import Cascade
 from cascade.params import Handling, SamplingParams, Speculation
 
-TEXT_DRAFTERS = ("suffix", "lookup")
+TEXT_DRAFTERS = ("suffix",)
 MODES = {
     "cascade_alone": Speculation("off"),
     "cascade_auto": Speculation(),
     "cascade_suffix": Speculation(tiers=("suffix",)),
-    "cascade_lookup": Speculation(tiers=("lookup",)),
     "cascade_tiny": Speculation(tiers=("tiny",)),
     "cascade_medium": Speculation(tiers=("medium",)),
     "cascade_tiny_medium": Speculation(tiers=("tiny", "medium")),

@@ -17,7 +17,6 @@ GUIDELLM := .venv-guidellm
 AIPERF := .venv-aiperf
 # An AVX2 processor, imitated on a newer one.
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
-NUMERIC := tests/cpu $(addprefix tests/engine/,test_bits.py test_llama.py test_pass.py)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: demo serve generators docs figures test test-all test-avx2 test-nodes test-vllm lint proto clean bench-peers bench-vllm bench-drafters bench-never-slower bench-cluster bench-align soak
@@ -34,8 +33,8 @@ test: $(VENV)/.installed-dev       ## every law on well-chosen cases, in two pro
 test-all: $(VENV)/.installed-dev   ## every law on all its cases
 	$(PYTEST) --hypothesis-profile thorough
 
-test-avx2: $(VENV)/.installed-dev  ## the numeric part, as on a processor without AVX-512 and bf16
-	$(AVX2) $(PYTEST) -m "not slow" $(NUMERIC)
+test-avx2: $(VENV)/.installed-dev  ## the same as test, as on a processor without AVX-512 and bf16
+	$(AVX2) $(PYTEST) -m "not slow"
 
 test-nodes: $(VENV)/.installed-dev ## on Ray nodes in network namespaces of their own, as root; nothing else beside it
 	CASCADE_NODES=1 $(BIN)/python -m pytest tests/nodes

@@ -22,6 +22,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from cascade.cpu.processor import hides_avx512
+
 
 @dataclass(frozen=True, slots=True)
 class Worker:
@@ -45,8 +47,8 @@ BRIEF = 2**15  # elements of work that take a few microseconds
 WITHOUT_AVX512 = "haswell"  # as LLVM calls the first processors that have AVX2 and fused multiply-add
 
 
-# compile for no more than PyTorch uses: it can be told to do without AVX-512 (``ATEN_CPU_CAPABILITY``)
-if llvm.get_host_cpu_features().get("avx512f") and torch.backends.cpu.get_cpu_capability() != "AVX512":
+# compile for no more than PyTorch uses
+if hides_avx512():
     numba.config.CPU_NAME, numba.config.CPU_FEATURES = WITHOUT_AVX512, ""
 
 

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from cascade.cpu.jit import Step, floats, integer, kernel, num_threads, run_step, thread_num
 from cascade.cpu.layers import Rows, shift_step
-from cascade.cpu.pairs import STEP, Pairs, has_pairs
+from cascade.cpu.pairs import STEP, Pairs
+from cascade.cpu.processor import has_pairs
 from cascade.cpu.tile import LANES, group_of, multiply
 
 MADV_COLLAPSE = 25

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cascade.cpu.jit import Step, Worker
+from cascade.cpu.processor import has_matrix_tiles
 from cascade.cpu.tile import LANES, group_of
 
 STEP = 32  # places of the depth that one instruction of matrix tiles takes
@@ -37,19 +38,6 @@ class Pairs:
         yield Step(prepare, (rows, self.in_features, x, room, self.depth, group))
         width, count = len(self.blocks) * LANES, len(self.blocks)
         yield Step(multiply, (room, self.blocks.data_ptr(), out, rows, self.depth, width, count, group))
-
-
-def has_pairs() -> bool:
-    """Whether this processor has instructions for such products, and PyTorch uses all of it."""
-    return torch.backends.cpu.get_cpu_capability() == "AVX512" and (
-        bool(torch.cpu._is_avx512_bf16_supported()) or has_matrix_tiles()
-    )
-
-
-@lru_cache
-def has_matrix_tiles() -> bool:
-    """Whether this processor has AMX for bfloat16, and the system lets this process have it."""
-    return bool(torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx())
 
 
 @lru_cache

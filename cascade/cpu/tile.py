@@ -8,15 +8,15 @@ most processors, so a tile should have eight chains or more: few rows take sever
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 from cascade.cpu.jit import F32, I16, I32, I64, function_of, inlined
+from cascade.cpu.processor import has_avx512
 
 LANES = 16  # columns of a block
-_MANY_REGISTERS = torch.backends.cpu.get_cpu_capability() == "AVX512"
+_MANY_REGISTERS = has_avx512()
 ROWS = 12 if _MANY_REGISTERS else 6  # of a tile at most: their sums stay in registers
 WIDE = (1, 4, 4 if _MANY_REGISTERS else 2, 2)  # blocks side by side, by rows; one of more rows
 

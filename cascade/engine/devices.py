@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from cascade.cpu.processor import has_bfloat16, instructions
 from cascade.engine.memory import GIB, host_memory
 from cascade.errors import ModelError
 from cascade.scorer import BLOCK
@@ -70,17 +71,6 @@ def cache_tokens(device: torch.device, bytes_per_token: int, gpu_memory_utilizat
     return tokens
 
 
-def has_bfloat16() -> bool:
-    """Whether this processor has instructions for products in bfloat16, and oneDNN takes them.
-
-    oneDNN also takes AVX-512 without such instructions, and is half as fast there as in float32.
-    """
-    if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
-        return False
-    emulates = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return not emulates or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-
-
 def product_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 where ``device`` has instructions for it, else float32: with AVX2 alone 16 bits are seven times slower."""
     return torch.bfloat16 if device.type != "cpu" or has_bfloat16() else torch.float32
@@ -100,8 +90,7 @@ def processor() -> str:
     with contextlib.suppress(OSError, StopIteration):  # not Linux, or a processor without a name
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    instructions = torch.backends.cpu.get_cpu_capability() + (" with bfloat16" if has_bfloat16() else "")
-    return f"{name}, {instructions}"
+    return f"{name}, {instructions()}{' with bfloat16' if has_bfloat16() else ''}"
 
 
 def add_exactly(device: torch.device) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cascade.cpu import linear
 from cascade.cpu.linear import Blocks, Linear
-from cascade.cpu.pairs import has_pairs
+from cascade.cpu.processor import has_pairs
 
 SIZES = [(16, 1), (1, 16), (100, 37), (384, 513), (33, 1400)]  # of matrices: chains end within, at and after the depth
 # rows are rounded for the last ones, where the processor multiplies bfloat16

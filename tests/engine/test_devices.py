@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from cascade.cpu.processor import has_bfloat16
 from cascade.engine.checkpoint import anatomy
-from cascade.engine.devices import has_bfloat16, held_dtype
+from cascade.engine.devices import held_dtype
 from cascade.engine.model import Model
 from cascade.settings.check import needs, remarks
 from cascade.settings.config import CascadeConfig

@@ -1,0 +1,50 @@
+"""What this processor can do, as far as PyTorch is allowed to use it. Everything that depends on it asks here.
+
+PyTorch, and with it all of this, can be told to do without AVX-512 (``ATEN_CPU_CAPABILITY=avx2``), oneDNN likewise
+(``ONEDNN_MAX_CPU_ISA=AVX2``): that imitates a processor that has AVX2 alone.
+"""
+
+from functools import lru_cache
+
+import torch
+
+
+def instructions() -> str:
+    """The instructions that PyTorch uses: ``AVX512``, ``AVX2``, or ``DEFAULT`` for others."""
+    return torch.backends.cpu.get_cpu_capability()
+
+
+def has_avx512() -> bool:
+    return instructions() == "AVX512"
+
+
+def hides_avx512() -> bool:
+    """Whether the processor has AVX-512, and PyTorch is told to do without it."""
+    import llvmlite.binding as llvm  # only those who compile need it
+
+    return bool(llvm.get_host_cpu_features().get("avx512f")) and not has_avx512()
+
+
+def has_matrix_tiles() -> bool:
+    """Whether the processor has AMX for bfloat16, and the system lets this process have it."""
+    return has_avx512() and bool(torch.cpu._is_amx_tile_supported()) and _init_amx()
+
+
+@lru_cache
+def _init_amx() -> bool:
+    return bool(torch.cpu._init_amx())
+
+
+def has_pairs() -> bool:
+    """Whether the processor multiplies pairs of bfloat16: with AVX-512's instructions for that, or matrix tiles."""
+    return has_avx512() and (bool(torch.cpu._is_avx512_bf16_supported()) or has_matrix_tiles())
+
+
+def has_bfloat16() -> bool:
+    """Whether the processor has instructions for products in bfloat16, and oneDNN takes them.
+
+    oneDNN also takes AVX-512 without such instructions, and is half as fast there as in float32.
+    """
+    if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        return False
+    return not has_avx512() or has_pairs()

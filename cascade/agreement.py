@@ -41,12 +41,26 @@ def record(models: Sequence[str], prompts: Sequence[Prompt], params: SamplingPar
     """
     asked = [replace(params, seed=seed) for seed in range(len(prompts))]
     texts = _written(models, prompts, asked, dtype)
-    below = [apart(partial(_said, source, texts, asked, dtype)) for source in models[:-1]]
+    return along(models[:-1], texts, asked, [prompt.category for prompt in prompts], dtype)
+
+
+def along(
+    drafts: Sequence[str],
+    texts: Sequence[Written],
+    params: Sequence[SamplingParams],
+    categories: Sequence[str],
+    dtype: str | None = None,
+) -> Recording:
+    """What ``drafts``, bottom to top, say along ``texts`` that the full model wrote with ``params``, each with its seed.
+
+    Texts of fewer than two tokens are left out. Raises `ModelError` if a model cannot be loaded.
+    """
+    below = [apart(partial(_said, source, texts, params, dtype)) for source in drafts]
     found = []
-    for number, (prompt, (ids, output)) in enumerate(zip(prompts, texts, strict=True)):
+    for number, (category, (prompt, output)) in enumerate(zip(categories, texts, strict=True)):
         if len(output) > 1:
             full = tuple((RunnerUp(token, 0.0),) for token in output)
-            found.append(RecordedText(ids, (*(tier[number] for tier in below), full), prompt.category))
+            found.append(RecordedText(prompt, (*(tier[number] for tier in below), full), category))
     return Recording(tuple(found))
 
 

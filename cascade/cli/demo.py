@@ -1,9 +1,11 @@
-"""`cascade demo`: a few questions to a served cascade, and a comparison with its full model alone."""
+"""`cascade demo`: five questions to a served cascade, and what drafts gain: here, on a text that repeats, and with GPUs."""
 
 import json
+import os
 import secrets
 import time
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
@@ -13,72 +15,138 @@ from rich.table import Column, Table
 from cascade.answer import Completion
 from cascade.cli import screen
 from cascade.cli.config import configured
-from cascade.cli.connection import Local, Served, connected, user_turn
+from cascade.cli.connection import Local, Message, Served, connected, user_turn
 from cascade.cli.screen import console
 from cascade.cli.serve import started
-from cascade.messages import add_edges
 from cascade.params import Handling, SamplingParams, Speculation
 
-LINES = (Path(__file__).parent / "questions.jsonl").read_text(encoding="utf-8").splitlines()
+FOLDER = Path(__file__).parent
+LINES = (FOLDER / "questions.jsonl").read_text(encoding="utf-8").splitlines()
 QUESTIONS: dict[str, str] = {line["category"]: line["prompt"] for line in map(json.loads, LINES)}  # by kind
+# a conversation in which the assistant has written a program and is to print it again: drafters find it in the prompt
+AGAIN: Sequence[Message] = tuple(json.loads((FOLDER / "again.json").read_text(encoding="utf-8")))
 PARAMS = SamplingParams(max_tokens=96, temperature=0, seed=1)
-MODES = {"full alone": Speculation("off"), "cascade": Speculation()}
+MODES = {"full model alone": Speculation("off"), "cascade": Speculation()}
 COMPARED = ("code", "mathematics", "rewrite")  # kinds of the questions that both modes answer, at each temperature
-COMPARED_TOKENS = 64  # of such an answer at most: the whole is to be over in a minute, on two cores
-WARM_TOKENS = 16  # likewise of the first answer of each, which does not count
+COMPARED_TOKENS, AGAIN_TOKENS = 64, 192  # of an answer at most: the whole is to be over in two minutes, on two cores
+WARM_TOKENS = 16  # likewise of the first answer of each mode, which does not count
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Tokens per second of the same answers without and with drafts."""
+
+    what: str
+    alone: float
+    cascade: float
+    same: bool = True  # the texts
 
 
 @click.command()
 def demo() -> None:
     """Serve the models that ship, ask them five questions, compare with the full model alone, shut down."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the models that ship load in no time
     name = f"cascade-demo-{secrets.token_hex(3)}"  # on a cluster that is joined others may run
     with started(configured(None), port=0, name=name) as server, connected(server.address) as served:
         console.print(screen.legend(served.names))
-        for kind, question in QUESTIONS.items():
-            answer(served, kind, question)
-        for temperature in (0.0, 0.7):
-            compare(served, temperature)
+        answers = {kind: answer(served, kind, question) for kind, question in QUESTIONS.items()}
+        console.print(f"\n{who_guessed(served.names, list(answers.values()))}\n", style="dim")
+        with console.status("The full model alone and the cascade answer in turns"):
+            rows = [measured(served, temperature) for temperature in (0.0, 0.7)]
+            rows.append(compared(served, "a program printed again", [AGAIN], replace(PARAMS, max_tokens=AGAIN_TOKENS)))
+    rows.append(on_devices(answers))
+    show(rows)
+    if not all(row.same for row in rows):
+        raise click.exceptions.Exit(1)
 
 
-def answer(served: Local | Served, kind: str, question: str) -> None:
+def answer(served: Local | Served, kind: str, question: str) -> Completion:
     """Ask and print, each token in the colour of the tier that guessed it."""
     console.print(f"\n[bold]{kind.capitalize()}[/]")
     console.print(question, style="dim", markup=False)
     shown = screen.Answer()
     for piece in served.stream_chat(user_turn(question), PARAMS, Speculation(), Handling()):
         shown.show(piece.chunk)
-        if (completion := piece.chunk.completion) is not None:
-            more = " ..." if completion.finish_reason == "length" else ""
-            console.print(f"{more}\n[dim]{screen.summary(completion)}[/]")
+    completion = piece.chunk.completion
+    assert completion is not None, "a stream ends with its completion"
+    more = " ..." if completion.finish_reason == "length" else ""
+    console.print(f"{more}\n[dim]{screen.summary(completion)}[/]")
+    return completion
 
 
-def compare(served: Local | Served, temperature: float) -> None:
-    """Have the full model alone and the cascade answer some of the questions in turns; print how fast each was."""
+def who_guessed(names: Sequence[str], answers: Sequence[Completion]) -> str:
+    """Which drafters the planner used for answers of the cascade ``names``, and why not the others."""
+    edges = [edge for one in answers for edge in one.stats.edges if edge.verifier == names[-1] and edge.proposed]
+    used = [name for name in names[:-1] if any(edge.drafter == name for edge in edges)]
+    others = [name for name in names[:-1] if name not in used]
+    guessed = f"The planner let {', '.join(used)} guess" if used else "The planner let nobody guess"
+    return f"{guessed}; {', '.join(others)} would cost more on these cores than the guesses save." if others else f"{guessed}."
+
+
+def measured(served: Local | Served, temperature: float) -> Row:
+    """Some of the questions, at a temperature."""
     params = replace(PARAMS, max_tokens=COMPARED_TOKENS, temperature=temperature)
+    what = f"{len(COMPARED)} questions, temperature {temperature:g}"
+    return compared(served, what, [user_turn(QUESTIONS[kind]) for kind in COMPARED], params)
+
+
+def compared(served: Local | Served, what: str, conversations: Sequence[Sequence[Message]], params: SamplingParams) -> Row:
+    """Conversations that the full model alone and the cascade go on with in turns."""
     for mode in MODES:
-        timed(served, QUESTIONS[COMPARED[0]], replace(params, max_tokens=min(WARM_TOKENS, COMPARED_TOKENS)), mode)
-    columns = ("question", *(f"{mode}, tokens/s" for mode in MODES), "speed-up")
-    table = Table(*(Column(name, no_wrap=True) for name in columns), title=f"Temperature {temperature:g}", box=SIMPLE_HEAD)
-    answers: dict[str, list[Completion]] = {mode: [] for mode in MODES}
-    for number, kind in enumerate(COMPARED):
-        speeds = dict.fromkeys(MODES, 0.0)
+        timed(served, conversations[0], replace(params, max_tokens=min(WARM_TOKENS, params.max_tokens)), mode)
+    seconds, tokens = dict.fromkeys(MODES, 0.0), dict.fromkeys(MODES, 0)
+    same = True
+    for number, conversation in enumerate(conversations):
+        texts = []
         for mode in list(MODES)[:: 1 if number % 2 else -1]:  # in turns, so that none is favoured by always coming first
-            completion, seconds = timed(served, QUESTIONS[kind], params, mode)
-            answers[mode].append(completion)
-            speeds[mode] = completion.stats.completion_tokens / seconds
-        alone, cascade = speeds.values()
-        table.add_row(kind, f"{alone:.1f}", f"{cascade:.1f}", f"{cascade / alone:.2f}x")
-    console.print("\n", table, sep="")
-    console.print(screen.acceptance(add_edges({}, (edge for one in answers["cascade"] for edge in one.stats.edges)).values()))
-    texts = [[one.token_ids for one in said] for said in answers.values()]
-    same = texts[0] == texts[1]
-    console.print("Both modes gave the same text." if same else "[bold red]The modes gave different texts.[/]")
+            completion, took = timed(served, conversation, params, mode)
+            texts.append(completion.token_ids)
+            seconds[mode] += took
+            tokens[mode] += completion.stats.completion_tokens
+        same = same and texts[0] == texts[1]
+    alone, cascade = (tokens[mode] / seconds[mode] for mode in MODES)
+    return Row(f"{what}, this machine", alone, cascade, same)
 
 
-def timed(served: Local | Served, question: str, params: SamplingParams, mode: str) -> tuple[Completion, float]:
+def timed(
+    served: Local | Served, conversation: Sequence[Message], params: SamplingParams, mode: str
+) -> tuple[Completion, float]:
     """The answer in a mode, which knows nothing of other answers, and the seconds that it took."""
     begin = time.perf_counter()
     handling = Handling(cache_salt=secrets.token_hex())
-    *_, last = served.stream_chat(user_turn(question), params, MODES[mode], handling)
+    *_, last = served.stream_chat(conversation, params, MODES[mode], handling)
     assert last.chunk.completion is not None, "a stream ends with its completion"
     return last.chunk.completion, time.perf_counter() - begin
+
+
+def on_devices(answers: Mapping[str, Completion]) -> Row:
+    """The answers to the questions as a GPU for each tier would give them, simulated; two panes show it at a terminal."""
+    from cascade import family
+    from cascade.agreement import chat_ids
+    from cascade.cli.devices import panes, simulated
+    from cascade.engine.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_pretrained(family.full())
+    texts = [(tuple(chat_ids(tokenizer, QUESTIONS[kind])), one.token_ids) for kind, one in answers.items()]
+    with console.status("The draft models say what they would have guessed along these answers"):
+        found = simulated(texts, PARAMS, list(answers), tokenizer.num_ids)
+    panes(found, texts, tokenizer)
+    alone, cascade = found.speeds
+    agree = " and ".join(f"{share:.2f}" for share in found.agreement)
+    console.print(
+        f"Simulated: these answers with an H100 for each tier and passes as long as those of Qwen3 32B, 4B and 0.6B. tiny and "
+        f"medium agree with the full model in {agree} of these tokens; published families in 0.65 to 0.95.\n",
+        style="dim",
+    )
+    return Row(f"{len(texts)} questions, a GPU for each tier (simulated)", alone, cascade)
+
+
+def show(rows: Sequence[Row]) -> None:
+    """One table, and whether drafts changed a text."""
+    numbers = (Column(name, justify="right", no_wrap=True) for name in (*MODES, "speed-up"))
+    table = Table(Column("tokens per second"), *numbers, box=SIMPLE_HEAD)
+    for row in rows:
+        table.add_row(row.what, f"{row.alone:.1f}", f"{row.cascade:.1f}", f"{row.cascade / row.alone:.2f}x")
+    console.print(table)
+    same = all(row.same for row in rows)
+    console.print("Every text was the same with and without drafts." if same else "[bold red]Drafts changed a text.[/]")

@@ -104,6 +104,18 @@ def predict(tiers: Sequence[SimTier], asked: Asked, recording: Recording | None 
         yield Prediction(load, speeds)
 
 
+def timelines(tiers: Sequence[SimTier], recording: Recording, *, drafts: bool) -> list[tuple[float, ...]]:
+    """When each token of each recorded text comes, asked one after the other: seconds from its request on.
+
+    With ``drafts`` the planner chooses who drafts; an answer before the first lets it learn. Without, the full tier is alone.
+    """
+    requests = _requests(Asked(), 1, recording)
+    outcome = simulate(Scenario(tuple(tiers) if drafts else (tiers[-1],), requests, adaptive=drafts))
+    begins = [request.arrive_s for request in requests]
+    rounds = [[time - begin for time in outcome.token_s if 0 <= time - begin < PAUSE_S] for begin in begins]
+    return [tuple(rounds[number or len(recording.texts)]) for number in range(len(recording.texts))]
+
+
 def _requests(asked: Asked, load: int, recording: Recording | None) -> tuple[Request, ...]:
     """Rounds of ``load`` requests at once; of recorded texts so many rounds that each is asked once at least."""
     if recording is None:

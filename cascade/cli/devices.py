@@ -1,0 +1,84 @@
+"""The same answers with a device for each tier, simulated: what `cascade demo` shows on a machine that has none.
+
+The draft models that ship are asked what they would have guessed along answers that were really given. Passes take what those
+of a published trio take on published devices (`cascade.simulation.trio`). The simulator runs the server's own loops.
+"""
+
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.columns import Columns
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
+
+from cascade import family
+from cascade.agreement import Written, along
+from cascade.cli.screen import console
+from cascade.engine.tokenizer import Tokenizer
+from cascade.params import SamplingParams
+from cascade.simulation.plan import recorded_tiers, timelines
+from cascade.simulation.recording import Recording
+from cascade.simulation.trio import H100, TRIO
+
+FRAMES_S = 0.05  # between two pictures
+LINES = 14  # of a pane
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """When each token of each answer comes, in seconds from its request on, and what the draft tiers agree on."""
+
+    alone: list[tuple[float, ...]]
+    cascade: list[tuple[float, ...]]
+    agreement: tuple[float, ...]  # of tiny and medium with the full model
+
+    @property
+    def speeds(self) -> tuple[float, float]:
+        """Tokens per second of all answers, alone and with drafts."""
+        tokens = sum(map(len, self.alone))
+        return tokens / sum(times[-1] for times in self.alone), tokens / sum(times[-1] for times in self.cascade)
+
+
+def simulated(texts: Sequence[Written], params: SamplingParams, kinds: Sequence[str], vocab: int) -> Simulated:
+    """Answers of the full model that ships, which it gave with ``params``, as a device for each tier would give them."""
+    recording: Recording = along(family.paths()[:-1], texts, [params] * len(texts), kinds)
+    costs = [shape.load.profile(H100) for shape in TRIO]
+    tiers = recorded_tiers(family.NAMES, costs, recording, vocab)
+    shares = tuple(recording.shared(tier, len(TRIO) - 1) for tier in range(len(TRIO) - 1))
+    return Simulated(timelines(tiers, recording, drafts=False), timelines(tiers, recording, drafts=True), shares)
+
+
+def panes(found: Simulated, texts: Sequence[Written], tokenizer: Tokenizer) -> None:
+    """Two panes that fill at the simulated speeds; nothing where nobody looks on."""
+    if not console.is_terminal:
+        return
+    sides = [_joined(found.alone), _joined(found.cascade)]
+    tokens = [token for _, output in texts for token in output]
+    begin, end = time.monotonic(), sides[0][-1]
+    with Live(console=console, transient=True, refresh_per_second=1 / FRAMES_S) as live:
+        while (now := time.monotonic() - begin) < end:
+            names = ("full model alone", "cascade of three tiers")
+            live.update(Columns([_pane(name, tokens, side, now, tokenizer) for name, side in zip(names, sides, strict=True)]))
+            time.sleep(FRAMES_S)
+
+
+def _joined(answers: Sequence[tuple[float, ...]]) -> list[float]:
+    """Times of all tokens, one answer after the other."""
+    times, begin = [], 0.0
+    for answer in answers:
+        times += [begin + at for at in answer]
+        begin = times[-1]
+    return times
+
+
+def _pane(name: str, tokens: Sequence[int], times: Sequence[float], now: float, tokenizer: Tokenizer) -> Panel:
+    count = bisect_right(times, now)
+    width = max(20, console.width // 2 - 4)
+    text = Text(tokenizer.decode(tokens[max(0, count - LINES * 12) : count]))
+    lines = text.wrap(console, width)[-LINES:]
+    body = Text("\n").join(lines)
+    title = f"{name}: {count} tokens, {min(now, times[-1]):.1f} s"
+    return Panel(body, title=title, width=width + 4, height=LINES + 2)

@@ -14,7 +14,8 @@ import torch
 from cascade import family
 from cascade.answer import Answer, Chunk, Completion
 from cascade.capabilities import Capabilities, Task
-from cascade.drafters import AUTO, DrafterSpec, check_drafters, make, specs
+from cascade.drafters import AUTO, DrafterSpec, check_drafters, head_of, make, specs
+from cascade.drafters.in_pass import InPass
 from cascade.engine import generation
 from cascade.engine.devices import UTILIZATION
 from cascade.engine.grammar import Grammars
@@ -74,7 +75,8 @@ class Cascade:
         - ``models``, bottom to top: one to five, all with the vocabulary of ``tokenizer`` (`from_pretrained` loads them).
         - ``names``: one a model, as `Speculation.tiers` and statistics have them; of three: ``tiny``, ``medium``, ``full``.
         - ``window``: tokens that a tier may run ahead of the one above it, unless a request says otherwise.
-        - ``drafter``: what guesses inside every tier, by kind, see `cascade.drafters`; ``None``: nothing does.
+        - ``drafter``: what guesses inside every tier, by kind, see `cascade.drafters`; ``None``: nothing does. A head
+          is the last model's; others have those that they were loaded with.
         - ``default_params``: what requests without parameters get.
         - ``policy``: how long a pass waits for guesses, and how many it scores (`cascade.planner.choice.Policy`).
 
@@ -148,7 +150,7 @@ class Cascade:
         tokenizer = _common_tokenizer(models, trust_remote_code)
         default_params = SamplingParams(**generation.sampling_defaults(models[-1], generation_config))
         options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-        loaded = (_load_on_vllm if engine == "vllm" else _load)(models, options)
+        loaded = _load_on_vllm(models, head_of(inner), options) if engine == "vllm" else _load(models, head_of(inner), options)
         cascade = cls(
             loaded, tokenizer, names=names, window=window, policy=policy, drafter=inner, default_params=default_params
         )
@@ -320,8 +322,10 @@ def _common_tokenizer(sources: Sequence[str], trust_remote_code: bool) -> Tokeni
     return tokenizers[-1]
 
 
-def _load(sources: Sequence[str], options: dict[str, Any]) -> list[Model]:
+def _load(sources: Sequence[str], head: DrafterSpec | None, options: dict[str, Any]) -> list[Model]:
     """Models of our own engine, bottom to top; caches are made when all weights are there, of what these leave."""
+    if head is not None:
+        raise ConfigError(f"drafter is {head.kind!r}, which only vLLM can do: set engine to 'vllm', or remove it")
     known = {"trust_remote_code": options["trust_remote_code"]}
     device = find_device(sources[-1], options["device"])
     networks = [apart(partial(load, source, draft=source != sources[-1], **options)) for source in sources]
@@ -329,7 +333,7 @@ def _load(sources: Sequence[str], options: dict[str, Any]) -> list[Model]:
     return [apart(partial(Model, network, owned=True, cache_tokens=room)) for network in networks]
 
 
-def _load_on_vllm(sources: Sequence[str], options: dict[str, Any]) -> list[VllmModel]:
+def _load_on_vllm(sources: Sequence[str], head: DrafterSpec | None, options: dict[str, Any]) -> list[VllmModel]:
     """Models of vLLM, bottom to top; on a GPU they share its memory evenly."""
     if options["device"]:
         raise ConfigError(
@@ -341,7 +345,8 @@ def _load_on_vllm(sources: Sequence[str], options: dict[str, Any]) -> list[VllmM
     loaded: list[VllmModel] = []
     try:
         for source in sources:
-            loaded.append(VllmModel(source, options=given))
+            last = source == sources[-1]
+            loaded.append(VllmModel(source, draft=not last, drafter=head if last else None, options=given))
     except BaseException:
         for model in loaded:
             model.close()
@@ -350,7 +355,11 @@ def _load_on_vllm(sources: Sequence[str], options: dict[str, Any]) -> list[VllmM
 
 
 def _drafters(models: Sequence[Scorer], chosen: Drafters, tokenizer: Tokenizer) -> tuple[tuple[str, ...], list[list[Drafter]]]:
-    """Kinds of the drafters inside tiers, and those of each model."""
-    inner = specs(chosen)
-    kinds = tuple(one.kind for one in inner)
-    return kinds, [make(inner, kinds, tokenizer.encode_part) for _ in models]
+    """Kinds of the drafters inside tiers, and those of each model: a head is made with its model."""
+    inner = [one for one in specs(chosen) if not one.reads]
+    heads: list[str] = [getattr(model, "drafter", "") for model in models]
+    kinds = tuple(dict.fromkeys([*(one.kind for one in inner), *filter(None, heads)]))
+    drafters = [make(inner, kinds, tokenizer.encode_part) for _ in models]
+    for head, found in zip(heads, drafters, strict=True):
+        found += [InPass(head, kinds.index(head))] if head else []
+    return kinds, drafters

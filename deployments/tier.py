@@ -15,7 +15,7 @@ import ray.util
 import torch
 from ray.serve.handle import DeploymentHandle
 
-from cascade.drafters import make
+from cascade.drafters import head_of, make
 from cascade.engine.adapter_folder import AdapterFolder
 from cascade.engine.grammar import Grammars
 from cascade.engine.sampling.state import state_maker
@@ -210,7 +210,8 @@ def load_model(config: TierConfig, folder: AdapterFolder | None = None, *, draft
         source = config.model_loading_config.source
         given = {**share, **engine.vllm_options}
         adapters: dict[str, Any] = {"adapters": engine.lora_modules, "folder": folder, "most": engine.max_loras}
-        return VllmModel(source, cache_tokens=engine.cache_tokens, draft=draft, options=given, **adapters)
+        head = head_of(engine.drafters)
+        return VllmModel(source, cache_tokens=engine.cache_tokens, draft=draft, drafter=head, options=given, **adapters)
     from cascade.engine.loading import load
     from cascade.engine.model import Model
 

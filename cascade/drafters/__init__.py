@@ -18,7 +18,7 @@ TEXT = {  # read texts: their classes, which are loaded when one is made
     "suffix": "cascade.drafters.matching:Suffix",
     CORPUS: "cascade.drafters.matching:Corpus",
 }
-HEADS: tuple[str, ...] = ()  # read the model's hidden states, and live in its passes
+HEADS = ("eagle3", "eagle", "medusa")  # read the model's hidden states, in its passes on vLLM, by its names
 KINDS = (*TEXT, *HEADS)
 SOURCES = {CORPUS: "the path of a text file"} | dict.fromkeys(HEADS, "the path or hub id of its weights")
 

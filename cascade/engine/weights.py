@@ -36,7 +36,7 @@ def read(source: str) -> dict[str, Tensor]:
     """All tensors of a path or hub id by name; raises `ModelError`."""
     with model_errors(problem := f"No weights can be loaded from {source!r}"):
         weights: dict[str, Tensor] = {}
-        for file in _files(_fetched(source)):
+        for file in _files(fetched(source)):
             weights |= load_file(file) if file.suffix == SUFFIX else torch.load(file, map_location="cpu", weights_only=True)
     if not weights or not all(isinstance(tensor, Tensor) for tensor in weights.values()):
         raise ModelError(f"{problem}: it holds none")
@@ -46,7 +46,7 @@ def read(source: str) -> dict[str, Tensor]:
 def shapes(source: str) -> dict[str, tuple[int, ...]]:
     """Shapes of all tensors of a path or hub id by name, from the headers of its files; raises `ModelError`."""
     with model_errors(f"The weights of {source!r} cannot be read"):
-        found = {name: shape for file in _files(_fetched(source)) for name, shape in _shapes_in(file).items()}
+        found = {name: shape for file in _files(fetched(source)) for name, shape in _shapes_in(file).items()}
     return found
 
 
@@ -69,7 +69,7 @@ def _shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
         return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118  # no mapping
 
 
-def _fetched(source: str) -> Path:
+def fetched(source: str) -> Path:
     """The folder of a path, or of a hub id's files, which are fetched; raises `ModelError` if one is damaged."""
     check_source(source)
     local = Path(source if is_local(source) else snapshot_download(source, allow_patterns=PATTERNS))

@@ -61,7 +61,7 @@ class DrafterConfig(Section):
     """A drafter inside a tier, see `cascade.drafters`."""
 
     kind: str = AUTO  # `auto`: drafters that read text; or one kind
-    source: Text | None = None  # text file of a `corpus`
+    source: Text | None = None  # text file of a `corpus`; path or hub id of a head
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
@@ -120,7 +120,11 @@ class EngineKwargs(Section):
     def _belongs_together(self) -> Self:
         if self.lora_modules and self.lora_path:
             raise ValueError(f"lora_modules are given and lora_path is {self.lora_path!r}: remove one of the two")
+        if (head := head_of(self.drafters)) and (beside := self._unlike_heads):
+            raise ValueError(f"drafter is {head.kind!r} and {beside}, which do not go together: remove one of the two")
         if self.plugin:  # which knows what else it takes
+            if head:
+                raise ValueError(f"drafter is {head.kind!r}, which only vLLM can do: set engine to 'vllm', or remove it")
             if self._adapted:
                 raise ValueError(f"{self._adapted}, which only vLLM can serve: set engine to 'vllm', or remove it")
             return self
@@ -142,6 +146,12 @@ class EngineKwargs(Section):
         if self.lora_path:
             return f"lora_path is {self.lora_path!r}"
         return f"lora_modules are {', '.join(self.lora_modules)}" if self.lora_modules else ""
+
+    @property
+    def _unlike_heads(self) -> str:
+        """What is given that no tier with a head has, in words; "" if nothing is."""
+        ranks = f"tensor_parallel_size is {self.tensor_parallel_size}" if self.tensor_parallel_size > 1 else ""
+        return self._adapted or ranks
 
     @property
     def _only_ours(self) -> str:

@@ -56,6 +56,24 @@ WRONG: dict[str, tuple[Any, str]] = {
     "six tiers": ({"tiers": [tier(f"t{i}") for i in range(6)]}, r"tiers: tuple should have at most 5 items"),
     "same name twice": ({"tiers": [tier("a"), tier("a")]}, r"two tiers are named 'a'"),
     "drafter as a tier": ({"tiers": [tier("suffix"), tier("full")]}, r"give the tier another name"),
+    "head without weights": (engine(drafter="eagle3"), r"'eagle3' needs a source: the path or hub id"),
+    "head of our own engine": (
+        engine(drafter={"kind": "eagle3", "source": "a/b"}, engine="cascade"),
+        r"drafter is 'eagle3', which only vLLM can do: set engine to 'vllm'",
+    ),
+    "head of an engine of one's own": (
+        engine(drafter={"kind": "medusa", "source": "a/b"}, engine="a.module:load"),
+        r"drafter is 'medusa', which only vLLM can do: set engine to 'vllm', or remove it",
+    ),
+    "head beside adapters": (
+        engine(drafter={"kind": "eagle3", "source": "a/b"}, lora_modules={"red": "a/b"}),
+        r"drafter is 'eagle3' and lora_modules are red, which do not go together",
+    ),
+    "head of several ranks": (
+        engine(drafter={"kind": "eagle", "source": "a/b"}, tensor_parallel_size=2),
+        r"drafter is 'eagle' and tensor_parallel_size is 2, which do not go together",
+    ),
+    "head that was not tried": (engine(drafter="dflash"), r"drafter.kind is 'dflash': it must be one of auto, suffix"),
     "corpus without a file": (engine(drafter="corpus"), r"needs a source: the path of a text file"),
     "adapters of our own engine": (
         engine(engine="cascade", lora_modules={"red": "a/b"}),
@@ -82,13 +100,13 @@ WRONG: dict[str, tuple[Any, str]] = {
         engine(quantization="awq", num_threads=2),
         r"quantization is 'awq', which only vLLM can do: set engine to 'vllm', and remove what only our own engine takes",
     ),
-    "a head that is gone": (
-        engine(drafter="mtp"),
-        r"drafter.kind is 'mtp': .* auto, suffix, corpus",
-    ),
     "router": ({"tiers": [tier("router"), tier("full")]}, r"no tier can be named 'router'"),
     "full tier that learns": (learning("full"), r"names 'full': it takes tiny"),
     "quantized learning": (learning("tiny", quantization="int8"), r"names 'tiny', whose quantization is 'int8', .*remove one"),
+    "read learning": (
+        learning("tiny", drafter={"kind": "eagle3", "source": "a/b"}),
+        r"names 'tiny', whose head would not fit new weights",
+    ),
     "key for nothing": (
         {"tiers": [tier("tiny"), tier("full")], "alignment": {"folder": "/shared", "key_env": "KEY"}},
         r"key_env is 'KEY', but nothing is on disk: set on_disk to true, or remove it",

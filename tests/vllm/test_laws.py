@@ -19,6 +19,7 @@ import torch
 
 from cascade import Cascade, SamplingParams, Speculation
 from cascade.draft import Draft
+from cascade.engine.loading import load
 from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ConfigError, ModelError
@@ -32,7 +33,7 @@ from tests.books import check_pages
 
 vllm = pytest.importorskip("vllm")
 from cascade.engine.vllm.model import CHOSEN, VllmModel  # noqa: E402  # needs vLLM beside it
-from tests.vllm.models import ARCHITECTURES, GREEDY, WIDE, Pair, saved, started  # noqa: E402
+from tests.vllm.models import ARCHITECTURES, GREEDY, OPTIONS, WIDE, Pair, saved, started  # noqa: E402
 
 # vLLM and what it imports warn of themselves
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
@@ -234,6 +235,23 @@ def test_renewed_weights_are_those_of_a_fresh_model(tmp_path: Path, pair: Pair) 
                 store.free()
             renewing.result()
         scores_alike(Pair(model, Model.from_pretrained(source, dtype="float32", device="cpu")), seed=8)
+    finally:
+        model.close()
+
+
+def test_a_draft_model_says_its_draft_vocabulary_alone(tmp_path: Path) -> None:
+    """Guards tiers below on vLLM: tokens outside `draft_vocab.json`, which they never learnt, were guessed all the same."""
+    folder, said = Path(saved("llama", tmp_path)), list(range(0, VOCAB, 3))
+    read = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**read, "draft_vocab_size": len(said)}))
+    (folder / "draft_vocab.json").write_text(json.dumps(said))
+    model = VllmModel(str(folder), cache_tokens=1024, draft=True, options=dict(OPTIONS))
+    try:
+        own = Model(load(str(folder), dtype="float32", device="cpu", draft=True), cache_tokens=1024)
+        scores_alike(Pair(model, own), seed=4)
+        (folder / "draft_vocab.json").unlink()
+        with pytest.raises(ModelError, match="has a draft vocabulary by its config"):
+            VllmModel(str(folder), cache_tokens=1024, draft=True, options=dict(OPTIONS))
     finally:
         model.close()
 

@@ -111,6 +111,13 @@ class PagedCache:
                 self._blocks.release([self.table[index]])
                 self.table[index] = own
 
+    def guessing(self, end: int, until: int) -> list[int]:
+        """Blocks of the positions before ``until``, of which those behind a text's ``end`` may be written: its own or null."""
+        size = self._blocks.block
+        whole, all_ = -(-end // size), -(-until // size)
+        own = [SCRATCH if self._blocks.shared(block) else block for block in self.table[whole:all_]]
+        return [*self.table[:whole], *own, *[SCRATCH] * (all_ - whole - len(own))]
+
     def free(self) -> None:
         self._blocks.release(self.table)
         self.table.clear()

@@ -13,15 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cascade.drafters import DrafterSpec
 from cascade.engine.adapter_folder import AdapterFolder
 from cascade.engine.devices import HOST_SHARE
+from cascade.engine.draft_vocab import draft_ids, said
 from cascade.engine.gguf import converted
 from cascade.engine.memory import host_memory
+from cascade.engine.model_config import read_config
 from cascade.engine.sampling.processors import report
 from cascade.engine.scoring import Packed, asked, scored, unpacked
 from cascade.engine.trees import run_trees
 from cascade.engine.vllm import batch_invariant, installed
 from cascade.engine.vllm.blocks import RESERVED, Blocks, PagedCache
+from cascade.engine.vllm.heads import readers, reading, speculative_config, with_drafts
 from cascade.engine.vllm.worker import Batch, Facts
 from cascade.engine.weights import shapes
 from cascade.errors import ConfigError, InvalidRequest, ModelError, reason
@@ -88,21 +92,26 @@ class VllmModel:
         folder: AdapterFolder | None = None,
         most: int = 16,
         draft: bool = False,
+        drafter: DrafterSpec | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         """Load from a path or the hub; raises `ModelError` if vLLM cannot, and `ConfigError` if it is not installed.
 
         ``cache_tokens`` positions of keys and values fit into memory; if ``None``, as many as vLLM finds room for. ``adapters``
         are paths or hub ids of LoRA adapters, by the names that `SamplingParams.adapter` has. Those of ``folder`` are loaded by
-        the first pass that needs them, ``most`` at a time. A ``draft`` model scores rows of an adapter that it has not without
-        one. ``options`` are vLLM's engine arguments by their own names (``dtype``, ``quantization``, ``max_model_len``, ...),
-        see `check_options`.
+        the first pass that needs them, ``most`` at a time. A ``draft`` model says its draft vocabulary alone, and scores rows
+        of an adapter that it has not without one. ``drafter`` is a head that guesses after its texts. ``options`` are vLLM's
+        engine arguments by their own names (``dtype``, ``quantization``, ``max_model_len``, ...), see `check_options`.
         """
         options = dict(options or {})
         check_options(options)
         self._folder, self._draft = folder, draft
+        self._said: list[int] | None = None  # its draft vocabulary, if that is all it says
         self._most = len(adapters or ()) if folder is None else most
         self._source = converted(source)
+        self.drafter = "" if drafter is None else drafter.kind
+        if drafter is not None:
+            options["speculative_config"] = speculative_config(drafter, self._source)
         self._engine = _start(self._source, cache_tokens, options, self._most)
         self._busy = threading.Lock()  # of the workers, which answer one call after the other
         _running.append(self._engine)
@@ -110,6 +119,8 @@ class VllmModel:
         try:
             if facts.problem is not None:
                 raise ModelError(f"{source!r} cannot be a tier on vLLM: {facts.problem}; set engine to 'cascade'")
+            if draft:
+                self._restrict(options.get("revision"), options.get("trust_remote_code", False))
             self._numbers: dict[str, int] = {}  # of adapters, by name; the one that was not used for longest first
             for name, adapter in (adapters or {}).items():
                 self._add(name, adapter)
@@ -131,6 +142,13 @@ class VllmModel:
         self._blocks = Blocks(facts.num_blocks, facts.block)
         self.cache_tokens = (facts.num_blocks - RESERVED) * facts.block
         self.healthy = True
+
+    def _restrict(self, revision: str | None, trust_remote_code: bool) -> None:
+        """Let a draft model say its draft vocabulary alone, if it has one; raises `ModelError` if its ids do not fit."""
+        config = read_config(self._source, revision=revision, trust_remote_code=trust_remote_code)
+        if (ids := said(config, self._source, revision=revision)) is not None:
+            self._said = ids.tolist()
+            self._engine.collective_rpc("cascade_say", args=(self._said,))
 
     def _add(self, name: str, source: str) -> None:
         """Load an adapter, in place of the one that was not used for longest; raises `ModelError`."""
@@ -183,6 +201,8 @@ class VllmModel:
         here, there = shapes(self._source), shapes(source)
         if wrong := next((name for name in sorted({*here, *there} - TIED) if here.get(name) != there.get(name)), None):
             raise ModelError(f"The weights of {source!r} cannot take the place of others: {wrong} is not the same there")
+        if self._said is not None and draft_ids(source) != self._said:
+            raise ModelError(f"The weights of {source!r} cannot take the place of others: they say other tokens")
         try:
             with self._busy:
                 self._engine.collective_rpc("reload_weights", kwargs={"weights_path": source})
@@ -200,9 +220,9 @@ class VllmModel:
                 return [next(fitting if row.params.adapter in first else others) for row in rows]
             self._need(rows)
         with torch.cuda.stream(self._stream):  # nothing on a CPU
-            if any(row.draft.parents for row in rows):
-                return run_trees(rows, self._pass, shares_pass=False)
-            return self._pass(rows)
+            trees = any(row.draft.parents for row in rows)
+            found = run_trees(rows, self._pass, shares_pass=False) if trees else self._pass(rows)
+            return self._guess(rows, found) if self.drafter else found
 
     def _pass(self, rows: Sequence[Row], on_scored: Any = report) -> list[Scored]:
         number = max((row.runner_ups for row in rows), default=0)
@@ -211,6 +231,14 @@ class VllmModel:
         if simple:
             return list(unpacked(found, rows, [row.num_scored for row in rows]))
         return scored(found, rows, on_scored)
+
+    def _guess(self, rows: Sequence[Row], found: list[Scored]) -> list[Scored]:
+        """Let the head read what a pass has read, and guess after rows that ask for it."""
+        if not (reads := readers(rows, found)):
+            return found
+        with self._busy:
+            [said] = self._engine.collective_rpc("cascade_propose", args=(reading([*reads.values()]),))
+        return with_drafts(found, reads, said)
 
     def logits(self, rows: Sequence[Row]) -> Tensor:
         """Logits ``[sum of num_scored, vocab_size]`` of the rows' last positions."""

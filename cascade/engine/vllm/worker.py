@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cascade.engine.sampling.own_tokens import Asked, own_tokens_and_next
+from cascade.engine.vllm.heads import Reading, propose
 from cascade.scorer import BLOCK
 
 # vLLM's forward context is a global of the process, as is what its kernels for CPUs write to meanwhile: tiers that share a
@@ -52,6 +53,8 @@ class CascadeWorker:
 
     model_runner: Any  # vLLM's ``GPUModelRunner``, or the one for CPUs that derives from it
     vllm_config: Any
+    _unsaid: Tensor | None = None  # of each token id, whether the model never says it; bool
+    _read: tuple[Tensor, dict[int, int]]  # hidden states of the last pass, and which of them is whose: by slot
 
     def cascade_facts(self) -> Facts:
         """What a tier must know before its first pass."""
@@ -66,6 +69,12 @@ class CascadeWorker:
             backend=runner.attn_groups[0][0].backend.get_name() if groups else "",
             problem=_problem(runner),
         )
+
+    def cascade_say(self, ids: list[int]) -> None:
+        """Let the model say ``ids``, its draft vocabulary, alone."""
+        self._unsaid = torch.ones(self.vllm_config.model_config.get_vocab_size(), dtype=torch.bool)
+        self._unsaid[ids] = False
+        self._unsaid = self._unsaid.to(self.model_runner.device)
 
     @torch.inference_mode()
     def cascade_copy(self, blocks: list[tuple[int, int]]) -> None:
@@ -87,6 +96,17 @@ class CascadeWorker:
             if batch.asked is None:
                 return logits if ranks.world_size == 1 else logits.cpu()
             return own_tokens_and_next(logits, batch.asked, batch.runner_ups).tolist()
+
+    @torch.inference_mode()
+    def cascade_propose(self, asked: Reading) -> list[list[list[int]]]:
+        """Let the model's head read texts of the last pass and guess after them, see `cascade.engine.vllm.heads.propose`."""
+        runner, (hidden, places_of) = self.model_runner, self._read
+        block = runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        positions, slots = _places(asked, block)
+        sent = torch.tensor([*positions, *slots, *(places_of[slot] for slot in slots)]).to(runner.device, non_blocking=True)
+        places, slot_mapping, read = sent.split(len(slots))
+        with _PASSING:
+            return propose(runner.drafter, asked, hidden[read], self._common(asked, slot_mapping, places))
 
     def _forward(self, batch: Batch) -> Tensor | None:
         from vllm.forward_context import set_forward_context
@@ -110,11 +130,26 @@ class CascadeWorker:
         metadata, mapping = self._metadata(batch, slot_mapping, places[:n])
         options = {"num_tokens": padded, "cudagraph_runtime_mode": mode, "batch_descriptor": descriptor}
         with set_forward_context(metadata, self.vllm_config, slot_mapping=mapping, **options):
-            hidden = runner.model(input_ids=ids, positions=places)
-        return runner.model.compute_logits(hidden[keep])
+            found = runner.model(input_ids=ids, positions=places)
+        hidden, several = found if isinstance(found, tuple) else (found, ())
+        if runner.speculative_config is not None:
+            self._read = (torch.cat(several, -1) if several else hidden)[:n], {slot: place for place, slot in enumerate(slots)}
+        logits: Tensor | None = runner.model.compute_logits(hidden[keep])
+        if logits is not None and self._unsaid is not None:
+            logits.masked_fill_(self._unsaid, torch.finfo(logits.dtype).min)
+        return logits
 
     def _metadata(self, batch: Batch, slots: Tensor, positions: Tensor) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """By layer, what its attention backend needs to know of the rows, and where tokens are written."""
+        common = self._common(batch, slots, positions)
+        metadata: dict[str, Any] = {}
+        for group in (group for groups in self.model_runner.attn_groups for group in groups):
+            built = group.get_metadata_builder(0).build(common_prefix_len=0, common_attn_metadata=common)
+            metadata.update(dict.fromkeys(group.layer_names, built))
+        return metadata, dict.fromkeys(metadata, slots)
+
+    def _common(self, batch: Batch | Reading, slots: Tensor, positions: Tensor) -> Any:
+        """What all attention backends need to know of the rows."""
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
         runner, rows = self.model_runner, len(batch.starts)
@@ -123,11 +158,11 @@ class CascadeWorker:
         width = max(map(len, batch.tables))
         tables = torch.tensor([table + [0] * (width - len(table)) for table in batch.tables], dtype=torch.int32)
         lengths = torch.tensor(ends, dtype=torch.int32)
-        common = CommonAttentionMetadata(
+        return CommonAttentionMetadata(
             query_start_loc=bounds.to(runner.device, non_blocking=True),
             query_start_loc_cpu=bounds,
             seq_lens=lengths.to(runner.device, non_blocking=True),
-            seq_lens_cpu_upper_bound=lengths,
+            seq_lens_cpu_upper_bound=lengths.clone(),  # proposers count both up
             num_reqs=rows,
             num_actual_tokens=len(batch.tokens),
             max_query_len=max(batch.lengths),
@@ -138,11 +173,6 @@ class CascadeWorker:
             positions=positions,
             is_prefilling=torch.zeros(rows, dtype=torch.bool),
         )
-        metadata: dict[str, Any] = {}
-        for group in (group for groups in runner.attn_groups for group in groups):
-            built = group.get_metadata_builder(0).build(common_prefix_len=0, common_attn_metadata=common)
-            metadata.update(dict.fromkeys(group.layer_names, built))
-        return metadata, dict.fromkeys(metadata, slots)
 
 
 def _problem(runner: Any) -> str | None:
@@ -174,7 +204,7 @@ def _graph(runner: Any, num_tokens: int, num_adapters: int) -> tuple[Any, Any, i
     return mode, descriptor, max(num_tokens, descriptor.num_tokens)
 
 
-def _places(batch: Batch, block: int) -> tuple[list[int], list[int]]:
+def _places(batch: Batch | Reading, block: int) -> tuple[list[int], list[int]]:
     """Positions of all tokens, and where their keys and values are written: ``block id * block + place in it``."""
     positions, slots = [], []
     for start, length, table in zip(batch.starts, batch.lengths, batch.tables, strict=True):

@@ -1,0 +1,237 @@
+"""Heads beside a tier on vLLM: what they guess, whatever was rolled back or preempted, and no other text."""
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks.prompts import chats
+from cascade import Cascade, SamplingParams, Speculation, family
+from cascade.draft import num_same
+from cascade.drafters import DrafterSpec
+from cascade.engine.tokenizer import Tokenizer
+from cascade.errors import ModelError
+from cascade.family.packed import widened
+from cascade.scorer import Row
+from cascade.tier.tier import Tier
+from tests import small
+from tests.books import check_pages
+
+vllm = pytest.importorskip("vllm")
+from cascade.engine.vllm.model import VllmModel  # noqa: E402  # needs vLLM beside it
+from tests.vllm.models import GREEDY, OPTIONS  # noqa: E402
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+
+PROMPTS = ["def read(path):\n", "import os\n\nclass Shape:\n", "for name in", "import json\nimport os\n\n\ndef main():\n"]
+SIZE, VOCAB, LAYERS, WIDE = 384, 4096, 6, 512  # of the model
+KINDS = ("eagle3", "eagle", "medusa")
+END = 2  # of a turn
+HEAD = Path(__file__).parent / "weights" / "smollm2-eagle3"  # of the demonstration's full model, in 8 bits
+# share of positions at which the first guess, the first two, three, four are right, with the same weights on an engine that is
+# not vLLM's: 12 chats of 60 tokens
+ACCEPTED = {0.0: (0.297, 0.122, 0.067, 0.040), 0.7: (0.303, 0.118, 0.039, 0.015)}
+
+
+def random_head(kind: str, folder: Path, **changes: Any) -> str:
+    """A head of the model with random weights, under the names that its authors give them."""
+    noise = torch.Generator().manual_seed(0)
+
+    def matrix(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=noise) * shape[-1] ** -0.5
+
+    config: dict[str, Any] = {"hidden_size": SIZE, "vocab_size": VOCAB}
+    if kind == "medusa":
+        weights = {f"blocks.{number}.layers.0.weight": matrix(SIZE, SIZE) for number in range(3)}
+        weights |= {f"lm_heads.{number}.weight": matrix(VOCAB, SIZE) for number in range(3)}
+        config |= {"model_type": "medusa", "architectures": ["MedusaModel"], "num_heads": 3, "num_hidden_layers": 1}
+    else:
+        inputs = 2 * SIZE if kind == "eagle3" else SIZE
+        layer = {"self_attn.q_proj": (SIZE, inputs), "self_attn.k_proj": (128, inputs), "self_attn.v_proj": (128, inputs)}
+        layer |= {"self_attn.o_proj": (SIZE, SIZE), "mlp.gate_proj": (WIDE, SIZE), "mlp.up_proj": (WIDE, SIZE)}
+        weights = {f"layers.0.{name}.weight": matrix(*shape) for name, shape in layer.items()}
+        weights |= {"layers.0.mlp.down_proj.weight": matrix(SIZE, WIDE)}
+        weights["layers.0.post_attention_layernorm.weight"] = torch.ones(SIZE)
+        weights["fc.weight"] = matrix(SIZE, (3 if kind == "eagle3" else 2) * SIZE)
+        if kind == "eagle3":
+            weights |= {
+                f"{name}.weight": torch.ones(SIZE) for name in ("layers.0.input_layernorm", "layers.0.hidden_norm", "norm")
+            }
+            weights["lm_head.weight"] = matrix(VOCAB, SIZE)
+        source = json.loads((Path(small.paths()[-1]) / "config.json").read_text())
+        name = "LlamaForCausalLMEagle3" if kind == "eagle3" else "LlamaForCausalLM"
+        config = source | {"architectures": [name], "num_hidden_layers": 1, "tie_word_embeddings": False}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: part.contiguous() for name, part in weights.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return str(folder)
+
+
+def started(kind: str, source: str, cache_tokens: int = 4096) -> VllmModel:
+    return VllmModel(small.paths()[-1], cache_tokens=cache_tokens, drafter=DrafterSpec(kind, source), options=dict(OPTIONS))
+
+
+@pytest.fixture(scope="module")
+def expected() -> Iterator[Cascade]:
+    """The model on our own engine."""
+    with Cascade.from_pretrained(small.paths()[-1:], dtype="float32", device="cpu", drafter=None) as cascade:
+        yield cascade
+
+
+@pytest.fixture(scope="module")
+def trained() -> Iterator[VllmModel]:
+    model = started("eagle3", small.head())
+    yield model
+    model.close()
+
+
+def accepted(model: VllmModel, temperature: float, tokens: int = 60) -> list[float]:
+    """Shares of positions of twelve chats at which the first guesses are what the model says, by how many."""
+    size = len(ACCEPTED[temperature])
+    right, positions = [0] * size, 0
+    for seed, prompt in enumerate(chats(2)[:12], 1):
+        params, text, drafts, cache = SamplingParams(temperature=temperature, seed=seed), [*prompt], [], model.new_cache()
+        cache.reserve(len(prompt) + tokens + 8)
+        start = 0
+        while len(text) < len(prompt) + tokens and text[-1:] != [END]:
+            [scored] = model.run([Row(cache, start, text[start:], 1, params, guesses=size)])
+            start = len(text)
+            text.append(scored.own[0])
+            drafts.append(scored.draft.tokens)
+        cache.free()
+        for place, draft in enumerate(drafts, len(prompt) + 1):
+            if place + size <= len(text):
+                same = num_same(draft, text[place:])
+                right = [count + (same > number) for number, count in enumerate(right)]
+                positions += 1
+    return [count / positions for count in right]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", sorted(ACCEPTED))
+def test_a_published_head_is_as_often_right_as_elsewhere(temperature: float, tmp_path: Path) -> None:
+    """Guards hidden states that are off by a layer or a position, and the noise: a head would guess, and rarely be right."""
+    shutil.copy(HEAD / "config.json", tmp_path)
+    save_file(widened(load_file(HEAD / "model.safetensors")), tmp_path / "model.safetensors")
+    options = {**OPTIONS, "max_model_len": 1024}
+    model = VllmModel(family.full(), cache_tokens=4096, drafter=DrafterSpec("eagle3", str(tmp_path)), options=options)
+    try:
+        for found, share in zip(accepted(model, temperature), ACCEPTED[temperature], strict=True):
+            assert found == pytest.approx(share, abs=0.02)
+    finally:
+        model.close()
+
+
+def texts(cascade: Cascade, params: SamplingParams, speculation: Speculation) -> list[list[int]]:
+    return [list(one.token_ids) for one in cascade.generate(PROMPTS, params, speculation)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_trained_head_changes_no_text(trained: VllmModel, expected: Cascade, temperature: float) -> None:
+    """Guards the promise with a head that is mostly right, alone and in one tree with a text drafter; it is asked and used."""
+    params = SamplingParams(temperature=temperature, seed=7, max_tokens=40, ignore_eos=True)
+    said = texts(expected, params, Speculation("off"))
+    with Cascade([trained], Tokenizer.from_pretrained(small.paths()[-1]), drafter="suffix") as cascade:
+        assert cascade.names == ("suffix", "eagle3", "full")
+        for tiers in (("eagle3",), ("eagle3", "suffix"), ("suffix",), None):
+            assert texts(cascade, params, Speculation(tiers=tiers)) == said
+        edges = [edge for one in cascade.generate(PROMPTS, params, Speculation(tiers=("eagle3",))) for edge in one.stats.edges]
+        assert sum(edge.accepted for edge in edges if edge.drafter == "eagle3")
+    check_pages(trained._blocks, [])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_random_head_changes_no_text(kind: str, expected: Cascade, tmp_path: Path) -> None:
+    """Guards rollbacks of the head's layers beside the model's, prefix hits, and sessions that are preempted: with room for
+    two of eight sessions, and guesses that are all wrong, each writes what it writes alone."""
+    model, rng = started(kind, random_head(kind, tmp_path / kind), 8 * 32), random.Random(3)
+    params = SamplingParams(temperature=0.8, seed=9, max_tokens=24, ignore_eos=True)
+    common = [rng.randrange(VOCAB) for _ in range(40)]
+    prompts = [[*common[: rng.choice([20, 33, 40])], *(rng.randrange(VOCAB) for _ in range(4))] for _ in range(8)]
+    try:
+        with Cascade([model], Tokenizer.from_pretrained(small.paths()[-1]), drafter=None) as cascade:
+            said = [one.token_ids for one in cascade.generate(prompts, params, Speculation(tiers=(kind,)))]
+            [tier] = cascade.tiers
+            assert isinstance(tier, Tier)
+            assert tier.kv_admission.preempted
+        check_pages(model._blocks, [])
+    finally:
+        model.close()
+    assert said == [one.token_ids for one in expected.generate(prompts, params, Speculation("off"))]
+
+
+def test_a_head_on_a_middle_tier_changes_no_text(trained: VllmModel, expected: Cascade) -> None:
+    """Guards corrections from above: what a head has read of a text that is taken back is written over."""
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=32, ignore_eos=True)
+    tokenizer = Tokenizer.from_pretrained(small.paths()[-1])
+    models = [trained, expected.tiers[0].model]  # type: ignore[attr-defined]
+    with Cascade(models, tokenizer, names=("below", "above"), drafter=None) as cascade:
+        assert texts(cascade, params, Speculation(tiers=("eagle3", "below"))) == texts(expected, params, Speculation("off"))
+
+
+def test_guesses_do_not_depend_on_chunks_and_companions(trained: VllmModel) -> None:
+    """Guards places in a pass: what a head reads of one text lies beside others', in any order and in pieces."""
+    rng = random.Random(1)
+    prompts = [[rng.randrange(VOCAB) for _ in range(size)] for size in (9, 40, 17)]
+
+    def guess(together: bool) -> list[tuple[int, ...]]:
+        stores, rows = [], []
+        for prompt in prompts:
+            stores.append(trained.new_cache())
+            stores[-1].reserve(96)
+            rows.append(Row(stores[-1], 0, prompt, 1, GREEDY, guesses=3))
+        found = trained.run(rows) if together else [trained.run([row])[0] for row in rows]
+        for store in stores:
+            store.free()
+        return [one.draft.tokens for one in found]
+
+    assert guess(together=True) == guess(together=False)
+    assert all(len(draft) == 3 for draft in guess(together=True))
+
+
+def test_medusa_reads_the_last_token(tmp_path: Path) -> None:
+    """Guards Medusa's place: with an empty block and the model's own embedding a head says the token that the model says."""
+    folder = Path(random_head("medusa", tmp_path / "medusa"))
+    weights = load_file(folder / "model.safetensors")
+    embedding = load_file(Path(small.paths()[-1]) / "model.safetensors")["model.embed_tokens.weight"].float()
+    weights |= {name: torch.zeros_like(part) for name, part in weights.items() if name.startswith("blocks.")}
+    weights |= {name: embedding.clone() for name in weights if name.startswith("lm_heads.")}
+    save_file(weights, folder / "model.safetensors")
+    model = started("medusa", str(folder))
+    try:
+        store = model.new_cache()
+        store.reserve(64)
+        [scored] = model.run([Row(store, 0, [5, 6, 7, 8], 1, GREEDY, guesses=3)])
+        assert scored.draft.tokens == (scored.own[0],) * 3
+        store.free()
+    finally:
+        model.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "words"),
+    [
+        ("eagle3", "fc.weight", r"lacks the tensor fc\.weight"),
+        ("eagle", "layers.0.mlp.up_proj.weight", r"lacks the tensor mlp\.up_proj\.weight"),
+        (
+            "eagle3",
+            {"t2d": torch.zeros(VOCAB + 8, dtype=torch.bool)},
+            "a vocabulary of 4104 tokens, and the model's has 4096",
+        ),
+        ("eagle3", {"fc.weight": torch.zeros(SIZE, 3 * 128)}, "for a hidden size of 128, and the model's is 384"),
+    ],
+)
+def test_a_head_that_does_not_fit_is_refused(kind: str, change: Any, words: str, tmp_path: Path) -> None:
+    """Guards starts: vLLM loads heads with missing tensors as they happen to be in memory, and fails late on wrong shapes."""
+    folder = Path(random_head(kind, tmp_path / kind))
+    weights = load_file(folder / "model.safetensors")
+    weights = weights | change if isinstance(change, dict) else {name: weights[name] for name in weights if name != change}
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=words):
+        started(kind, str(folder))

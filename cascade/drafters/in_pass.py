@@ -1,4 +1,4 @@
-"""Heads as a tier sees them: a pass of the model makes their guesses."""
+"""Heads as a tier sees them: a pass of the model makes their guesses, see `cascade.engine.vllm.heads`."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -321,7 +321,7 @@ def test_drafters_inside_tiers_change_no_text(cascade: Cascade, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("drafter", "words"),
     [
-        ("oracle", "drafter.kind is 'oracle': it must be one of auto, suffix, corpus"),
+        ("oracle", "drafter.kind is 'oracle': it must be one of auto, suffix, corpus, lookahead"),
         (["suffix", "suffix"], "names 'suffix' twice"),
         (DrafterSpec("corpus", "nowhere.txt"), "'nowhere.txt', which cannot be read: No such file"),
         ("suffix", "'suffix', as one of its drafters is: give it another name"),

@@ -17,6 +17,7 @@ CORPUS = "corpus"
 TEXT = {  # read texts: their classes, which are loaded when one is made
     "suffix": "cascade.drafters.matching:Suffix",
     CORPUS: "cascade.drafters.matching:Corpus",
+    "lookahead": "cascade.drafters.lookahead:Lookahead",
 }
 HEADS = ("eagle3", "eagle", "medusa")  # read the model's hidden states, in its passes on vLLM, by its names
 KINDS = (*TEXT, *HEADS)

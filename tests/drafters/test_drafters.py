@@ -1,7 +1,7 @@
 """Drafters inside a tier: they make repetitions cheap, keep tenants apart, and change no text."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 from cascade.draft import NO_DRAFT, Draft
 from cascade.drafters import DrafterSpec, make
 from cascade.drafters.in_pass import MOST_STEPS, TRY, InPass
+from cascade.drafters.lookahead import Lookahead
 from cascade.drafters.matching import MAX_TENANTS, Corpus, Suffix, kind
 from cascade.messages import Open, origin
 from cascade.params import SamplingParams
@@ -20,7 +21,7 @@ from cascade.tier.tier import Tier
 from tests.cases import rare
 from tests.tier.test_tier import alone, answered, opening, running, written
 
-INSIDE = ("suffix",)
+INSIDE = ("suffix", "lookahead")
 PERIOD = (3, 1, 4, 1, 5, 9, 2, 6)
 
 
@@ -227,3 +228,39 @@ def test_texts_give_up_where_others_have() -> None:
         for _ in range(20 if asker.wants != UNREAD else 0):
             asker.observe(1, Draft((4, 5), bytes(2)), Scored([4, 5, 1], draft=Draft((4, 5), bytes(2))))
     assert drafter.begin("").wants > 1
+
+
+def test_a_window_refines_itself_and_leaves_n_grams() -> None:
+    """Guards Jacobi's positions and the pool: own tokens that depend on positions alone are guessed one pass later, those that
+    depend on the token before them are found again, by the same tenant alone; and a text that was cut leaves no window."""
+
+    def play(drafter: Lookahead, tenant: str, own: Callable[[Sequence[int]], int], size: int = 200) -> int:
+        guesser, text, passes = drafter.begin(tenant), [5, 6, 7], 0
+        while len(text) < size:
+            draft = guesser.guess(text, 0, 16)
+            said = [own(text), *(own([*text, *path_of(draft, node)]) for node in range(len(draft)))]
+            guesser.observe(text[-1], draft, Scored(said))
+            text += draft.walk(said)[0]
+            passes += 1
+        return passes
+
+    assert play(Lookahead(), "", lambda text: random.Random(len(text)).randrange(100)) < 60
+    drafter = Lookahead()
+    first = play(drafter, "a", lambda text: (7 * text[-1] + 3) % 53)
+    assert first < 100
+    assert play(drafter, "a", lambda text: (7 * text[-1] + 3) % 53) < first
+    assert play(drafter, "b", lambda text: (7 * text[-1] + 3) % 53) == first
+    window = Lookahead().begin("")
+    draft = window.guess([1, 2], 0, 16)
+    window.observe(2, draft, Scored([9, *range(20, 20 + len(draft))]))
+    window.cut()
+    assert not {*window.guess([1, 2, 8], 0, 16).tokens} & {*range(21, 30)}
+    for tenant in range(3 * MAX_TENANTS):
+        drafter.begin(str(tenant))
+    assert len(drafter.pools) == MAX_TENANTS
+
+
+def path_of(draft: Draft, node: int) -> list[int]:
+    """Tokens from the text to a node."""
+    before = draft.parent(node)
+    return [*(path_of(draft, before) if before >= 0 else ()), draft.tokens[node]]

@@ -109,12 +109,12 @@ class Router:
         self._full = FullTier(self._config, lessor(handles[full.name]), self.admission)
         self.admission.metrics.gauges["full_min_replicas"].set(not may_be_zero(full))
         self.admission.metrics.also(self._full.downlink.readings)
-        alignment, metrics = self._config.alignment, self.admission.metrics
+        metrics = self.admission.metrics
         reported = report(full.model_loading_config.model_id, ROUTER, metrics.readings)
         self._background = [asyncio.create_task(work) for work in (self._tiers.count(metrics.replicas), reported)]
         self._collector = None
-        if learner is not None and alignment is not None:
-            self._collector = Collector(alignment, learner, metrics)
+        if learner is not None:
+            self._collector = Collector(learner, metrics)
         self._api = Api(self).application()
         await self._listen()
         gc.freeze()  # what is there by now stays: to look at all of it takes a collection a third of a second

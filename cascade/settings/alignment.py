@@ -25,7 +25,6 @@ class AlignmentConfig(Section):
     folder: Text  # folder of new weights, the same wherever a tier or the learner runs
     # drafters that learn: names of lower tiers; by default all that can
     students: tuple[Text, ...] = ()
-    share: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of answers that are kept
     rows: Annotated[int, Field(ge=16)] = LIMITS.rows  # answers that are kept, half of them the newest
     row_tokens: Annotated[int, Field(ge=32)] = LIMITS.row_tokens  # last tokens of an answer with its prompt that are kept
     max_age_s: Seconds = LIMITS.max_age_s  # seconds after which an answer is dropped

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import random
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -11,7 +10,6 @@ from ray.serve.handle import DeploymentHandle
 
 from cascade.answer import Completion
 from cascade.messages import Edge, Open
-from cascade.settings.alignment import AlignmentConfig
 from cascade.training.reservoir import Sample
 from deployments.gateway.admission.access import Account
 from deployments.gateway.admission.metrics import RouterMetrics
@@ -28,8 +26,8 @@ MOST_HELD = 512  # answers, while there is no learner
 class Collector:
     """Belongs to one event loop. What cannot be sent is held, and dropped when it is too much: no answer ever waits."""
 
-    def __init__(self, config: AlignmentConfig, learner: DeploymentHandle, metrics: RouterMetrics) -> None:
-        self._share, self._learner, self._metrics = config.share, learner, metrics
+    def __init__(self, learner: DeploymentHandle, metrics: RouterMetrics) -> None:
+        self._learner, self._metrics = learner, metrics
         self._router = replica_name()
         self._held: deque[Sample] = deque(maxlen=MOST_HELD)
         self._drifts: dict[tuple[str, str, bool], Drift] = defaultdict(Drift)  # by drafter, verifier, and whether it is greedy
@@ -41,7 +39,7 @@ class Collector:
             if edge.drafter:
                 self._watch(edge, greedy=not opening.params.temperature)
         allowed = opening.train and account.limits.train and not opening.cache_salt and not opening.params.adapter
-        if not allowed or (self._share < 1 and random.random() >= self._share):
+        if not allowed:
             return
         corrected = sum(edge.corrected for edge in completion.stats.edges)
         text, temperature = (*opening.tokens, *tokens), opening.params.temperature

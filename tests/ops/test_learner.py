@@ -15,7 +15,6 @@ from cascade.answer import Completion, Stats
 from cascade.engine.tokenizer import Tokenizer
 from cascade.messages import Edge, Open
 from cascade.params import SamplingParams
-from cascade.settings.alignment import AlignmentConfig
 from cascade.settings.router import KeyLimits
 from cascade.training import reservoir
 from cascade.training.reservoir import Limits, Reservoir, Sample
@@ -137,7 +136,7 @@ class Away:
 async def offered(monkeypatch: pytest.MonkeyPatch, away: Away, openings: Sequence[tuple[Open, Account]]) -> Collector:
     monkeypatch.setattr(collector, "SEND_S", 0.01)
     metrics = RouterMetrics(Places(1, 1), ("tiny", "full"))
-    made = Collector(AlignmentConfig(folder="unused"), away, metrics)  # type: ignore[arg-type]
+    made = Collector(away, metrics)  # type: ignore[arg-type]
     stats = Stats(1, 1, edges=(Edge("tiny", "full", corrected=3),))
     for opening, account in openings:
         made.offer(opening, [7, 8], Completion("", (7, 8), "length", 1, stats), account)

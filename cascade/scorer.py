@@ -137,12 +137,23 @@ class Scorer(Protocol):
 
     def new_cache(self) -> Store: ...
 
-    def run(self, rows: Sequence[Row]) -> list[Scored]:
-        """Own tokens of each row; where a grammar could not follow a guess, those before it alone.
+    def launch(self, rows: Sequence[Row]) -> Any:
+        """Begin a pass over ``rows``, which is `collect`'s to end. Nothing else may use their stores meanwhile."""
 
-        Raises `InvalidRequest` if a row's request is to blame, and anything else if the pass failed: then stores may hold
+    def collect(self, launched: Any) -> list[Scored]:
+        """Wait for a pass: own tokens of each row; where a grammar could not follow a guess, those before it alone.
+
+        Both raise `InvalidRequest` if a row's request is to blame, and anything else if the pass failed: then stores may hold
         anything from ``start`` on, and the rows may be scored again.
         """
+
+
+class Runs:
+    """For a `Scorer`: a pass with nothing beside it."""
+
+    def run(self: Scorer, rows: Sequence[Row]) -> list[Scored]:
+        """`Scorer.launch` and `Scorer.collect`."""
+        return self.collect(self.launch(rows))
 
 
 class Guesser(Protocol):

@@ -29,7 +29,7 @@ from cascade.engine.loading import common_room
 from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer
 from cascade.messages import Edge, Failed, Message
-from cascade.scorer import Row, Scored
+from cascade.scorer import Row
 from cascade.settings.check import needs
 from cascade.tier.local_links import Mailbox
 from tests import small
@@ -102,12 +102,13 @@ class Deserter:
     def __init__(self, model: Model) -> None:
         self._model, self.new_cache = model, model.new_cache
         self.vocab_size, self.context_len, self.cache_tokens = model.vocab_size, model.context_len, model.cache_tokens
+        self.collect = model.collect
 
-    def run(self, rows: Sequence[Row]) -> list[Scored]:
+    def launch(self, rows: Sequence[Row]) -> Sequence[Row]:
         self.passes += self.armed
         if self.passes == 5:
             raise SystemExit
-        return self._model.run(rows)
+        return self._model.launch(rows)
 
 
 @pytest.mark.filterwarnings("ignore:Exception in thread tier")

@@ -7,13 +7,13 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from cascade.engine.model_config import context_len, read_config
 from cascade.planner.cost import Profile
-from cascade.scorer import Row, Scored, Scorer, Store
+from cascade.scorer import Row, Runs, Scored, Scorer, Store
 from cascade.settings.config import CascadeConfig, TierConfig
 from cascade.settings.section import Section
 from cascade.simulation.recording import fake
@@ -66,7 +66,7 @@ def num_gpus(config: CascadeConfig) -> int:
     return math.ceil(sum(each * (count if isinstance(count, int) else 1) for each, count in zip(gpus, counts, strict=True)))
 
 
-class Emulated:
+class Emulated(Runs):
     """Scores as ``model`` does, in the time that a device takes for which passes cost what ``cost`` says.
 
     A pass ends when the device would have ended it, not sooner: what is left of its time after the model's own pass is slept.
@@ -116,17 +116,21 @@ class Emulated:
         """Go on with other weights, which the device has at once; see `cascade.engine.model.Model.renew`."""
         self._model.renew(source)  # type: ignore[attr-defined]  # a toy has no weights, and no student is one
 
-    def run(self, rows: Sequence[Row]) -> list[Scored]:
+    def launch(self, rows: Sequence[Row]) -> tuple[float, Any]:
+        """When the device will have the own tokens of ``rows``, and what the model's `collect` takes."""
+        return self._clock() + self.seconds(rows), self._model.launch(rows)
+
+    def collect(self, launched: tuple[float, Any]) -> list[Scored]:
         """Own tokens of each row, see `cascade.scorer.Scorer`, not before the device has them."""
-        end = self._clock() + self.seconds(rows)
-        scored = self._model.run(rows)
+        end, rows = launched
+        scored = self._model.collect(rows)
         left = end - self._clock()
         self.passes += 1
         if left > 0:
             self._sleep(left)
             return scored
         if not self.late:
-            log.warning("A pass of %d rows ended %.4f s later than the device's would have: stretch time", len(rows), -left)
+            log.warning("A pass of %d rows ended %.4f s later than the device's would have: stretch time", len(scored), -left)
         self.late += 1
         return scored
 

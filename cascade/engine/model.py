@@ -26,13 +26,13 @@ from cascade.engine.trees import run_trees
 from cascade.engine.weights import read
 from cascade.errors import ModelError, reason
 from cascade.params import SamplingParams
-from cascade.scorer import Row, Scored
+from cascade.scorer import Row, Runs, Scored
 
 SCORED = 16  # own tokens of a timed pass, at most
 RENEWAL_SHARE = 0.2  # of a core, that new weights take while passes run
 
 
-class Model:
+class Model(Runs):
     """A causal language model that scores packed rows; see `cascade.scorer.Scorer`."""
 
     healthy = True  # its passes run in this process, which ends with them
@@ -120,8 +120,13 @@ class Model:
         assert self._attention is not None
         return self._attention.new_cache()
 
-    def run(self, rows: Sequence[Row]) -> list[Scored]:
+    def launch(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """See `cascade.scorer.Scorer`. Processors work in `collect`, in the calling thread but without the interpreter."""
+        return rows
+
+    def collect(self, launched: Sequence[Row]) -> list[Scored]:
         """Own tokens of each row, see `cascade.scorer.Scorer`; one host read, and two for each row with logprobs."""
+        rows = launched
         trees = any(row.draft.parents for row in rows)
         with self._busy, self.threads.use(sum(len(row.input_ids) for row in rows)):
             return run_trees(rows, self._score, shares_pass=True) if trees else self._score(rows)

@@ -8,12 +8,12 @@ same outcome.
 import itertools
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from cascade.answer import Answer
 from cascade.messages import Close, Edge, Failed, Message, Open, Proposal, add_edges
 from cascade.planner.chains import Planner
 from cascade.planner.cost import Profile
-from cascade.scorer import Scored
 from cascade.simulation.scenario import Outcome, Scenario, SimTier, Usage
 from cascade.simulation.virtual import ROUTER, Agenda, Wires
 from cascade.tier.kv_admission import KVAdmission
@@ -132,19 +132,20 @@ class Node:
             self._loop.receive(message, source, now)
         batch, wake_at = self._loop.schedule(self._max_pass_tokens, now)
         if batch:
-            self._run(batch)
+            self._launch(batch)
         elif wake_at is not None:
             self._wake(wake_at)
+        self._loop.settle(now)
 
-    def _run(self, batch: Batch[str]) -> None:
-        scored = self._tier.model.run([row_of(slot, work) for slot, work in batch])
+    def _launch(self, batch: Batch[str]) -> None:
+        launched = self._tier.model.launch([row_of(slot, work) for slot, work in batch])
         seconds = self._tier.cost(sum(len(work) for _, work in batch), sum(work.start for _, work in batch))
         self.usage.passes += 1
         self.usage.busy_s += seconds
         self._busy, life, now = True, self._lives, self._agenda.now
-        self._wires.devices[self.name].run(seconds, lambda: self._advance(batch, scored, life, now))
+        self._wires.devices[self.name].run(seconds, lambda: self._advance(batch, launched, life, now))
 
-    def _advance(self, batch: Batch[str], scored: list[Scored], life: int, begin: float) -> None:
+    def _advance(self, batch: Batch[str], launched: Any, life: int, begin: float) -> None:
         if life != self._lives:
             return
         self._busy = False
@@ -152,7 +153,7 @@ class Node:
         works = [work for _, work in batch]
         read, context = sum(work.num_read for work in works), sum(work.start for work in works)
         self._profile.record(sum(map(len, works)), read, context, now - begin)
-        self._loop.advance(batch, scored, now)
+        self._loop.advance(batch, self._tier.model.collect(launched), now)
         self._wake(now)
 
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from cascade.draft import Draft
 from cascade.messages import Open
 from cascade.params import SamplingParams
-from cascade.scorer import MAX_FORKED, Row, RunnerUp, Scored
+from cascade.scorer import MAX_FORKED, Row, RunnerUp, Runs, Scored
 from cascade.splitmix import GOLDEN, mix
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class ToyFork:
 
 
 @dataclass(eq=False)
-class ToyModel:
+class ToyModel(Runs):
     """A language whose next-token logits are a hash of the last ``order`` tokens in the cache and of ``seed``.
 
     Models with one ``seed``, ``vocab_size`` and ``order`` share the language. One with ``agreement`` below 1 has other logits,
@@ -142,10 +142,14 @@ class ToyModel:
     def new_cache(self) -> ToyCache:
         return ToyCache()
 
-    def run(self, rows: Sequence[Row]) -> list[Scored]:
-        """Own tokens of each row, see `cascade.scorer.Scorer`."""
-        scored = [self._score(row) for row in rows]
-        num_tokens = sum(len(row.input_ids) for row in rows)
+    def launch(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """See `cascade.scorer.Scorer`."""
+        return rows
+
+    def collect(self, launched: Sequence[Row]) -> list[Scored]:
+        """Own tokens of each row."""
+        scored = [self._score(row) for row in launched]
+        num_tokens = sum(len(row.input_ids) for row in launched)
         self.passes += 1
         self.tokens += num_tokens
         if self.pass_s or self.token_s:

@@ -1,4 +1,4 @@
-"""What a tier does between two passes: receive messages, schedule rows, let sessions advance. No thread, clock or model.
+"""What a tier does about its passes: receive messages, schedule rows, settle, advance. No thread, clock or model.
 
 The serving tier adds these, the simulator adds virtual time. Times are those of one clock, in seconds.
 """
@@ -64,6 +64,8 @@ class Loop(Generic[U]):
         self.slots: dict[str, Slot[U]] = {}  # by session
         self.agreed = self.corrected = 0  # own tokens of sessions that are over, as the tier above has judged them
         self.kv_admission = kv_admission
+        self._unsettled: Batch[U] = []  # the last pass
+        self._progress: list[Progress[U]] = []  # of its rows
         self._name = name
         self._level = level
         self._limits = limits
@@ -211,8 +213,8 @@ class Loop(Generic[U]):
     # advance
 
     def advance(self, batch: Batch[U], results: Sequence[Result], now: float) -> None:
-        """Sessions take what a pass said that ends ``now``; proposals go up, commits down."""
-        rows: list[Progress[U]] = []
+        """Sessions take what a pass said that ends ``now``, as far as the next pass depends on it. The rest is `settle`'s."""
+        progress = self._progress
         for (slot, work), result in zip(batch, results, strict=True):
             if work.branch is not None:
                 self._advance_branch(slot, work, result)
@@ -223,16 +225,28 @@ class Loop(Generic[U]):
                 continue
             seconds, slot.since = now - slot.since, now
             commit = slot.session.advance(work, result)
-            self.kv_admission.scored(slot)
             if commit is not None:
                 self._observe(slot, work, result)
                 self._hint(slot)
-                rows.append(Progress(slot, work, len(commit.tokens), seconds))
+                progress.append(Progress(slot, work, len(commit.tokens), seconds))
                 self._drafting.commit(slot, commit)
-        for slot in {id(slot): slot for slot, _ in batch}.values():
-            if self.slots.get(slot.session.opening.session) is slot:
+        self._unsettled = batch
+
+    def settle(self, now: float) -> None:
+        """Tell and learn what the last pass decided; the next one may run meanwhile, for this touches no keys and values."""
+        batch, self._unsettled = self._unsettled, []
+        if not batch:
+            return
+        told: set[Slot[U]] = set()
+        num_read = 0
+        for slot, work in batch:
+            num_read += work.num_read
+            if slot not in told and self.slots.get(slot.session.opening.session) is slot:
+                told.add(slot)
+                self.kv_admission.scored(slot)
                 self._propose(slot)
-        self._drafting.passed(self.slots.values(), rows, self._profile, sum(work.num_read for _, work in batch), now)
+        self._drafting.passed(self.slots.values(), self._progress, self._profile, num_read, now)
+        self._progress.clear()
 
     def _hint(self, slot: Slot[U]) -> None:
         """Let drafters inside the tier guess after a text that has changed."""

@@ -61,6 +61,18 @@ class Watchdog:
         return time.monotonic() > self._deadline
 
 
+@dataclass(slots=True)
+class Flight:
+    """A pass under way."""
+
+    batch: Batch[Any]
+    num_tokens: int
+    context: int  # positions before its rows
+    begin: float  # of `time.monotonic`
+    launched: Any = None  # what the model's `collect` takes
+    error: Exception | None = None  # that it could not begin for
+
+
 class Runner:
     """Runs passes of ``model``, of at most ``max_tokens`` tokens, for the tier named ``tier``; keeps ``profile`` current."""
 
@@ -79,11 +91,15 @@ class Runner:
     def healthy(self) -> bool:
         return self._broken < MAX_PASS_FAILURES
 
-    def run(self, batch: Batch[Any]) -> list[Result]:
-        """What a pass says of each row, or why it says nothing."""
+    def launch(self, batch: Batch[Any]) -> Flight:
+        """Begin a pass."""
         if self._ended is not None:
             self._profile.rested(time.monotonic() - self._ended)
-        results = self._score(batch)
+        return self._launch(batch)
+
+    def collect(self, flight: Flight) -> list[Result]:
+        """Wait for a pass: what it says of each row, or why it says nothing."""
+        results, batch = self._collect(flight), flight.batch
         if results is None:
             results = [self._rescue(*row) for row in batch]  # to score a row twice gives the same
             self._broken = 0 if any(results) or self._scores_canary() else self._broken + 1
@@ -119,36 +135,53 @@ class Runner:
 
     def _score(self, batch: Batch[Any]) -> list[Result] | None:
         """One pass; None if it failed, unless the request of its only row is to blame."""
-        rows = [row_of(slot, work) for slot, work in batch]
-        works = [work for _, work in batch]
-        num_tokens, context = sum(map(len, works)), sum(work.start for work in works)
+        return self._collect(self._launch(batch))
+
+    def _launch(self, batch: Batch[Any]) -> Flight:
+        num_tokens, context = 0, 0
+        for _, work in batch:
+            num_tokens += len(work)
+            context += work.start
         self.watchdog.begin(self._profile.predict(num_tokens, context))
-        begin = time.monotonic()
+        flight = Flight(batch, num_tokens, context, time.monotonic())
         try:
-            scored = self._model.run(rows)
+            flight.launched = self._model.launch([row_of(slot, work) for slot, work in batch])
+        except Exception as error:
+            flight.error = error
+        return flight
+
+    def _collect(self, flight: Flight) -> list[Result] | None:
+        num_rows = len(flight.batch)
+        try:
+            if flight.error is not None:
+                raise flight.error
+            scored = self._model.collect(flight.launched)
         except InvalidRequest as error:
-            log.info("A request is at fault for a failed pass of tier %s with %d rows: %s", self._tier, len(rows), error)
-            return [error] if len(batch) == 1 else None
+            log.info("A request is at fault for a failed pass of tier %s with %d rows: %s", self._tier, num_rows, error)
+            return [error] if num_rows == 1 else None
         except Exception:
-            log.exception("A pass of tier %s failed with %d rows", self._tier, len(rows))
+            log.exception("A pass of tier %s failed with %d rows", self._tier, num_rows)
             self.stats.failures += 1
             return None
-        seconds, stats = time.monotonic() - begin, self.stats
-        self._profile.record(num_tokens, sum(work.num_read for work in works), context, seconds)
+        self._count(flight, time.monotonic() - flight.begin)
+        return list(scored)
+
+    def _count(self, flight: Flight, seconds: float) -> None:
+        stats, works = self.stats, [work for _, work in flight.batch]
+        self._profile.record(flight.num_tokens, sum(work.num_read for work in works), flight.context, seconds)
         stats.passes += 1
-        stats.tokens += num_tokens
+        stats.tokens += flight.num_tokens
         stats.own_tokens += sum(work.num_scored for work in works)
         stats.busy_s += seconds
-        if num_tokens >= self.max_tokens:
+        if flight.num_tokens >= self.max_tokens:
             self.max_tokens = min(self._max_tokens, self.max_tokens + 1)
-        return list(scored)
 
     def _scores_canary(self) -> bool:
         """Whether the model still scores a row that nothing is wrong with."""
         cache = self._model.new_cache()
         self.watchdog.begin(self._profile.predict(1))
         try:
-            self._model.run([Row(cache, 0, (0,), 1, GREEDY)])
+            self._model.collect(self._model.launch([Row(cache, 0, (0,), 1, GREEDY)]))
         except Exception:
             log.exception("The model of tier %s is broken", self._tier)
             return False
@@ -197,11 +230,11 @@ def _time(model: Scorer, num_tokens: int, context: int) -> float:
     tokens = [place % model.vocab_size for place in range(context + num_tokens)]
     cache = model.new_cache()
     try:
-        model.run([Row(cache, 0, tokens[:context], 0, GREEDY)])
+        model.collect(model.launch([Row(cache, 0, tokens[:context], 0, GREEDY)]))
         row = Row(cache, context, tokens[context:], min(num_tokens, 16), GREEDY)  # as many guesses as a pass has
-        model.run([row])  # the first pass after a long one finds cold caches
+        model.collect(model.launch([row]))  # the first pass after a long one finds cold caches
         begin = time.perf_counter()
-        model.run([row])
+        model.collect(model.launch([row]))
         return time.perf_counter() - begin
     finally:
         cache.free()

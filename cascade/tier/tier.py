@@ -1,6 +1,7 @@
-"""A tier: one model, many sessions, one loop in a thread of its own with three verbs: schedule, run, advance.
+"""A tier: one model, many sessions, one loop in a thread with four verbs: schedule, launch, settle, collect and advance.
 
 Prefill chunks, verification of guesses and plain decoding are the same thing here: "score these tokens from this position".
+While the model works, the loop settles what the pass before has decided: it sends proposals and commits, and counts and learns.
 The loop never waits for a link: neither `Tier.post`, by which messages come, nor `Link.send` blocks.
 """
 
@@ -127,12 +128,13 @@ class Tier:
             while self._receive(wake_at):
                 watchdog.begin()
                 batch, wake_at = loop.schedule(runner.max_tokens, time.monotonic())
+                flight = runner.launch(batch) if batch else None
+                loop.settle(time.monotonic())
                 self._flush()
-                if batch:
-                    results = runner.run(batch)
+                if flight is not None:
+                    results = runner.collect(flight)
                     watchdog.begin()
                     loop.advance(batch, results, time.monotonic())
-                    self._flush()
                     wake_at = 0.0
                 else:
                     runner.rest()
@@ -182,4 +184,4 @@ class Tier:
                 link.send(messages)
             except Exception:  # a broken link must not harm the sessions of others
                 log.exception("A link of tier %s broke", self.name)
-                self._loop.drop(link)
+                self.drop(link)  # after the pass, which its sessions may be in

@@ -9,7 +9,7 @@ from benchmarks.cluster.emulated import Device, Emulated
 from cascade.draft import Draft
 from cascade.params import SamplingParams
 from cascade.planner.cost import Profile
-from cascade.scorer import Row, Scored
+from cascade.scorer import Row
 from cascade.simulation.toy_tier import ToyTier
 from cascade.simulation.trio import TRIO
 
@@ -41,9 +41,9 @@ class Slow(ToyTier):
         super().__init__(VOCAB)
         self._clock, self._takes = clock, seconds
 
-    def run(self, rows: Sequence[Row]) -> list[Scored]:
+    def launch(self, rows: Sequence[Row]) -> Sequence[Row]:
         self._clock.now += self._takes
-        return super().run(rows)
+        return super().launch(rows)
 
 
 def emulated(seconds: float) -> tuple[Emulated, Clock]:

@@ -12,7 +12,7 @@ import pytest
 from cascade.draft import Draft
 from cascade.errors import CascadeError, DeadlineExceeded, Unavailable
 from cascade.messages import Failed, Message, Proposal
-from cascade.scorer import Row, Scored
+from cascade.scorer import Row
 from cascade.settings.config import CascadeConfig
 from cascade.simulation.toy import ToyModel, full_text
 from cascade.v1 import serving_pb2 as pb
@@ -86,7 +86,7 @@ class Context:
 class Broken(ToyModel):
     """Every pass fails."""
 
-    def run(self, rows: Sequence[Row]) -> list[Scored]:
+    def launch(self, rows: Sequence[Row]) -> Sequence[Row]:
         raise RuntimeError("out of memory")
 
 

@@ -10,7 +10,7 @@ import pytest
 from cascade.errors import ConfigError, Unavailable
 from cascade.messages import Failed, Message
 from cascade.params import Structured
-from cascade.scorer import Row, Scored
+from cascade.scorer import Row
 from cascade.simulation.toy import ToyModel, full_text
 from cascade.tier import runner
 from deployments.links import uplink
@@ -111,9 +111,9 @@ class Hanging(CountingModel):
         self.works = threading.Event()
         self.works.set()
 
-    def run(self, rows: Sequence[Row]) -> list[Scored]:
+    def launch(self, rows: Sequence[Row]) -> Sequence[Row]:
         self.works.wait()
-        return super().run(rows)
+        return super().launch(rows)
 
 
 async def test_sessions_leave_a_replica_whose_pass_hangs(empty: Net, monkeypatch: pytest.MonkeyPatch) -> None:

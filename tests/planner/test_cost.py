@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cascade.engine.model import Model
 from cascade.planner.cost import CHUNK, Profile
-from cascade.scorer import Row, Scored
+from cascade.scorer import Row
 from cascade.simulation.toy import ToyModel
 from cascade.tier.runner import CONTEXT, GRID, measure
 from tests.architectures import build
@@ -94,11 +94,11 @@ def test_passes_are_timed_as_they_follow_each_other() -> None:
     class Cold(ToyModel):
         read = 0
 
-        def run(self, rows: Sequence[Row]) -> list[Scored]:
+        def launch(self, rows: Sequence[Row]) -> Sequence[Row]:
             tokens = sum(len(row.input_ids) for row in rows)
             time.sleep(0.02 if self.read > CHUNK else 0.0)
             self.read = tokens
-            return super().run(rows)
+            return super().launch(rows)
 
     assert measure(Cold(), max_tokens=4).context_s < 0.01 / CONTEXT
 

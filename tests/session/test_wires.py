@@ -105,9 +105,11 @@ class Chain:
         loop = self.loops[level]
         batch, _ = loop.schedule(max_tokens, self.now)
         assert sum(len(work) for _, work in batch) <= max_tokens
+        launched = self.models[level].launch([row_of(*row) for row in batch])
+        loop.settle(self.now)
         if batch:
             self.now += self.step_s
-            loop.advance(batch, self.models[level].run([row_of(*row) for row in batch]), self.now)
+            loop.advance(batch, self.models[level].collect(launched), self.now)
         if level == self.top and batch:
             self.passes += 1
             self.chunks += not batch[0][1].num_own
@@ -115,6 +117,8 @@ class Chain:
 
     def settle(self) -> None:
         """Deliver everything, in order."""
+        for loop in self.loops:
+            loop.settle(self.now)
         while any(self.down) or any(self.up):
             for level in reversed(range(self.top + 1)):
                 while self.down[level]:

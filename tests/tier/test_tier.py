@@ -15,7 +15,7 @@ import torch
 from cascade.answer import Answer
 from cascade.messages import Close, Failed, Link, Message, Open, Proposal, mint
 from cascade.params import SamplingParams
-from cascade.scorer import Row, Scored
+from cascade.scorer import Row
 from cascade.simulation.toy import ToyCache, ToyModel, full_text
 from cascade.tier import runner
 from cascade.tier.local_links import join
@@ -65,12 +65,12 @@ class CountingModel(ToyModel):
         self.caches.append(super().new_cache())
         return self.caches[-1]
 
-    def run(self, rows: Sequence[Row]) -> list[Scored]:
+    def launch(self, rows: Sequence[Row]) -> Sequence[Row]:
         if any(self.poison in row.tokens for row in rows):  # among guesses it may be in anyone's row
             raise RuntimeError("poison")
         if self.room is not None and sum(len(row.input_ids) for row in rows) > self.room:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return super().run(rows)
+        return super().launch(rows)
 
     @property
     def leaks(self) -> int:

@@ -29,7 +29,7 @@ from cascade.engine.vllm.heads import readers, reading, speculative_config, with
 from cascade.engine.vllm.worker import Batch, Facts
 from cascade.engine.weights import shapes
 from cascade.errors import ConfigError, InvalidRequest, ModelError, reason
-from cascade.scorer import Row, Scored
+from cascade.scorer import Row, Runs, Scored
 
 _running: list[Any] = []  # engines of this process
 _closed: list[Any] = []  # engines that wait until all are closed, see `_end`
@@ -76,7 +76,7 @@ def check_architectures(names: Sequence[str]) -> None:
         )
 
 
-class VllmModel:
+class VllmModel(Runs):
     """A causal language model that vLLM runs; see `cascade.scorer.Scorer`.
 
     Logits of a text depend in their last bits on what shares its pass, unless vLLM runs batch-invariant
@@ -209,8 +209,13 @@ class VllmModel:
         except Exception as error:  # of any library
             raise ModelError(f"vLLM cannot take the weights of {source!r}: {reason(error)}") from error
 
-    def run(self, rows: Sequence[Row]) -> list[Scored]:
+    def launch(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """See `cascade.scorer.Scorer`."""
+        return rows
+
+    def collect(self, launched: Sequence[Row]) -> list[Scored]:
         """Own tokens of each row, see `cascade.scorer.Scorer`. One host read; more if the adapters do not fit into one pass."""
+        rows = launched
         if self._folder is not None:
             names = [*dict.fromkeys(row.params.adapter for row in rows if row.params.adapter)]
             if len(names) > self._most:

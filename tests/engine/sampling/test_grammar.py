@@ -82,8 +82,11 @@ class Babbler:
     def new_cache(self) -> Cache:
         return Cache()
 
-    def run(self, rows: Sequence[Row]) -> list[Scored]:
-        return [Scored([self._random.randrange(self.vocab_size) for _ in range(row.num_scored)]) for row in rows]
+    def launch(self, rows: Sequence[Row]) -> Sequence[Row]:
+        return rows
+
+    def collect(self, launched: Sequence[Row]) -> list[Scored]:
+        return [Scored([self._random.randrange(self.vocab_size) for _ in range(row.num_scored)]) for row in launched]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from cascade.answer import Answer, PromptToken
 from cascade.client import Client
 from cascade.engine.sampling.state import state_maker
 from cascade.messages import Proposal, mint
-from cascade.scorer import Row, Scored
+from cascade.scorer import Row
 from cascade.session.session import MAX_PROMPT_SCORED
 from cascade.simulation.toy import ToyModel
 from tests import small
@@ -33,9 +33,9 @@ class Watched(CountingModel):
 
     scored: ClassVar[list[int]] = []
 
-    def run(self, rows: Sequence[Row]) -> list[Scored]:
+    def launch(self, rows: Sequence[Row]) -> Sequence[Row]:
         self.scored += [row.num_scored for row in rows]
-        return super().run(rows)
+        return super().launch(rows)
 
 
 @pytest.fixture(scope="module")

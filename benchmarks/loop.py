@@ -33,7 +33,7 @@ PASSES = 200
 QUICK_PASSES = 20
 VOCAB, PERIOD, ODD = 4096, 24, 7  # a text repeats itself, but for one token in seven
 PROMPT, MAX_TOKENS, WINDOW = 2 * PERIOD, 1 << 16, 1024
-AHEAD = 16  # tokens that the tier below has guessed
+AHEAD = 32  # tokens that the tier below has guessed: twice what a pass scores
 PASS_S = ((1, 0.0065), (64, 0.007), (512, 0.012))  # what passes are said to cost: an 8B model on an H100
 SETUPS = ("alone", "suffix", "below")
 

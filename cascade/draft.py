@@ -112,6 +112,8 @@ class Draft:
     @property
     def trunk(self) -> "Draft":
         """The line that the tree begins with: its first nodes, as far as each is the parent of the next."""
+        if not self.parents:
+            return self
         return self.first(next((node for node, parent in enumerate(self.parents) if parent != node - 1), len(self.tokens)))
 
     def first(self, size: int) -> "Draft":
@@ -130,6 +132,8 @@ class Draft:
 
     def fitting(self, vocab_size: int, depth: int, size: int) -> "Draft":
         """Of the first ``size`` nodes those at most ``depth`` tokens deep whose paths are tokens of the vocabulary."""
+        if len(self.tokens) <= min(depth, size) and (not self.tokens or 0 <= min(self.tokens) <= max(self.tokens) < vocab_size):
+            return self
         if self.is_line:
             tokens = self.tokens[:depth]
             return self.first(next((node for node, token in enumerate(tokens) if not 0 <= token < vocab_size), len(tokens)))
@@ -192,7 +196,10 @@ class Draft:
     def _child(self, node: int, token: int) -> int | None:
         if not self.parents:
             return node + 1 if node + 1 < len(self.tokens) and self.tokens[node + 1] == token else None
-        return next((child for child in self.children(node) if self.tokens[child] == token), None)
+        for child in range(node + 1, len(self.parents)):
+            if self.parents[child] == node and self.tokens[child] == token:
+                return child
+        return None
 
 
 NO_DRAFT = Draft()

@@ -85,12 +85,13 @@ def gap_byte(gap: float) -> int:
     return max(1, min(255, round(gap / UNIT))) if gap < math.inf else 255
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Row:
     """One session's part of a pass: score ``tokens`` from position ``start``, and the guesses after them.
 
     What the store held from ``start`` on is void. A node's own token is that of the text with the node's path, and nothing else
-    of the tree. Afterwards the store holds the path that own tokens take, see `Draft.walk`.
+    of the tree. Afterwards the store holds the path that own tokens take, see `Draft.walk`. It is never changed, but not
+    frozen: every session makes one for every pass, and that would take twice as long.
     """
 
     cache: Any  # a Store of the model that runs the pass, or a fork of one: then the draft is a line
@@ -105,12 +106,12 @@ class Row:
     input_ids: Sequence[int] = field(init=False, repr=False, compare=False)  # all that the pass reads: tokens and draft
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "input_ids", [*self.tokens, *self.draft.tokens] if self.draft else self.tokens)
+        self.input_ids = [*self.tokens, *self.draft.tokens] if self.draft.tokens else self.tokens
 
     @property
     def num_scored(self) -> int:
         """Of the last positions of ``input_ids``, how many own tokens are wanted of."""
-        return self.num_own + len(self.draft)
+        return self.num_own + len(self.draft.tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ def affordable(
     best, gives = 0, own
     best_rate = own / alone_s if tokens else 0.0
     for count, (chance, size) in enumerate(candidates, start=1):
-        gives, tokens = gives + chance, tokens + size
+        gives += chance
+        tokens += size
         if tokens > most:
             break
         rate = gives / max(alone_s + DEARER * (cost(tokens) - alone_s), 1e-9)

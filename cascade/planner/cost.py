@@ -1,7 +1,9 @@
 """What a pass of a tier costs: timed at the start, then updated by every pass."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 RATE = 0.05  # weight of the latest pass in the points beside its size, and in points without recent passes of their own
 STALE = 0.98  # weight of a point's own passes after a pass of another size
@@ -48,6 +50,12 @@ class Profile:
     def turn(self, num_tokens: int, context: int = 0) -> float:
         """Seconds from the end of a pass to the end of the next one."""
         return self.between_s + self.predict(num_tokens, context)
+
+    def turns(self, most: int, context: int) -> Callable[[int], float]:
+        """`turn` for up to ``most`` tokens, of which a choice asks for every number."""
+        corners = [0, *(tokens for tokens in self._tokens if tokens < most), most]
+        seconds = np.interp(np.arange(most + 1), corners, [self.turn(corner, context) for corner in corners])
+        return seconds.tolist().__getitem__
 
     def rested(self, seconds: float) -> None:
         """A pass started ``seconds`` after the end of the one before, and had waited for nothing."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeAlias
 
 from cascade.draft import Draft
 from cascade.messages import MAX_POSITIONS, MAX_RANKS, Edge, add_edges
@@ -41,6 +41,9 @@ def _trimmed(counts: list[int]) -> tuple[int, ...]:
     return tuple(counts[:size])
 
 
+Passed: TypeAlias = tuple[Draft, int, Sequence[int], int, Sequence[str]]  # what `EdgeTotals.passed` is told
+
+
 class EdgeTotals:
     """Totals of the edge to the verifier ``tier`` and of those below it."""
 
@@ -51,13 +54,23 @@ class EdgeTotals:
         self.current = self._by_drafter[""]  # of the tier below
         self._below: tuple[Edge, ...] = ()  # what the tier below has told of the edges below it
         self._below_past: dict[tuple[str, str], Edge] = {}  # the same of tiers that drafted before
+        self._passed: list[Passed] = []  # not counted yet
 
     def passed(self, draft: Draft, num_scored: int, path: Sequence[int], num_new: int, drafters: Sequence[str] = ()) -> None:
-        """A pass scored the first nodes of a draft, accepted those of ``path``, and gave ``num_new`` tokens.
+        """A pass scored the first nodes of a draft, accepted those of ``path``, and gave ``num_new`` tokens. See `settle`.
 
         ``drafters`` names the drafter inside the tier that guessed a node, "" for the tier below; empty if that guessed all.
         The pass itself counts for the tier below; without one for a drafter inside, if there is any.
         """
+        self._passed.append((draft, num_scored, path, num_new, drafters))
+
+    def settle(self) -> None:
+        """Count the passes since the last call."""
+        for one in self._passed:
+            self._count(*one)
+        self._passed.clear()
+
+    def _count(self, draft: Draft, num_scored: int, path: Sequence[int], num_new: int, drafters: Sequence[str]) -> None:
         current = whose = self.current
         if not num_scored:
             current.undrafted_passes += 1
@@ -95,6 +108,7 @@ class EdgeTotals:
 
     def change_drafter(self, drafter: str) -> None:
         """Another tier below from now on, or none."""
+        self.settle()
         self._below_past = add_edges(self._below_past, self._below)
         self._drafter, self._below = drafter, ()
         self.current = self._by_drafter.setdefault(drafter, Counts())
@@ -102,6 +116,7 @@ class EdgeTotals:
     @property
     def all(self) -> tuple[Edge, ...]:
         """Totals per edge, this tier's first. Edges on which nothing happened are left out."""
+        self.settle()
         own = (
             counts.edge(drafter, self._tier)
             for drafter, counts in self._by_drafter.items()

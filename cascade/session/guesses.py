@@ -1,6 +1,6 @@
 """What is guessed after a session's text, by the tier below and by drafters inside the tier, and how good that was so far."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 from cascade.draft import NO_DRAFT, Draft, num_same
@@ -30,9 +30,12 @@ class Pool(NamedTuple):
 
 def pooled(draft: Draft, calibration: Calibration, hints: Sequence[Hint]) -> Pool:
     """The union. A node that several guess has the best of their chances."""
-    chances = calibration.chances(draft)
     if not hints:
-        return Pool(draft, chances)
+        return Pool(draft, calibration.chances(draft))
+    if not draft.tokens and len(hints) == 1:
+        [hint] = hints
+        return Pool(hint.draft, hint.calibration.chances(hint.draft), (hint.drafter,) * len(hint.draft.tokens))
+    chances = calibration.chances(draft)
     drafters = [""] * len(draft)
     for hint in hints:
         draft, places = draft.union(hint.draft)
@@ -45,7 +48,7 @@ def pooled(draft: Draft, calibration: Calibration, hints: Sequence[Hint]) -> Poo
     return Pool(draft, chances, tuple(drafters))
 
 
-def usable_nodes(pool: Pool, depth: int, ends: Collection[int]) -> list[tuple[float, int]]:
+def usable_nodes(pool: Pool, depth: int, ends: Set[int]) -> list[tuple[float, int]]:
     """Nodes less than ``depth`` deep that a pass can use, each with its chance: the likeliest first.
 
     An ending token is compared but never read, since nothing comes after it.
@@ -55,8 +58,9 @@ def usable_nodes(pool: Pool, depth: int, ends: Collection[int]) -> list[tuple[fl
         return []
     tokens = draft.tokens
     if draft.is_line:
-        size = min(len(draft), depth)
-        size = next((node for node in range(size) if tokens[node] in ends), size)
+        size = min(len(tokens), depth)
+        if not ends.isdisjoint(tokens[:size]):
+            size = next(node for node in range(size) if tokens[node] in ends)
         return list(zip(chances[:size], range(size), strict=True))
     depths, nodes = draft.depths, {-1}
     for node in range(len(draft)):
@@ -79,6 +83,7 @@ class Guesses:
         self.calibration = Calibration()  # of its guesses
         self._unprepared: int | None = None  # position of a correction that no guess is known after
         self._pool: tuple[Draft, tuple[Hint, ...], Pool] | None = None  # the last one, and what it was made of
+        self._unlearnt: list[tuple[Calibration, Draft, Sequence[int]]] = []  # guesses, and what the text went on with
 
     @property
     def pool(self) -> Pool:
@@ -102,22 +107,31 @@ class Guesses:
 
         ``path`` are the nodes of the draft that say the same, as far as there are any.
         """
-        trunk = self.draft.trunk.tokens
+        draft, self._unprepared = self.draft, None
+        for hint in self.hints:
+            self._unlearnt.append((hint.calibration, hint.draft, new))
+        self.hints = ()
+        if not draft.tokens:
+            self.stats.passed(0, 0, len(new))
+            return
+        self._unlearnt.append((self.calibration, draft, new))
+        trunk = draft.trunk.tokens
         num_right = num_same(trunk, new)
         self.stats.passed(len(trunk), num_right, len(new))
-        self.calibration.learn(self.draft, new, path)
-        for hint in self.hints:
-            hint.calibration.learn(hint.draft, new, hint.draft.find(new))
-        self._unprepared = None
         self._totals.current.agreed += num_right
         if num_right < min(len(trunk), len(new)):  # the tier below was wrong there
             self._totals.current.corrected += 1
-            if len(path) > num_right and (num_prepared := self.draft.below(path[num_right]).height):
+            if len(path) > num_right and (num_prepared := draft.below(path[num_right]).height):
                 self._totals.prepared(num_prepared)
             else:
                 self._unprepared = start + num_right
-        self.draft = self.draft.below(path[-1]) if len(path) == len(new) else NO_DRAFT
-        self.hints = ()
+        self.draft = draft.below(path[-1]) if len(path) == len(new) else NO_DRAFT
+
+    def settle(self) -> None:
+        """Learn which guesses were right since the last call."""
+        for calibration, draft, new in self._unlearnt:
+            calibration.learn(draft, new, draft.find(new))
+        self._unlearnt.clear()
 
     def cut(self, rest: Sequence[int] | None) -> None:
         """The tier above has corrected the text; where it only goes on further, by ``rest``."""

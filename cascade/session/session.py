@@ -29,9 +29,12 @@ class ProtocolError(Exception):
     """The tier above sent a commit that does not join the text: the link is broken and the session void."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Work:
-    """One row of a pass, before it is known where its keys and values lie: score ``tokens`` and the draft after them."""
+    """One row of a pass, before it is known where its keys and values lie: score ``tokens`` and the draft after them.
+
+    It is never changed, but not frozen: every session makes one for every pass, and that would take twice as long.
+    """
 
     start: int  # position of the first token
     tokens: list[int]
@@ -103,8 +106,9 @@ class Session:
         """How far the text may go on. Computed when it or what is committed changes, since each pass asks many times."""
         text, opening = self.text, self.opening
         self.done = len(text) >= self._limit or (len(text) > opening.prompt_len and text[-1] in opening.ends)
-        useful = self.run_ahead.tokens
-        self.window = opening.window if useful >= opening.window else max(MIN_RUN_AHEAD, math.ceil(useful))
+        if self.run_ahead.num_cut:  # else all it wrote was kept
+            useful = self.run_ahead.tokens
+            self.window = opening.window if useful >= opening.window else max(MIN_RUN_AHEAD, math.ceil(useful))
         left = min(self._limit, self.committed + self.window) - len(text)
         self.stalled = self.done or left <= 0
         self.max_depth = max(0, left - 1)
@@ -175,6 +179,8 @@ class Session:
         pending = self.text[self.kv_len : self.kv_len + max_tokens]
         if len(pending) < self.num_pending:
             return Work(self.kv_len, pending, 0)
+        if nodes is not None and not nodes:
+            return Work(self.kv_len, pending, 1)
         if nodes is None:
             nodes = sorted(node for _, node in self.candidates()[: max_tokens - len(pending)])
         pool = self.guesses.pool
@@ -201,7 +207,7 @@ class Session:
         new, path = draft.walk(own, self.opening.ends)
         accepted = path[: len(new) - 1]  # a guess that says the last new token is not used: nothing was scored after it
         guesses, pool = self.guesses, self.guesses.pool.draft
-        known = pool.find(new)
+        known = path if draft is pool else pool.find(new)
         self.totals.passed(draft, len(own) - 1, accepted, len(new), work.drafters)
         guesses.advance(start, new, known if pool is guesses.draft else guesses.draft.find(new))
         if self.branches is not None:
@@ -211,13 +217,18 @@ class Session:
             self.branches.keep_rejected(start, draft, own, margins, path)
         self.changed_from = min(self.changed_from, start)
         self.text += new
-        self._origins += bytes(pool.origins[node] for node in known)
+        self._origins += bytes([pool.origins[node] for node in known])
         if len(known) < len(new):
             wrong = next(iter(pool.children(known[-1] if known else -1)), None)
             self._origins.append(origin(self.level, None if wrong is None else origin_level(pool.origins[wrong])))
         self.kv_len = len(self.text) - 1
         self._measure()
         return Commit(self.drafter_session, start, tuple(new))
+
+    def settle(self) -> None:
+        """Count and learn what the passes since the last call have said: nothing in the next one waits for it."""
+        self.totals.settle()
+        self.guesses.settle()
 
     def _advance_branch(self, branch: Branch, work: Work, scored: Scored) -> None:
         assert self.branches is not None

@@ -51,8 +51,9 @@ class KVAdmission:
                 if session.branches is not None and slot.allocation is not None:
                     able.append(slot)
                 continue
-            length = len(session.text)
-            if self._reserve(slot, length + min(session.depth, max_guesses)):
+            length, held = len(session.text), slot.allocation
+            positions = length + min(session.depth, max_guesses)
+            if (held is not None and positions <= held.capacity) or self._reserve(slot, positions):
                 able.append(slot)
             elif self._place(slot, length, ranked, now):  # nobody is preempted for guesses
                 assert slot.allocation is not None

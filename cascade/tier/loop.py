@@ -244,6 +244,7 @@ class Loop(Generic[U]):
             if slot not in told and self.slots.get(slot.session.opening.session) is slot:
                 told.add(slot)
                 self.kv_admission.scored(slot)
+                slot.session.settle()
                 self._propose(slot)
         self._drafting.passed(self.slots.values(), self._progress, self._profile, num_read, now)
         self._progress.clear()

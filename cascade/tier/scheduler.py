@@ -6,7 +6,6 @@ chunks beside them, of a size that lengthens the pass only so far. How many gues
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from operator import itemgetter
 from typing import Any, TypeAlias
 
@@ -22,8 +21,8 @@ MAX_STRETCH = 3.0  # a prefill beside sessions that decode may take so many time
 MIN_BRANCH_CHANCE = 0.05  # to be of use, for which a pass may start that scores nothing but branches
 
 Batch: TypeAlias = list[tuple[Slot[U], Work]]
-# the chance to be of use, and a node of the session's draft or a branch
-Candidate: TypeAlias = tuple[float, Slot[U], int | Branch]
+# the chance to be of use, which of the texts or sessions, and a node of its draft or a branch
+Candidate: TypeAlias = tuple[float, int, int | Branch]
 BranchCandidates: TypeAlias = Mapping[int, Sequence[tuple[float, Branch]]]  # of sessions, by the identity of their slots
 
 
@@ -45,7 +44,8 @@ def schedule(
     Those of ``slots`` that are stalled may have branches to write. A pass starts when one session wants it, and takes along
     those that still wait for guesses: it costs them less than the next.
     """
-    branches = {id(slot): found for slot in slots if (found := slot.session.branch_candidates())}
+    branching = [slot for slot in slots if slot.session.branches is not None]
+    branches = {id(slot): found for slot in branching if (found := slot.session.branch_candidates())}
     ready = [
         (_start_at(slot, policy, profile), slot)
         for slot in slots
@@ -94,41 +94,46 @@ def _decode_rows(
 ) -> Batch[U]:
     """Everyone's text before anyone's guesses and branches, and those first who wait longest."""
     texts: list[Slot[U]] = []
-    nodes: dict[int, list[int]] = {}  # of the draft of each text, by the identity of its slot
-    own, left = 0.0, budget  # tokens that the texts are expected to gain, tokens of the pass
+    own, context, left = 0.0, 0, budget  # tokens that the texts are expected to gain, positions, tokens of the pass
     for slot in sorted(slots, key=_turn):
-        if not slot.session.stalled and left > 0:
+        session = slot.session
+        if not session.stalled and left > 0:
             texts.append(slot)
-            nodes[id(slot)] = []
-            own += slot.session.chance
-            left -= slot.session.num_pending
+            own += session.chance
+            context += session.kv_len
+            left -= session.num_pending
     candidates = _candidates(texts, slots, branches, max_guesses) if left > 0 else []
     sizes = [(chance, len(one.pending) if isinstance(one, Branch) else 1) for chance, _, one in candidates]
-    cost = partial(profile.turn, context=sum(slot.session.kv_len for slot in texts))
+    nodes: list[list[int]] = [[] for _ in texts]  # of the draft of each
     branch_rows: Batch[U] = []
-    for _, slot, candidate in candidates[: affordable(sizes, own, budget - left, budget, cost)]:
+    count = affordable(sizes, own, budget - left, budget, profile.turns(budget, context)) if candidates else 0
+    for _, place, candidate in candidates[:count]:
         if isinstance(candidate, Branch):
+            slot = slots[place]
             branch_rows.append((slot, slot.session.branch_work(candidate)))
         else:
-            nodes[id(slot)].append(candidate)
+            nodes[place].append(candidate)
     rows: Batch[U] = []
-    for slot in texts:
-        rows.append((slot, slot.session.work(budget, sorted(nodes[id(slot)]))))
+    for slot, chosen in zip(texts, nodes, strict=True):
+        chosen.sort()
+        rows.append((slot, slot.session.work(budget, chosen)))
         budget -= slot.session.num_pending
     return rows + branch_rows
 
 
 def _candidates(
     texts: Sequence[Slot[U]], slots: Sequence[Slot[U]], branches: BranchCandidates, max_guesses: int
-) -> list[Candidate[U]]:
+) -> list[Candidate]:
     """Guesses after the texts and branches beside them: the likeliest first."""
-    found: list[Candidate[U]] = []
-    for slot in texts:
-        session = slot.session
-        found += [(session.chance * chance, slot, node) for chance, node in session.candidates()[:max_guesses]]
-    for slot in slots:
-        found += [(chance, slot, branch) for chance, branch in branches.get(id(slot), ())]
-    return sorted(found, key=itemgetter(0), reverse=True)
+    found: list[Candidate] = []
+    for place, slot in enumerate(texts):
+        certain = slot.session.chance
+        found += [(certain * chance, place, node) for chance, node in slot.session.candidates()[:max_guesses]]
+    if branches:
+        for place, slot in enumerate(slots):
+            found += [(chance, place, branch) for chance, branch in branches.get(id(slot), ())]
+    found.sort(key=itemgetter(0), reverse=True)
+    return found
 
 
 def _prefill_rows(slots: Sequence[Slot[U]], budget: int, max_guesses: int) -> Batch[U]:

@@ -66,4 +66,6 @@ class Slot(Generic[U]):
     @property
     def model_guesses(self) -> int:
         """Guesses that the next pass is to make for drafters that read the model; `UNREAD` if none does."""
-        return min(self.session.max_depth, max((drafter.guesser.wants for drafter in self.drafters), default=UNREAD))
+        if not self.drafters:
+            return UNREAD
+        return min(self.session.max_depth, max([drafter.guesser.wants for drafter in self.drafters]))

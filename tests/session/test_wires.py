@@ -163,8 +163,6 @@ def check_slot(slot: Slot[int], model: ToyModel) -> None:
     assert len(text) <= max(limit, len(first.tokens))
     for p in range(session.committed, len(text)):
         assert text[p] == model.own(tuple(text[max(0, p - model.order) : p]), p, first.params), "not its own token"
-    if (proposal := session.proposal()) is not None:
-        assert len(proposal.draft.origins) == len(proposal.draft.tokens)
     if session.level == 0:
         assert not session.guesses.draft
 

@@ -115,6 +115,17 @@ def engine(vllm: Document) -> str:
     return rows(header, lines)
 
 
+def loop(found: Document) -> str:
+    """Milliseconds of Python from the end of a pass to the start of the next, and of what runs beside a pass."""
+    names = {"alone": "alone", "suffix": "with `suffix`", "below": "with a tier below"}
+    header = [f"{sessions} sessions" for sessions in found["gap_ms"]["alone"]]
+    lines = [
+        [label, *(f"{gap:.2f} + {found['rest_ms'][setup][sessions]:.2f}" for sessions, gap in found["gap_ms"][setup].items())]
+        for setup, label in names.items()
+    ]
+    return rows(("", *header), lines)
+
+
 def accelerated(gpu: Document) -> str:
     """Milliseconds of a pass on a GPU."""
     counts = ("1", "4", "8", "16", "32", "64")
@@ -253,6 +264,14 @@ SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # 
         "make bench-vllm",
         "A full tier whose passes are vLLM's, beside vLLM's own server, float32, temperature 0. Ratios of tokens per second.",
         engine,
+    ),
+    (
+        "Beside the model",
+        "loop",
+        "make bench-loop",
+        "Milliseconds of a tier's own work for each pass: from the end of a pass to the start of the next, + what runs while "
+        "the model works.",
+        loop,
     ),
     (
         "A tier on vLLM, on an H100",

@@ -118,10 +118,17 @@ class Drafting(Generic[U]):
         return drafter, message.reason
 
     def passed(
-        self, slots: Collection[Slot[U]], rows: Sequence[Progress[U]], profile: Profile, num_read: int, now: float
+        self,
+        slots: Collection[Slot[U]],
+        num_sessions: int,
+        rows: Sequence[Progress[U]],
+        profile: Profile,
+        num_read: int,
+        now: float,
     ) -> None:
-        """A pass gave ``rows`` own tokens and read ``num_read`` tokens of texts; ``slots`` are all sessions of the tier.
+        """A pass gave ``rows`` own tokens and read ``num_read`` tokens of texts, at whose end the tier had ``num_sessions``.
 
+        ``slots`` are those that it has now.
         Rates leave reading out: it is most of one pass and nothing of the next, whoever drafts.
         """
         reading_s = profile.token_s * num_read
@@ -136,7 +143,7 @@ class Drafting(Generic[U]):
         for (allowed, sampled, chain, settled), had in totals.items():
             tokens, seconds, held = map(sum, zip(*had, strict=True))
             seen = Seen(len(had), tokens, seconds, alone_s, settled, profile.predict(held))
-            self._planner.record(allowed, chain, len(slots), seen, sampled=sampled)
+            self._planner.record(allowed, chain, num_sessions, seen, sampled=sampled)
         self._plan(slots, len(slots))
         for slot in slots:
             self.draft(slot, now)

@@ -66,6 +66,7 @@ class Loop(Generic[U]):
         self.kv_admission = kv_admission
         self._unsettled: Batch[U] = []  # the last pass
         self._progress: list[Progress[U]] = []  # of its rows
+        self._num_sessions = 0  # at its end
         self._name = name
         self._level = level
         self._limits = limits
@@ -230,7 +231,7 @@ class Loop(Generic[U]):
                 self._hint(slot)
                 progress.append(Progress(slot, work, len(commit.tokens), seconds))
                 self._drafting.commit(slot, commit)
-        self._unsettled = batch
+        self._unsettled, self._num_sessions = batch, len(self.slots)
 
     def settle(self, now: float) -> None:
         """Tell and learn what the last pass decided; the next one may run meanwhile, for this touches no keys and values."""
@@ -246,7 +247,7 @@ class Loop(Generic[U]):
                 self.kv_admission.scored(slot)
                 slot.session.settle()
                 self._propose(slot)
-        self._drafting.passed(self.slots.values(), self._progress, self._profile, num_read, now)
+        self._drafting.passed(self.slots.values(), self._num_sessions, self._progress, self._profile, num_read, now)
         self._progress.clear()
 
     def _hint(self, slot: Slot[U]) -> None:

@@ -383,6 +383,7 @@ def test_reading_for_others_says_nothing_of_who_drafts(reading_s: float) -> None
         batch, _ = loop.schedule(512, now)
         now += PASS_S + reading_s * (len(batch) - 1)
         loop.advance(batch, [Scored([7] * work.num_scored) for _, work in batch], now)
+        loop.settle(now)
     left_s = max(PASS_S, (1 - MOST_READING) * (PASS_S + reading_s))  # an estimate may be too long, no pass took no time
     assert planner.rate == pytest.approx(1 / left_s)
     assert not down

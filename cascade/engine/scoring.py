@@ -24,12 +24,14 @@ class Packed(NamedTuple):
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Self:
         packed = cls([], [], [], [])
+        tokens, positions, keep, spans = packed
         for row in rows:
-            begin, end = len(packed.tokens), len(packed.tokens) + len(row.input_ids)
-            packed.spans.append(Span(row.cache, begin, end, row.start))
-            packed.tokens.extend(row.input_ids)
-            packed.positions.extend(range(row.start, row.start + len(row.input_ids)))
-            packed.keep.extend(range(end - row.num_scored, end))
+            begin, start = len(tokens), row.start
+            tokens += row.input_ids
+            end = len(tokens)
+            spans.append(Span(row.cache, begin, end, start))
+            positions += range(start, start + end - begin)
+            keep += range(end - row.num_scored, end)
         return packed
 
 
@@ -48,7 +50,7 @@ def unpacked(packed: list[list[int]], rows: Sequence[Row], known: Sequence[int])
 
 def asked(rows: Sequence[Row]) -> list[Asked]:
     """Parameters, first position and number of the own tokens that each row wants."""
-    return [(row.params, row.start + len(row.input_ids) - row.num_scored + 1, row.num_scored) for row in rows]
+    return [(row.params, row.start + len(row.input_ids) - (wanted := row.num_scored) + 1, wanted) for row in rows]
 
 
 def scored(logits: Tensor, rows: Sequence[Row], on_scored: Report = report) -> list[Scored]:

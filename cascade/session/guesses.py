@@ -54,9 +54,9 @@ def usable_nodes(pool: Pool, depth: int, ends: Set[int]) -> list[tuple[float, in
     An ending token is compared but never read, since nothing comes after it.
     """
     draft, chances, _ = pool
-    if not draft or depth <= 0:
-        return []
     tokens = draft.tokens
+    if not tokens or depth <= 0:
+        return []
     if draft.is_line:
         size = min(len(tokens), depth)
         if not ends.isdisjoint(tokens[:size]):

@@ -104,14 +104,14 @@ class Session:
 
     def _measure(self) -> None:
         """How far the text may go on. Computed when it or what is committed changes, since each pass asks many times."""
-        text, opening = self.text, self.opening
-        self.done = len(text) >= self._limit or (len(text) > opening.prompt_len and text[-1] in opening.ends)
+        size, opening = len(self.text), self.opening
+        self.done = size >= self._limit or (size > opening.prompt_len and self.text[-1] in opening.ends)
         if self.run_ahead.num_cut:  # else all it wrote was kept
             useful = self.run_ahead.tokens
             self.window = opening.window if useful >= opening.window else max(MIN_RUN_AHEAD, math.ceil(useful))
-        left = min(self._limit, self.committed + self.window) - len(text)
+        left = min(self._limit, self.committed + self.window) - size
         self.stalled = self.done or left <= 0
-        self.max_depth = max(0, left - 1)
+        self.max_depth = left - 1 if left > 0 else 0
 
     # what the tier asks
 
@@ -177,7 +177,7 @@ class Session:
             end = min(self.kv_len + min(max_tokens, MAX_PROMPT_SCORED), self.opening.prompt_len - 1)
             return Work(self.kv_len, self.text[self.kv_len : end], 0)
         pending = self.text[self.kv_len : self.kv_len + max_tokens]
-        if len(pending) < self.num_pending:
+        if self.kv_len + len(pending) < len(self.text):
             return Work(self.kv_len, pending, 0)
         if nodes is not None and not nodes:
             return Work(self.kv_len, pending, 1)

@@ -88,7 +88,9 @@ class KVAdmission:
     def settle(self, slot: Slot[Any]) -> None:
         """Move the keys and values of a branch that became the text into the session's store; free the forks of branches that
         are gone. Without room for them they are computed again."""
-        session, held = slot.session, slot.session.branches.held if slot.session.branches is not None else ()
+        session, branches = slot.session, slot.session.branches
+        if branches is None:
+            return
         branch, session.accepted_branch = session.accepted_branch, None
         if branch is not None and (fork := slot.forks.pop(branch, None)) is not None:
             assert slot.allocation is not None
@@ -98,7 +100,7 @@ class KVAdmission:
             else:
                 fork.store.free()
             self.block_manager.give_back(fork.blocks)
-        for branch in [branch for branch in slot.forks if branch not in held]:
+        for branch in [branch for branch in slot.forks if branch not in branches.held]:
             self._free(slot.forks.pop(branch))
 
     def _free(self, fork: Fork) -> None:

@@ -68,6 +68,7 @@ def random_head(kind: str, folder: Path, **changes: Any) -> str:
         source = json.loads((Path(small.paths()[-1]) / "config.json").read_text())
         name = "LlamaForCausalLMEagle3" if kind == "eagle3" else "LlamaForCausalLM"
         config = source | {"architectures": [name], "num_hidden_layers": 1, "tie_word_embeddings": False}
+        config["eagle_aux_hidden_state_layer_ids"] = [1, 3, 5]
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: part.contiguous() for name, part in weights.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config | changes))

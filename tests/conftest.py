@@ -1,5 +1,6 @@
 """How tests share a machine and a cluster, and how many cases they try."""
 
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,9 @@ from hypothesis import settings
 # which begin after Ray's
 LONGEST = ("test_bits", "test_local", "test_pass", "test_heads", "test_nodes")
 FAKE_GPUS = 4  # that Ray is told of, for emulated devices
+
+# a shell lets what it starts with `&` ignore Ctrl-C, and so do the processes that tests start
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("quick", deadline=None, derandomize=True, max_examples=30)
 settings.register_profile("thorough", deadline=None, derandomize=True, max_examples=60)

@@ -74,19 +74,32 @@ def test_branches_are_reported() -> None:
     params, tiers = SamplingParams(max_tokens=20, seed=3, ignore_eos=True), ("tiny", "medium")
     body = {"prompt": PROMPT, "max_tokens": 20, "seed": 3, "ignore_eos": True, "speculation": {"tiers": tiers}}
     with house(pass_s=0.002, pace=(1, 10, 50)) as built, Client(built.grpc) as client:
-        trees = client.generate(PROMPT, params, Speculation(tiers=tiers)).stats
+        tops: list[Edge] = []
+        said: list[dict[str, Any]] = []
+
+        def drafted() -> bool:  # guesses may come too late on a busy machine
+            edges = client.generate(PROMPT, params, Speculation(tiers=tiers)).stats.edges
+            tops[:] = [edge for edge in edges if edge.drafter == "medium" and edge.proposed]
+            return bool(tops)
+
+        def told() -> bool:
+            edges = ask(built, "/v1/completions", body)[2]["choices"][0]["cascade"]["edges"]
+            said[:] = [edge for edge in edges if edge["drafter"] == "medium" and edge["proposed"]]
+            return bool(said)
+
+        wait_until(drafted)
+        wait_until(told)
         lines = client.generate(PROMPT, replace(params, max_tokens=8), Speculation(tiers=tiers, branches=0)).stats
-        said = ask(built, "/v1/completions", body)[2]["choices"][0]["cascade"]["edges"]
         text = ask(built, "/metrics")[2].decode()
-    top = next(edge for edge in trees.edges if edge.drafter == "medium")
-    assert sum(top.proposed_by_rank) == top.proposed > 0
+    [top] = tops
+    assert sum(top.proposed_by_rank) == top.proposed
     assert top.runner_ups[0] >= top.runner_ups[1]
     assert top.prefetched <= top.corrected  # how many depends on the machine; tests/simulation has what depends on nothing
     assert top.proposed_by_position[0] >= top.accepted_by_position[0]
     assert all(edge.runner_ups == (0, 0) for edge in lines.edges)
     assert 'cascade_corrections_total{drafter="medium",verifier="full"}' in text
-    edge = next(edge for edge in said if edge["drafter"] == "medium")
-    assert sum(edge["proposed_by_rank"]) == edge["proposed"] > 0
+    [edge] = said
+    assert sum(edge["proposed_by_rank"]) == edge["proposed"]
     assert edge["prefetched"] <= edge["corrected"]
 
 

@@ -131,7 +131,7 @@ def test_figures_are_measured() -> None:
 
 def test_the_readme_is_short() -> None:
     """Guards a newcomer's minute."""
-    assert len(figures.README.read_text(encoding="utf-8").splitlines()) <= 120
+    assert len(figures.README.read_text(encoding="utf-8").splitlines()) <= 100
 
 
 def test_the_version_is_in_the_changelog() -> None:

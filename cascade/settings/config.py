@@ -170,10 +170,20 @@ class CascadeConfig(Section):
             raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
         if isinstance(values, Mapping) and isinstance(values.get("applications"), list):
             arguments = [one.get("args") for one in values["applications"] if isinstance(one, Mapping)]
-            cascades = [one for one in arguments if isinstance(one, Mapping) and "tiers" in one]
+            cascades = [one for one in arguments if isinstance(one, Mapping) and {"tiers", "llm_configs"} & one.keys()]
             if len(cascades) != 1:
-                raise ConfigError(f"{path} has {len(cascades)} applications with tiers: give a file with one")
+                raise ConfigError(f"{path} has {len(cascades)} applications with tiers or llm_configs: give a file with one")
             values = cascades[0]
+        if isinstance(values, Mapping) and "llm_configs" in values:
+            from cascade.settings import llm_configs  # which makes objects of this class
+
+            [config, *others] = llm_configs.cascades(values)[0].values()
+            if others:
+                raise ConfigError(
+                    f"{path} has {1 + len(others)} llm_configs: give a file with one, or deploy it by `serve deploy` with "
+                    "import_path deployments.llm:build_openai_app"
+                )
+            return cls.model_validate(config.model_dump(mode="json", exclude_unset=True))
         return cls.parse(values, str(path))
 
     @classmethod

@@ -12,6 +12,11 @@ from cascade.engine.generation import AUTO as AUTO_CONFIG
 from cascade.errors import ModelError, reason
 from cascade.settings.section import Count, Section, Text, did_you_mean
 
+NOT_VLLMS = {  # of vLLM's engine arguments that no tier takes, and what is in their place
+    "speculative_config": "models that draft are tiers below, and drafter names what guesses without one",
+    "kv_transfer_config": "a replica computes the prompt and the answer, and no keys and values travel",
+    "enable_lora": "lora_modules or lora_path say so",
+}
 EMBEDDED = "embedded:"  # prefix of sources of the demonstration family, such as embedded:tiny
 
 
@@ -128,6 +133,8 @@ class EngineKwargs(Section):
             if self._adapted:
                 raise ValueError(f"{self._adapted}, which only vLLM can serve: set engine to 'vllm', or remove it")
             return self
+        for name in sorted(NOT_VLLMS.keys() & (self.model_extra or {}).keys()):
+            raise ValueError(f"{name} is given: {NOT_VLLMS[name]}; remove it")
         if self.engine == "vllm":
             if self._only_ours:
                 raise ValueError(f"{self._only_ours} is for our own engine: remove it, or set engine to 'cascade'")

@@ -16,9 +16,10 @@ from ray import serve
 from cascade import Cascade, SamplingParams
 from cascade.errors import ConfigError
 from cascade.settings.config import CascadeConfig
+from cascade.settings.llm_configs import cascades
 from cascade.settings.router import ListenConfig, RequestLimits
 from deployments.gateway.http.server import HttpServer
-from deployments.llm import build_openai_app, cascades
+from deployments.llm import build_openai_app
 from deployments.models import Models
 from deployments.ops.launch import free_port
 from tests import small
@@ -57,6 +58,36 @@ def test_their_configuration_works_unchanged() -> None:
     assert tier.deployment_config.ray_actor_options == {"num_gpus": 2}
     assert tier.deployment_config.autoscaling_config == {"min_replicas": 1, "max_replicas": 2}
     assert tier.model_loading_config.source == "Qwen/Qwen2.5-0.5B-Instruct"
+
+
+SAMPLE: Values = {  # as in KubeRay's sample and vLLM's recipes
+    "engine_kwargs": {
+        "device": "auto",
+        "dtype": "auto",
+        "max_model_len": 8192,
+        "enable_auto_tool_choice": True,
+        "tool_call_parser": "hermes",
+        "enable_lora": False,
+    },
+    "log_engine_metrics": False,
+}
+
+
+def test_published_files_are_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards keys that stand in every sample: they were refused, or meant vLLM. `check` and `serve` take the file as it is."""
+    config = one(**SAMPLE)
+    engine = config.tiers[-1].engine_kwargs
+    assert (engine.device, engine.dtype, engine.engine, engine.model_extra) == (None, None, None, {})
+    assert (config.max_model_len, config.router.tool_format) == (8192, "hermes")
+    assert "No effect here, of engine_kwargs of 'qwen-0.5b': enable_auto_tool_choice, tool_call_parser" in caplog.text
+    path = tmp_path / "serve.yaml"
+    models = {"llm_configs": [theirs(**SAMPLE)]}
+    for values in (models, {"applications": [{"import_path": "ray.serve.llm:build_openai_app", "args": models}]}):
+        path.write_text(yaml.safe_dump(values))
+        assert CascadeConfig.load(path) == config
+    path.write_text(yaml.safe_dump({"llm_configs": [theirs(), {"model_loading_config": {"model_id": "other"}}]}))
+    with pytest.raises(ConfigError, match="has 2 llm_configs: give a file with one"):
+        CascadeConfig.load(path)
 
 
 HONOURED: dict[str, tuple[Values, Callable[[CascadeConfig], Any], Any]] = {  # what is given, where it goes, what is there
@@ -127,7 +158,15 @@ REFUSED: dict[str, tuple[Values, str]] = {
     "another engine": ({"llm_engine": "SGLang"}, "llm_engine is 'SGLang'"),
     "another server": ({"server_cls": "a:B"}, "server_cls is not a known key"),
     "batches of pieces": ({"experimental_configs": {"stream_batching_interval_ms": 50}}, "stream_batching_interval_ms is 50"),
-    "no metrics": ({"log_engine_metrics": False}, "log_engine_metrics is False"),
+    "another way to draft": (
+        {"engine_kwargs": {"speculative_config": {"method": "ngram"}}},
+        "speculative_config is given: models that draft are tiers below",
+    ),
+    "another place for prompts": ({"engine_kwargs": {"kv_transfer_config": {}}}, "kv_transfer_config is given: a replica"),
+    "adapters that are none": (
+        {"engine_kwargs": {"enable_lora": False}, "lora_config": {"dynamic_lora_loading_path": "/x"}},
+        "enable_lora of 'qwen-0.5b' is False beside its lora_config",
+    ),
     "two runtime_envs": (
         {"runtime_env": {"a": 1}, "deployment_config": {"ray_actor_options": {"runtime_env": {}}}},
         "has runtime_env twice",

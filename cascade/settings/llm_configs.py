@@ -1,0 +1,200 @@
+"""Configurations of Ray Serve LLM, `ray.serve.llm:build_openai_app`'s, with tiers below each model, as cascades."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError
+
+from cascade.errors import ConfigError
+from cascade.settings.config import CascadeConfig
+from cascade.settings.engine import EngineKwargs
+from cascade.settings.section import Section, sentence
+
+Values = dict[str, Any]
+FULL = "full"  # the tier of a model's own name
+KEPT = {"enable_prefix_caching": True, "pipeline_parallel_size": 1}  # that always hold here
+# of vLLM's server and its metrics: chats find calls by the model's template, and metrics are those of the cascade
+NO_EFFECT = ("enable_auto_tool_choice", "tool_call_parser", "log_engine_metrics")
+TOOL_FORMATS = {"hermes": "hermes", "mistral": "mistral", "llama3_json": "llama3"}  # by vLLM's tool_call_parser
+
+log = logging.getLogger(__name__)
+
+
+class Loading(Section):
+    """`ModelLoadingConfig`."""
+
+    model_id: Annotated[str, Field(min_length=1)]
+    model_source: str | None = None
+    tokenizer_source: str | None = None
+
+
+class Accelerator(Section):
+    """`accelerator_config`."""
+
+    kind: Literal["gpu", "cpu"]
+
+
+class Lora(Section):
+    """`LoraConfig`, whose adapters are folders in a folder."""
+
+    dynamic_lora_loading_path: str | None = None
+    max_num_adapters_per_replica: Annotated[int, Field(ge=1)] = 16
+
+
+class Experimental(Section):
+    """`experimental_configs`."""
+
+    num_ingress_replicas: Annotated[int, Field(ge=1)] | None = None
+    stream_batching_interval_ms: Literal[0] | None = None  # pieces go out as they come
+
+
+class Placement(Section):
+    """`placement_group_config`."""
+
+    bundle_per_worker: dict[str, float] | None = None
+    bundles: list[dict[str, float]] | None = None
+    strategy: str = "PACK"
+
+
+class TierBelow(Section):
+    """A smaller model that drafts, with the keys that it has in common with a model."""
+
+    name: str | None = None  # tier0, tier1, ... bottom to top if not given
+    model_loading_config: Loading
+    engine_kwargs: Values = Field(default_factory=dict)
+    accelerator_type: str | None = None
+    accelerator_config: Accelerator | None = None
+    placement_group_config: Placement | None = None
+    deployment_config: Values = Field(default_factory=dict)
+    runtime_env: Values | None = None
+
+
+class Model(TierBelow):
+    """`LLMConfig`, and the ``tiers`` below the model."""
+
+    tiers: tuple[TierBelow, ...] = ()
+    llm_engine: Literal["vLLM"] | None = None
+    lora_config: Lora | None = None
+    experimental_configs: Experimental = Experimental()
+    log_engine_metrics: bool = True
+
+
+class Serving(Section):
+    """`LLMServingArgs`."""
+
+    llm_configs: Annotated[tuple[Model, ...], Field(min_length=1)]
+    ingress_deployment_config: Values = Field(default_factory=dict)
+
+
+def cascades(args: Mapping[str, Any]) -> tuple[dict[str, CascadeConfig], Values]:
+    """The cascade of each model by its ``model_id``, and options of the deployment that stands before several."""
+    serving = _read(args)
+    names = [model.model_loading_config.model_id for model in serving.llm_configs]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"Two of llm_configs have the model_id {twice!r}: give each its own")
+    asked = [model.experimental_configs.num_ingress_replicas for model in serving.llm_configs]
+    num = max((number for number in asked if number is not None), default=None)
+    ingress = ({} if num is None else {"num_replicas": num}) | serving.ingress_deployment_config
+    router = {"deployment_config": ingress} if len(names) == 1 else {}
+    return {name: _cascade(model, router) for name, model in zip(names, serving.llm_configs, strict=True)}, ingress
+
+
+def _read(args: Mapping[str, Any]) -> Serving:
+    """Check ``args`` against all keys of theirs; raises `ConfigError`."""
+    if not isinstance(args, Mapping) or not isinstance(args.get("llm_configs"), Sequence):
+        raise ConfigError("build_openai_app takes a mapping with the key 'llm_configs', a list of models")
+    listed = args["llm_configs"]
+    models = [_values(one) for one in ([listed] if isinstance(listed, str) else listed)]
+    try:
+        return Serving.model_validate({**args, "llm_configs": models})
+    except ValidationError as error:
+        raise ConfigError(f"build_openai_app: {sentence(error, Serving)}") from None
+
+
+def _values(model: Any) -> Any:
+    """A model as a mapping; read from a file if it is a path."""
+    if isinstance(model, BaseModel):
+        return model.model_dump(mode="json", exclude_unset=True)
+    if not isinstance(model, str):
+        return model
+    try:
+        return yaml.safe_load(Path(model).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"llm_configs has {model!r}, which cannot be read as YAML: {' '.join(str(error).split())}") from None
+
+
+def _cascade(model: Model, router: Values) -> CascadeConfig:
+    """One model and what drafts for it."""
+    name = model.model_loading_config.model_id
+    full = _tier(model, FULL)
+    engine = full["engine_kwargs"]
+    if model.llm_engine is not None:
+        engine["engine"] = "vllm"
+    if model.lora_config is not None and (path := model.lora_config.dynamic_lora_loading_path):
+        engine |= {"lora_path": path, "max_loras": model.lora_config.max_num_adapters_per_replica}
+    parser = model.engine_kwargs.get("tool_call_parser")
+    router = router | ({"tool_format": TOOL_FORMATS[parser]} if parser in TOOL_FORMATS else {})
+    lower = [_tier(tier, tier.name or f"tier{level}") for level, tier in enumerate(model.tiers)]
+    values: Values = {"tiers": [*lower, full], "router": router}
+    if "max_model_len" in model.engine_kwargs:
+        values["max_model_len"] = model.engine_kwargs["max_model_len"]
+    return CascadeConfig.parse(values, f"Model {name!r}")
+
+
+def _tier(model: TierBelow, name: str) -> Values:
+    """Values of a tier; as theirs, it takes a GPU for each rank unless something says otherwise."""
+    loading, engine = model.model_loading_config, dict(model.engine_kwargs)
+    source = loading.model_source or loading.model_id
+    if loading.tokenizer_source not in (None, source):
+        raise ConfigError(
+            f"tokenizer_source of {loading.model_id!r} is {loading.tokenizer_source!r}: remove it, a model has its own"
+        )
+    for key, value in KEPT.items():
+        if engine.pop(key, value) != value:
+            raise ConfigError(f"{key} of {loading.model_id!r} is {model.engine_kwargs[key]!r}: a cascade takes {value!r} alone")
+    lora = getattr(model, "lora_config", None)
+    if engine.pop("enable_lora", True) is False and lora is not None:
+        raise ConfigError(f"enable_lora of {loading.model_id!r} is False beside its lora_config: remove one of the two")
+    for key in ("device", "dtype"):
+        if engine.get(key) == "auto":  # as without it
+            del engine[key]
+    unused = [key for key in NO_EFFECT if engine.pop(key, None) is not None]
+    if unused:
+        log.warning("No effect here, of engine_kwargs of %r: %s", loading.model_id, ", ".join(unused))
+    longest = engine.pop("max_model_len", None)
+    if set(engine) - set(EngineKwargs.model_fields):  # vLLM's own
+        engine.setdefault("engine", "vllm")
+    if engine.get("engine") == "vllm" and longest is not None:
+        engine["max_model_len"] = longest
+    ranks = engine.get("tensor_parallel_size", 1)
+    deployment = dict(model.deployment_config)
+    actor = dict(deployment.get("ray_actor_options") or {})
+    if model.runtime_env is not None:
+        if "runtime_env" in actor:
+            raise ConfigError(f"{loading.model_id!r} has runtime_env twice, also in ray_actor_options: remove one of them")
+        actor["runtime_env"] = model.runtime_env
+    placement = _placement(model.placement_group_config, ranks)
+    cpu = model.accelerator_config is not None and model.accelerator_config.kind == "cpu"
+    if not (cpu or placement or engine.get("device") == "cpu" or engine.get("emulated")):
+        actor.setdefault("num_gpus", ranks)
+    accelerator = {"A10": "A10G"}.get(model.accelerator_type or "", model.accelerator_type)
+    return {
+        "name": name,
+        "model_loading_config": {"model_id": loading.model_id, "model_source": source},
+        "engine_kwargs": engine,
+        "accelerator_type": accelerator,
+        "placement_group_config": placement,
+        "deployment_config": deployment | {"ray_actor_options": actor},
+    }
+
+
+def _placement(config: Placement | None, ranks: int) -> Values | None:
+    """A bundle for each rank, where they are given by one."""
+    if config is None:
+        return None
+    if (config.bundles is None) == (config.bundle_per_worker is None):
+        raise ConfigError("placement_group_config: give either bundles or bundle_per_worker")
+    return {"bundles": config.bundles or [config.bundle_per_worker] * ranks, "strategy": config.strategy}

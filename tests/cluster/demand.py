@@ -20,14 +20,17 @@ def num_replicas(tier: TierConfig, bound: str) -> int:
 
 
 def demands(config: CascadeConfig, bound: str) -> list[dict[str, float]]:
-    """Resources of each replica of each tier."""
-    return [of_replica(tier_options(tier)) for tier in config.tiers for _ in range(num_replicas(tier, bound))]
+    """Resources of each replica of each tier, and of each router."""
+    tiers = [of_replica(tier_options(tier)) for tier in config.tiers for _ in range(num_replicas(tier, bound))]
+    router = config.router.deployment_config
+    assert isinstance(router.num_replicas, int)
+    return [*tiers, *[of_replica({"ray_actor_options": router.ray_actor_options})] * router.num_replicas]
 
 
 def nodes_for(node_types: NodeTypes, head: str, asked: list[dict[str, float]]) -> tuple[dict[str, int], list[dict[str, float]]]:
     """How many nodes of each type the autoscaler would start for ``asked``, and what it finds none for."""
     types = {name: {"max_workers": 0, **kind} for name, kind in node_types.items()}
-    room = sum(kind["max_workers"] for kind in types.values())
+    room = 1 + sum(kind["max_workers"] for kind in types.values())  # with the head
     scorer = partial(_default_utilization_scorer, node_availability_summary=NodeAvailabilitySummary({}))
     started, without = get_nodes_for(types, {}, head, room, asked, scorer)
     return dict(started), without
@@ -39,7 +42,9 @@ def fits(kind: Mapping[str, Any], asked: Mapping[str, float]) -> bool:
 
 
 def assert_apart(node_types: NodeTypes, config: CascadeConfig) -> None:
-    """No tier below can take the place of the full one, whoever comes first."""
+    """No tier below can take the place of the full one, whoever comes first, and no router one with a GPU."""
     *lower, full = (of_replica(tier_options(tier)) for tier in config.tiers)
+    router = of_replica({"ray_actor_options": config.router.deployment_config.ray_actor_options})
     for kind in node_types.values():
+        assert not (fits(kind, router) and "GPU" in kind["resources"])
         assert not fits(kind, full) or not any(fits(kind, asked) for asked in lower)

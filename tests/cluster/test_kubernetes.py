@@ -108,7 +108,11 @@ def test_every_replica_gets_a_node(spec: Any, config: CascadeConfig, bound: str,
     assert started == {
         group["groupName"]: group[replicas] for group in spec["rayClusterConfig"]["workerGroupSpecs"] if group[replicas]
     }
-    for group in spec["rayClusterConfig"]["workerGroupSpecs"]:
+    routers, *tiers = spec["rayClusterConfig"]["workerGroupSpecs"]
+    assert GPU not in routers["template"]["spec"]["containers"][0]["resources"]["requests"]
+    assert config.router.deployment_config.max_replicas_per_node == 1
+    del routers["resources"]
+    for group in tiers:
         [kind] = [name.partition(":")[2] for name in group["resources"]]
         assert kind in group["template"]["spec"]["nodeSelector"]["nvidia.com/gpu.product"].split("-")
         resources = group["template"]["spec"]["containers"][0]["resources"]

@@ -59,11 +59,15 @@ def test_every_replica_gets_a_machine(name: str) -> None:
     values = read(name)
     types = values["available_node_types"]
     if name == "aws":
-        types = {kind: {**said, "resources": AWS[said["node_config"]["InstanceType"]]} for kind, said in types.items()}
+        types = {
+            kind: {**said, "resources": AWS[said["node_config"]["InstanceType"]] | said["resources"]}
+            for kind, said in types.items()
+        }
     config = qwen3(CLOUDS[name])
     for bound, workers in (("min_replicas", "min_workers"), ("max_replicas", "max_workers")):
         started, without = nodes_for(types, values["head_node_type"], demands(config, bound))
         assert without == []
+        assert started.pop(values["head_node_type"]) == 1, "with the first router"
         assert started == {kind: said[workers] for kind, said in types.items() if said.get(workers)}
     assert sum(said.get("max_workers", 0) for said in types.values()) <= values["max_workers"]
     assert_apart(types, config)

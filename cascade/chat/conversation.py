@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, Pr
 from pydantic import ValidationError as PydanticError
 
 from cascade.chat.template import Style
+from cascade.engine.grammar import compilable
 from cascade.errors import InvalidRequest
 from cascade.params import LONE_SURROGATE, is_text
 
@@ -209,7 +210,7 @@ class FunctionBody(Body):
         if value is not None and value.get("type", "object") != "object":
             raise ValueError("the schema must be that of an object")
         try:
-            json.dumps(value)
+            json.dumps(compilable(value))
         except (ValueError, RecursionError):
             raise ValueError("the schema is too deep") from None
         return value

@@ -30,6 +30,7 @@ SERVICE = {
     "methodConfig": [{"name": [{}], "retryPolicy": {**RETRIES, "retryableStatusCodes": ["CANCELLED"]}}],
     "loadBalancingConfig": [{"round_robin": {}}],  # over all hosts of a name
 }
+HTTP = "http1.x server"  # in gRPC's sentence about a server that does not speak HTTP/2
 PATIENCE_S = 60.0  # longer than a router that was killed is away, also on a slow machine
 FIRST_PAUSE_S = 0.05  # doubled with every failure, and cut by up to a half: clients of a dead server do not come all at once
 MOST_PAUSE_S = 2.0
@@ -200,6 +201,8 @@ def _error_of(error: grpc.RpcError) -> CascadeError:
             return Overloaded(sentence, float(dict(pairs)[RETRY_AFTER]))
         except (KeyError, ValueError):  # it does not say
             return Overloaded(sentence)
+    if HTTP in sentence:
+        return ConfigError("The client's address is a port of HTTP: give the port of gRPC, 9000 unless the server says another")
     if kind is Unavailable and sentence.startswith(UNREACHED):
         return Unreached(f"No server answers at the client's address ({sentence}): start one, or mend the address")
     return kind(sentence)

@@ -32,6 +32,10 @@ JSON_OPTIONS: "JsonCompileOptions" = {"whitespace_pattern": r" |\r?\n[ \t]{0,20}
 # Where only one text may come, llguidance would take the tokens that the tokenizer cuts it into, and then refuse those that are
 # named like special ones (<tool_call>): any tokens that spell the text will do.
 UNFORCED = '%llguidance {"no_forcing": true}\n'
+UNIQUE = "uniqueItems"
+IS_UNIQUE = re.compile(rf'"{UNIQUE}"\s*:\s*true')
+VALUES = ("const", "default", "enum", "examples")  # keywords of JSON schemas whose values are no schemas
+MORE_THAN_SIGNS = "^(?!^[-+.]*$)"
 # a step that needs more than this, 10 to 20 ms, makes its request fail
 LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=50_000, max_grammar_size=200_000, verbose_errors=False
@@ -240,7 +244,33 @@ def source(structured: Structured) -> str:
     return UNFORCED + any_to_lark(structured.grammar)
 
 
+def compilable(schema: Any) -> Any:
+    """A JSON schema as llguidance takes it.
+
+    Pydantic's look-ahead in patterns of decimals, that there is more than signs and points, is said in other words. That items
+    are unique is left out: no grammar can say it, see `unenforced`.
+    """
+    if isinstance(schema, list):
+        return [compilable(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    said = {name: value for name, value in schema.items() if not (name == UNIQUE and isinstance(value, bool))}
+    said = {name: value if name in VALUES else compilable(value) for name, value in said.items()}
+    pattern = said.get("pattern")
+    if isinstance(pattern, str) and pattern.startswith(MORE_THAN_SIGNS):
+        said["pattern"] = "^" + pattern.removeprefix(MORE_THAN_SIGNS)
+        said["allOf"] = [*said.get("allOf", ()), {"pattern": "[^+.-]"}]
+    return said
+
+
+def unenforced(*structured: Structured | None) -> tuple[str, ...]:
+    """Keywords of JSON schemas that texts are not held to."""
+    schemas = [one.schema for one in structured if one is not None and one.json_schema is not None]
+    return (UNIQUE,) if any(IS_UNIQUE.search(schema) for schema in schemas) else ()
+
+
 def _json(schema: Any) -> str:
+    schema = compilable(schema)
     if isinstance(schema, dict):
         schema = schema | {"x-guidance": JSON_OPTIONS | schema.get("x-guidance", {})}
     return f"start: %json {json.dumps(schema)}"

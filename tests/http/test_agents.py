@@ -1,17 +1,22 @@
 """What agents and other servers' clients send beside the question, and what they read of errors."""
 
+import decimal
 import gzip
 import json
 import logging
+import re
+import uuid
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 from urllib.request import Request, urlopen
 
 import pytest
+from pydantic import BaseModel
 
 from cascade.client import Client
-from cascade.errors import InvalidRequest
-from cascade.params import SamplingParams
+from cascade.engine.grammar import Grammars
+from cascade.errors import ConfigError, InvalidRequest
+from cascade.params import SamplingParams, Structured
 from tests.chat.test_tools import SAID
 from tests.doors import House, house
 from tests.http.test_http import PROMPT, ask
@@ -272,3 +277,50 @@ def test_without_allowed_origins_nobody_else_may_ask() -> None:
         request = Request(f"{built.url}/health", headers={"Origin": "https://page.example"})
         with urlopen(request, timeout=LONG_S) as answer:
             assert answer.headers["access-control-allow-origin"] is None
+
+
+class Order(BaseModel):
+    """As people write schemas down: `UUID`, `set` and `Decimal` have formats, keywords and patterns of their own."""
+
+    id: uuid.UUID
+    tags: set[Literal["a", "b"]]
+    price: decimal.Decimal
+
+
+DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"  # as Pydantic has it from 2.12 on, where it validates
+
+
+@pytest.mark.parametrize("mode", ["validation", "serialization"])
+def test_schemas_of_pydantic_are_taken(served: House, mode: Any) -> None:
+    """Guards `model_json_schema()`: a set and a decimal made the request 400. The text has the form all the same."""
+    schema = Order.model_json_schema(mode=mode)
+    schema["properties"]["price"] = {"type": "string", "pattern": DECIMAL}
+    form = {"type": "json_schema", "json_schema": {"name": "order", "schema": schema}}
+    tool = {"type": "function", "function": {"name": "order", "strict": True, "parameters": schema}}
+    ask_ = {"messages": [ASKED], "max_tokens": 60, "temperature": 1, "seed": 3}
+    for more in ({"response_format": form}, {"tools": [tool], "tool_choice": "required"}):
+        headers, answer = completed(served, "/v1/chat/completions", {**ask_, **more})
+        assert headers["warning"] == '299 - "No effect here: uniqueItems"'
+        choice = answer["choices"][0]
+        calls = choice["message"].get("tool_calls")
+        text = calls[0]["function"]["arguments"] if calls else choice["message"]["content"]
+        if choice["finish_reason"] != "length":
+            Order.model_validate_json(text)
+        else:
+            assert text.startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"), [("1.5", True), ("-.7", True), ("007", True), ("-.", False), ("", False), ("x", False)]
+)
+def test_decimals_are_held_to_their_pattern(served: House, text: str, fits: bool) -> None:
+    """Guards the pattern without look-ahead: the same texts."""
+    matcher = Grammars(served.router.tokenizer).matcher(Structured(json_schema={"type": "string", "pattern": DECIMAL}))
+    assert (re.search(DECIMAL, text) is not None) == fits
+    assert matcher.allows(served.router.tokenizer.encode_part(json.dumps(text))) == fits
+
+
+def test_a_grpc_client_is_told_of_the_port_of_http(served: House) -> None:
+    """Guards the first mistake with two ports: gRPC's own words were those of a server that is not there."""
+    with Client(served.url.removeprefix("http://")) as client, pytest.raises(ConfigError, match="a port of HTTP"):
+        client.generate("x")

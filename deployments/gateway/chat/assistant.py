@@ -7,6 +7,7 @@ from functools import cached_property
 
 from cascade.chat.conversation import ChatMessage, Conversation, ToolBody
 from cascade.chat.template import CLOSE, OPEN, PROBE_ARGUMENT, PROBE_NAME, ChatTemplate, Style
+from cascade.engine.grammar import unenforced
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import InvalidRequest
 from cascade.params import SamplingParams, Structured
@@ -43,7 +44,7 @@ class ChatTask:
     ids: list[int]  # of the prompt
     params: SamplingParams
     reader: Callable[[], TurnReader]  # a new one for each answer
-    unread: tuple[str, ...] = ()  # fields that the chat template does not look at
+    unread: tuple[str, ...] = ()  # what the chat template does not look at, and schemas cannot enforce
 
 
 class Assistant:
@@ -75,6 +76,7 @@ class Assistant:
         ids = await self.encode(said.messages, said.tools if plan.shown else None, said.style)
         left = max(1, self._max_model_len - len(ids))  # what is too long is refused when it is admitted
         params = await self._enforced(plan, sampled(min(left, self._front.limits.max_tokens or left)))
+        free = unenforced(params.structured, *plan.schemas.values())
         within = self._within(said, ids)
         if params.structured is not None and within is not None and not plan.words_first:
             if within:  # else the text is held from its first token on, and the model does not think
@@ -85,7 +87,7 @@ class Assistant:
                 within = None
         shown = said.include_reasoning is not False
         unread = ("reasoning_effort",) if said.reasoning_effort and "reasoning_effort" not in self.template.variables else ()
-        return ChatTask(ids, params, lambda: self._reader(plan, within, shown), unread)
+        return ChatTask(ids, params, lambda: self._reader(plan, within, shown), (*unread, *free))
 
     async def encode(self, messages: Sequence[ChatMessage], tools: Sequence[ToolBody] | None, style: Style) -> list[int]:
         """Token ids of a conversation; raises `InvalidRequest`."""

@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import AddedToken
 
 from cascade.chat.template import CLOSE
-from cascade.engine.grammar import JSON_OPTIONS, UNFORCED, source
+from cascade.engine.grammar import JSON_OPTIONS, UNFORCED, compilable, source
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import InvalidRequest
 from cascade.params import MAX_GRAMMAR_CHARS, Structured
@@ -51,7 +51,7 @@ class GrammarWriter:
         rules = self._words(form) if free else [f"start: {begin} calls"]
         rules += [f"calls: {opening} call {more} {closing}", "call: " + " | ".join(f"call_{index}" for index in functions)]
         for index, name in functions.items():
-            schema = {**schemas.get(index, {"type": "object"}), "x-guidance": JSON_OPTIONS}
+            schema = {**compilable(schemas.get(index, {"type": "object"})), "x-guidance": JSON_OPTIONS}
             head = json.dumps(f'{{"name": {json.dumps(name)}, "{form.key}": ')
             call = f"{json.dumps(name)} {self._mark(form.named)} args_{index}" if form.named else f'{head} args_{index} "}}"'
             rules += [f"call_{index}: {call}", f"args_{index}: %json {json.dumps(schema)}"]

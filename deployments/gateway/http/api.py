@@ -19,6 +19,7 @@ from cascade.answer import Chunk
 from cascade.capabilities import Task, room
 from cascade.chat.conversation import mistake
 from cascade.engine.generation import with_room
+from cascade.engine.grammar import unenforced
 from cascade.engine.spelling import Spelling
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import KINDS, CascadeError, InvalidRequest, NotFound, Unavailable
@@ -200,7 +201,8 @@ class Api:
         echoes = [await self._echo(*both, params) if body.echo else Echo() for both in zip(prompts, ids, strict=True)]
         form = await self._form("text", body, params, f"cmpl-{caller.id}", sum(map(len, ids)))
         repeated = [echo for echo in echoes for _ in range(body.answers)]
-        return await self._answer(caller, body, params, ids, lambda known: CompletionReply(form, repeated, known))
+        unread = unenforced(params.structured)
+        return await self._answer(caller, body, params, ids, lambda known: CompletionReply(form, repeated, known), unread)
 
     async def chat(self, body: ChatBody, caller: Asking) -> Any:
         """The assistant's next turn."""

@@ -1,0 +1,57 @@
+"""A model at the shapes of a larger one says what the small one says. Skipped where vLLM is not installed."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.architectures import VOCAB, build
+
+pytest.importorskip("vllm")
+from benchmarks.gpu import inflate
+from benchmarks.vllm import GREEDY
+from cascade.draft import Draft
+from cascade.engine.vllm.model import VllmModel
+from cascade.scorer import Row
+from tests.vllm.models import started
+
+# vLLM and what it imports warn of themselves
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+SMALL = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 96, "tie_word_embeddings": True}
+LARGE = inflate.Shape(hidden=192, layers=4, heads=12, kv_heads=3, inner=224)
+
+
+def written(model: VllmModel, prompt: list[int], length: int = 40) -> list[int]:
+    """Greedy text after ``prompt``."""
+    store, text, held = model.new_cache(), list(prompt), 0
+    store.reserve(len(prompt) + length)
+    while len(text) < len(prompt) + length:
+        [scored] = model.run([Row(store, held, text[held:], 1, GREEDY, draft=Draft((), b""))])
+        held = len(text)
+        text += scored.own
+    store.free()
+    return text
+
+
+def test_an_inflated_model_writes_what_its_source_writes(tmp_path: Path) -> None:
+    """Guards figures of large models: with a head, a norm or a dead column in the wrong place they are of another text."""
+    network = build("llama", **SMALL)
+    network.config.architectures = [type(network).__name__]
+    network.save_pretrained(source := tmp_path / "source")
+    inflate.register()
+    folder = inflate.write(str(source), LARGE, tmp_path / "inflated")
+    small, large = started(str(source)), started(folder, load_format=inflate.FORMAT)
+    try:
+        assert large.num_parameters > 3 * small.num_parameters
+        for first in range(4):
+            prompt = [(first + 7 * place) % VOCAB for place in range(12)]
+            assert written(small, prompt) == written(large, prompt)
+    finally:
+        small.close()
+        large.close()
+
+
+def test_a_source_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    """Guards against a live block that is cut off without a word."""
+    build("llama", **SMALL).save_pretrained(tmp_path / "source")
+    with pytest.raises(ValueError, match="fits into"):
+        inflate.write(str(tmp_path / "source"), inflate.Shape(192, 1, 12, 3, 224), tmp_path / "inflated")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cascade.draft import NO_DRAFT, Draft, num_same
+from cascade.errors import InvalidRequest
 from cascade.messages import RUNNER_UPS, Close, Commit, Edge, Open, Proposal, origin, origin_level
 from cascade.planner.acceptance import Calibration, DraftStats, RunAhead
 from cascade.scorer import Scored
@@ -77,6 +78,7 @@ class Session:
         self.opening = opening
         self.tier = tier
         self.level = level
+        self._vocab_size = vocab_size
         self.text = list(opening.tokens)  # one list for life: drafters and sampling states hold on to it
         self.committed = len(self.text)
         self.kv_len = 0  # positions whose keys and values are those of `text`
@@ -242,12 +244,18 @@ class Session:
     # messages of the tier above and the tier below
 
     def commit(self, start: int, tokens: Sequence[int]) -> Commit | None:
-        """The tier above fixes the text. Returns what changed, for the tier below, or ``None`` if nothing did."""
+        """The tier above fixes the text. Returns what changed, for the tier below, or ``None`` if nothing did.
+
+        Raises `ProtocolError`, or `InvalidRequest` if this tier's model cannot read the text: the vocabulary of the tier above
+        may be padded further. Then nothing has changed.
+        """
         if not self.opening.prompt_len <= start <= len(self.text) or not tokens:
             raise ProtocolError(f"commit at {start} does not join a text of {len(self.text)} tokens")
         end, branches = start + len(tokens), self.branches
         cut = start + num_same(self.text[start:end], tokens)
         rest = tuple(tokens[cut - start :])
+        if rest and not 0 <= min(rest) <= max(rest) < self._vocab_size:
+            raise InvalidRequest(f"tier {self.tier} has {self._vocab_size} token ids and the text has others")
         self.run_ahead.judged(max(0, cut - self.committed), cut=bool(rest) and self.committed <= cut < len(self.text))
         if not rest:
             if branches is not None:

@@ -167,8 +167,8 @@ class Loop(Generic[U]):
         stalled = slot.session.stalled
         try:
             change = slot.session.commit(commit.start, commit.tokens)
-        except ProtocolError as error:
-            self._fail(slot, str(error))
+        except (ProtocolError, InvalidRequest) as error:
+            self._fail(slot, str(error), fault=isinstance(error, InvalidRequest))
             return
         branched = slot.session.accepted_branch is not None
         self.kv_admission.settle(slot)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cascade.draft import Draft
+from cascade.errors import InvalidRequest
 from cascade.messages import Commit, Edge, Open, Proposal, origin, origin_replaced
 from cascade.params import SamplingParams
 from cascade.planner.acceptance import Calibration, RunAhead
@@ -259,3 +260,15 @@ def test_a_verdict_of_long_ago_is_no_error(cut: bool) -> None:
         run_ahead.judged(0 if cut else 1, cut=cut)
         assert run_ahead.tokens >= 0
     assert run_ahead.tokens < 1 if cut else run_ahead.tokens > 1e6
+
+
+def test_a_commit_beyond_the_vocabulary_changes_nothing() -> None:
+    """Guards the model below against tokens that it has no embedding of, as opens and guesses are checked."""
+    session = Session(opening(), "tiny", 0, 32)
+    write(session)
+    before = list(session.text)
+    for token in (32, -1):
+        with pytest.raises(InvalidRequest, match="tier tiny has 32 token ids and the text has others"):
+            session.commit(session.committed, (before[session.committed], token))
+    assert session.text == before
+    assert session.committed == session.opening.prompt_len

@@ -296,6 +296,27 @@ def test_a_tier_too_small_for_one_session_drafts_for_others(lack: str) -> None:
         assert not full._loop._drafting._failures
 
 
+class Reader(CountingModel):
+    """Breaks where a real model does: it has no embedding of tokens beyond its vocabulary."""
+
+    def run(self, rows: Sequence[Row]) -> list[Scored]:
+        assert all(token < self.vocab_size for row in rows for token in row.input_ids)
+        return super().run(rows)
+
+
+def test_a_text_beyond_a_drafters_vocabulary_breaks_no_pass() -> None:
+    """Guards families whose vocabularies are padded differently: a token that a drafter cannot read broke its passes, on a GPU
+    its process, and kept it from all sessions."""
+    tiny, full = Reader(), CountingModel(pass_s=0.001)
+    tiny.vocab_size = 24
+    for tiers in running([Tier("tiny", 0, tiny), Tier("full", 1, full)]):
+        asked = [opening(seed, 1.0, 60, chain=("tiny",)) for seed in range(4)]
+        answers, _ = written(tiers[-1], *asked)
+        assert any(max(answer.tokens) >= tiny.vocab_size for answer in answers)
+        assert tiers[0].stats.failures == 0
+        assert not tiers[-1]._loop._drafting._failures
+
+
 @pytest.mark.parametrize(("room", "prompt_len", "count"), [(17, 400, 1), (100, 400, 1), (20, len(PROMPT), 12)])
 def test_what_is_too_much_for_a_pass_is_scored_in_smaller_ones(
     models: list[CountingModel], room: int, prompt_len: int, count: int

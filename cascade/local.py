@@ -90,20 +90,8 @@ class Cascade:
         self.default_params = default_params or SamplingParams()
         self._loaded: Sequence[Model | VllmModel] = ()  # by `from_pretrained`, which nobody else closes
         self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}  # of those that wait for answers
-        self.context_len = min(model.context_len for model in models)
         grammars = Grammars(tokenizer)
         new_state = state_maker(grammars.matcher)
-        self._capabilities = Capabilities(
-            self.names,
-            drafters=kinds,
-            vocab_size=min(model.vocab_size for model in models),
-            context_len=self.context_len,
-            end_ids=tokenizer.end_ids,
-            adapters=getattr(models[-1], "adapters", ()),
-            check_grammar=grammars.check,
-            window=window,
-            answer_window=ANSWER_WINDOW,
-        )
         self.tiers = tuple(
             Tier(
                 name,
@@ -116,6 +104,19 @@ class Cascade:
                 drafters=inner,
             )
             for level, (name, model, inner) in enumerate(zip(names, models, drafters, strict=True), len(kinds))
+        )
+        held = self.tiers[-1].kv_admission.num_tokens
+        self.context_len = min(*(model.context_len for model in models), held)
+        self._capabilities = Capabilities(
+            self.names,
+            drafters=kinds,
+            vocab_size=min(model.vocab_size for model in models),
+            context_len=self.context_len,
+            end_ids=tokenizer.end_ids,
+            adapters=getattr(models[-1], "adapters", ()),
+            check_grammar=grammars.check,
+            window=window,
+            answer_window=ANSWER_WINDOW,
         )
         join(self.tiers)
         for tier in self.tiers:

@@ -24,7 +24,6 @@ from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ModelError
 from cascade.planner.chains import Planner
 from cascade.planner.cost import Profile
-from cascade.scorer import BLOCK
 from cascade.settings.config import LinkTLS, TierConfig
 from cascade.settings.engine import EngineKwargs
 from cascade.tier.runner import measure
@@ -126,6 +125,7 @@ class TierReplica:
             "name": self._config.name,
             "model": self._config.model_loading_config.model_id,
             "context_len": self._model.context_len,
+            "cache_tokens": self._tier.kv_admission.num_tokens,
             "vocab_size": self._model.vocab_size,
             "parameters": self._model.num_parameters,
             "device": str(self._model.device),
@@ -254,7 +254,7 @@ def replica_readings(tier: Tier, profile: Profile, server: LinkServer, downlink:
     yield Reading("tier_own_tokens", (), stats.own_tokens)
     yield Reading("tier_pass_failures", (), stats.failures)
     yield Reading("kv_cache_usage_perc", (), blocks.usage)
-    yield Reading("kv_cache_tokens", (), blocks.total * BLOCK)
+    yield Reading("kv_cache_tokens", (), tier.kv_admission.num_tokens)
     yield Reading("prefix_cache_queries", (), blocks.asked)
     yield Reading("prefix_cache_hits", (), blocks.reused)
     yield Reading("num_preemptions", (), tier.kv_admission.preempted)

@@ -27,12 +27,17 @@ class KVAdmission:
         self.block_manager = BlockManager(new_store, num_tokens)
         self.preempted = 0  # times that a session lost its place
 
+    @property
+    def num_tokens(self) -> int:
+        """Positions that the longest session may have."""
+        return self.block_manager.total * BLOCK
+
     def problem(self, positions: int) -> str | None:
         """Why a session of this length can never be served; None if it can."""
         if self.block_manager.fits(positions):
             return None
         return (
-            f"its memory holds {self.block_manager.total * BLOCK} tokens in {self.block_manager.total} blocks of {BLOCK}, "
+            f"its memory holds {self.num_tokens} tokens in {self.block_manager.total} blocks of {BLOCK}, "
             f"the request may need {positions} in {self.block_manager.blocks(positions)}"
         )
 

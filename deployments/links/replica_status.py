@@ -38,7 +38,10 @@ class Tiers:
         full = self._config.tiers[-1]
         if full.name not in self._limits or not may_be_zero(full):
             state = await self._handles[full.name].describe.remote()
-            self._limits[full.name] = {name: state[name] for name in ("context_len", "vocab_size")}
+            self._limits[full.name] = {
+                "context_len": min(state["context_len"], state["cache_tokens"]),  # what its memory cannot hold is no context
+                "vocab_size": state["vocab_size"],
+            }
 
     def limit(self, name: str) -> int:
         """The least ``context_len`` or ``vocab_size`` of all tiers."""

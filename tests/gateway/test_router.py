@@ -14,7 +14,8 @@ from cascade.errors import CascadeError, DeadlineExceeded, Unavailable
 from cascade.messages import Failed, Message, Proposal
 from cascade.scorer import Row
 from cascade.settings.config import CascadeConfig
-from cascade.simulation.toy import ToyModel, full_text
+from cascade.simulation.toy import ToyCache, ToyModel, full_text
+from cascade.tier.block_manager import BlockManager
 from cascade.v1 import serving_pb2 as pb
 from deployments import router as module
 from deployments.full_tier import MAX_FRUITLESS, RetryBudget, SessionFailed, held_lease_s, next_proposal
@@ -55,9 +56,11 @@ class Handle:
     async def _state(self) -> dict[str, Any]:
         while self._name not in self._net.nodes:
             await asyncio.sleep(0.01)
-        model = self._net.nodes[self._name].model
+        node = self._net.nodes[self._name]
+        model = node.model
         cost = {"pass_cost": [{"tokens": 1, "seconds": 0.25}, {"tokens": 8, "seconds": 0.5}], "context_s": 0.125}
         known = {"context_len": model.context_len, "vocab_size": model.vocab_size}
+        known["cache_tokens"] = node.tier.kv_admission.num_tokens
         return {"name": self._name, "model": "toy", **known, **cost}
 
     def _lease(self, session: str, preferred: Sequence[str], affinity: str) -> Any:
@@ -135,6 +138,20 @@ async def net(empty: Net, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Net]
     yield empty
     await empty.settle()
     await asyncio.get_running_loop().shutdown_default_executor()
+
+
+async def test_no_answer_is_longer_than_the_full_tier_can_hold(empty: Net) -> None:  # noqa: F811
+    """Guards requests without `max_tokens`: they got the whole context, of which a tier's memory held a part, and 503."""
+    node = await empty.add("full")
+    node.tier.kv_admission.block_manager = BlockManager(ToyCache, 300)
+    async with started(empty) as router:
+        assert router.max_model_len == 288
+        asked = request(288 - len(PROMPT))
+        assert len((await router.Complete(asked, Context())).tokens) == 288 - len(PROMPT)
+        context = await refused(router.Complete, request(289 - len(PROMPT)))
+        assert context.code == grpc.StatusCode.INVALID_ARGUMENT
+        assert "maximum context length is 288 tokens" in context.details
+    await empty.settle()
 
 
 async def test_starts_and_serves_without_lower_tiers(net: Net) -> None:

@@ -299,9 +299,9 @@ def test_a_tier_too_small_for_one_session_drafts_for_others(lack: str) -> None:
 class Reader(CountingModel):
     """Breaks where a real model does: it has no embedding of tokens beyond its vocabulary."""
 
-    def run(self, rows: Sequence[Row]) -> list[Scored]:
+    def launch(self, rows: Sequence[Row]) -> Sequence[Row]:
         assert all(token < self.vocab_size for row in rows for token in row.input_ids)
-        return super().run(rows)
+        return super().launch(rows)
 
 
 def test_a_text_beyond_a_drafters_vocabulary_breaks_no_pass() -> None:

@@ -14,7 +14,7 @@ from cascade.errors import CascadeError, DeadlineExceeded, Unavailable
 from cascade.messages import Failed, Message, Proposal
 from cascade.scorer import Row
 from cascade.settings.config import CascadeConfig
-from cascade.simulation.toy import ToyCache, ToyModel, full_text
+from cascade.simulation.toy import ToyModel, full_text
 from cascade.tier.block_manager import BlockManager
 from cascade.v1 import serving_pb2 as pb
 from deployments import router as module
@@ -140,18 +140,17 @@ async def net(empty: Net, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Net]
     await asyncio.get_running_loop().shutdown_default_executor()
 
 
-async def test_no_answer_is_longer_than_the_full_tier_can_hold(empty: Net) -> None:  # noqa: F811
+async def test_no_answer_is_longer_than_the_full_tier_can_hold(net: Net) -> None:
     """Guards requests without `max_tokens`: they got the whole context, of which a tier's memory held a part, and 503."""
-    node = await empty.add("full")
-    node.tier.kv_admission.block_manager = BlockManager(ToyCache, 300)
-    async with started(empty) as router:
+    node = net.nodes["full"]
+    node.tier.kv_admission.block_manager = BlockManager(node.model.new_cache, 300)
+    async with started(net) as router:
         assert router.max_model_len == 288
         asked = request(288 - len(PROMPT))
         assert len((await router.Complete(asked, Context())).tokens) == 288 - len(PROMPT)
         context = await refused(router.Complete, request(289 - len(PROMPT)))
         assert context.code == grpc.StatusCode.INVALID_ARGUMENT
         assert "maximum context length is 288 tokens" in context.details
-    await empty.settle()
 
 
 async def test_starts_and_serves_without_lower_tiers(net: Net) -> None:

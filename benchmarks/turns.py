@@ -1,4 +1,4 @@
-"""Modes that take turns on the same prompts, one request at a time, and how their figures are named."""
+"""Modes that take turns on the same prompts, one request at a time or several, and how their figures are named."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ class Size:
     prompts: int = 1  # of each category
     tokens: int = 64  # of an answer
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
+    at_once: tuple[int, ...] = (1,)  # requests
 
 
 def at(temperature: float) -> str:
@@ -47,4 +48,4 @@ async def in_turns(stream: Stream, modes: Sequence[Mode], size: Size, temperatur
             console.print(at(temperature), report.line(cell, cells), markup=False, soft_wrap=True)
 
     params = SamplingParams(max_tokens=size.tokens, temperature=temperature, seed=0)
-    return await load(ask, Workload(tuple(modes), by_category(size.prompts), (1,), params), done=tell)
+    return await load(ask, Workload(tuple(modes), by_category(size.prompts), size.at_once, params), done=tell)

@@ -4,7 +4,7 @@
     python -m benchmarks.vllm --model Qwen/Qwen3-8B --dtype bfloat16    # on a GPU
 
 1. ``text``: passes over right and wrong drafts, rolled back at random, write what passes of one token write.
-2. ``passes``: what a pass of 1 to 64 tokens costs, and one of 1 to 32 rows.
+2. ``passes``: what a pass of 1 to 64 tokens costs, and one of 1 to 64 rows.
 3. ``served``: `vllm bench serve` asks this project's server and ``vllm serve``, 1, 8 and 32 requests at once, in turns, all
    in this environment if it has pandas and datasets beside vLLM.
 
@@ -40,6 +40,7 @@ SHARE = 0.28  # of a GPU's memory for each server: three of them are there at on
 REQUESTS = {1: 6, 8: 24, 32: 64}  # at once, and in all
 GREEDY = SamplingParams(temperature=0, seed=0)
 REPEATS = 15  # of a timed pass, of which the median counts
+COUNTS = (1, 2, 4, 8, 16, 32, 64)  # of tokens, and of rows
 TOKENS = 96  # of an answer at most
 
 
@@ -74,10 +75,10 @@ def _written(model: VllmModel, length: int, drafts: Callable[[Sequence[int]], li
 
 def passes(model: VllmModel) -> dict[str, Any]:
     """Milliseconds of a pass of one row after 200 positions, by its tokens; and of rows of one token, by their number."""
-    stores = [model.new_cache() for _ in range(32)]
+    stores = [model.new_cache() for _ in range(max(COUNTS))]
     for store in stores:
         store.reserve(272)
-    for begin in range(0, 32, 8):
+    for begin in range(0, max(COUNTS), 8):
         model.run([Row(store, 0, list(range(5, 205)), 1, GREEDY) for store in stores[begin : begin + 8]])
 
     def timed(number: int, tokens: int) -> float:
@@ -91,8 +92,8 @@ def passes(model: VllmModel) -> dict[str, Any]:
         return round(statistics.median(times) * 1e3, 2)
 
     found = {
-        "by_tokens": {str(tokens): timed(1, tokens) for tokens in (1, 2, 4, 8, 16, 32, 64)},
-        "by_rows": {str(number): timed(number, 1) for number in (1, 2, 4, 8, 16, 32)},
+        "by_tokens": {str(tokens): timed(1, tokens) for tokens in COUNTS},
+        "by_rows": {str(number): timed(number, 1) for number in COUNTS},
     }
     for store in stores:
         store.free()
@@ -148,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if own := [name for name in parts if name in wanted]:
         options = {"dtype": chosen.dtype, "max_model_len": 2048}
         options |= {"gpu_memory_utilization": SHARE} if gpu else {"enforce_eager": True}
-        with closing(VllmModel(source, cache_tokens=16_384, options=options)) as model:
+        with closing(VllmModel(source, cache_tokens=24_576, options=options)) as model:
             for name in own:
                 _attempt(name, lambda part=parts[name]: part(model), document)  # type: ignore[misc]
                 keep(document, results)

@@ -297,7 +297,7 @@ def _start(source: str, cache_tokens: int | None, options: dict[str, Any], num_a
     """vLLM's engine, of which only the workers are used."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    with _undisturbed():
+    with undisturbed():
         from vllm import EngineArgs, LLMEngine
         from vllm.platforms import current_platform
 
@@ -319,7 +319,7 @@ def _start(source: str, cache_tokens: int | None, options: dict[str, Any], num_a
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Undo what vLLM 0.32 does to a process on a CPU.
 
     Its worker replaces `torch.set_num_threads`, and looks for kernels in all modules by ``vars(value).get``, which llvmlite's

@@ -1,0 +1,209 @@
+"""Steps of models in this process, without a server: what passes cost, and whether text stays as it is."""
+
+import gc
+import importlib.metadata
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu import inflate
+from benchmarks.gpu.step import Notes
+from benchmarks.prompts import by_category
+from benchmarks.turns import at
+from benchmarks.vllm import GREEDY, passes, text
+from cascade import LLM, SamplingParams, Speculation, family
+from cascade.draft import Draft
+from cascade.engine.model import Model
+from cascade.engine.vllm.model import VllmModel, undisturbed
+from cascade.scorer import Row, Scorer
+
+PACKAGES = ("vllm", "ray", "transformers", "flashinfer-python")
+IMPORTS = ("vllm.entrypoints.llm", "ray.serve")
+CACHE_TOKENS = 24_576  # of a model: 64 rows of 272, and a text
+PROFILED = 5  # passes
+READ_BYTES = 1 << 24
+
+
+def warm(notes: Notes) -> None:
+    """Read packages ahead, import vLLM and Ray side by side, unpack the family's models."""
+    versions: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    notes.keep(versions=versions, python=sys.version.split()[0])
+    begin = time.perf_counter()
+    importing = {name: subprocess.Popen([sys.executable, "-c", f"import {name}"]) for name in IMPORTS}
+    spec = importlib.util.find_spec("vllm")
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        for file in Path(folder).rglob("*.so"):
+            with file.open("rb", buffering=0) as opened:
+                while opened.read(READ_BYTES):
+                    pass
+    notes.keep(read_s=round(time.perf_counter() - begin, 1))
+    for name, process in importing.items():
+        failed = process.wait()
+        notes.keep(**{f"import {name}": f"ended with {failed}" if failed else f"{time.perf_counter() - begin:.1f} s"})
+    notes.keep(models=family.paths())
+
+
+def graphs(notes: Notes) -> None:
+    """Text with half of the drafts wrong, what passes cost, how long the device works in one, and vLLM's own step."""
+    sources = {} if notes.small else {"8b": (notes.inflated(), {"load_format": inflate.FORMAT})}
+    found: dict[str, Any] = {}
+    for name, (source, how) in (sources | {"tiny": (family.path("tiny"), {})}).items():
+        one = found[name] = {}
+        with _model(notes, source, one, **how) as model:
+            for part in (text, passes, busy):
+                one[part.__name__] = part(model)
+                notes.keep(models=found)
+        one["vllm_step_ms"] = own_step(notes, source, how)
+        notes.keep(models=found)
+
+
+@contextmanager
+def _model(notes: Notes, source: str, found: dict[str, Any], **how: Any) -> Iterator[VllmModel]:
+    """A model, whose memory is free afterwards; what starting took is added to ``found``."""
+    begin = time.perf_counter()
+    model = VllmModel(source, cache_tokens=CACHE_TOKENS, options=notes.options(**how))
+    found |= {"start_s": round(time.perf_counter() - begin, 1), "summary": model.summary}
+    with closing(model):
+        yield model
+    del model
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def busy(model: VllmModel) -> dict[str, dict[str, float]]:
+    """Of passes by their rows of one token: milliseconds of the wall clock, and those in which the device's kernels ran.
+
+    The profiler makes passes longer; kernels take what they take without it.
+    """
+    gpu = torch.cuda.is_available()
+    kind = torch.profiler.ProfilerActivity.CUDA if gpu else torch.profiler.ProfilerActivity.CPU
+    found = {}
+    for number in (1, 32):
+        stores = [model.new_cache() for _ in range(number)]
+        rows = [Row(store, 0, [5, 6, 7, 8], 1, GREEDY) for store in stores]
+        model.run(rows)
+        begin = time.perf_counter()
+        for _ in range(PROFILED):
+            model.run(rows)
+        wall_s = time.perf_counter() - begin
+        with torch.profiler.profile(activities=[kind]) as profile:
+            for _ in range(PROFILED):
+                model.run(rows)
+        averages = profile.key_averages()
+        total_us = sum(one.self_device_time_total if gpu else one.self_cpu_time_total for one in averages)
+        found[str(number)] = {
+            "wall_ms": round(wall_s / PROFILED * 1e3, 3),
+            "device_ms": round(total_us / PROFILED / 1e3, 3),
+        }
+        for store in stores:
+            store.free()
+    return found
+
+
+def own_step(notes: Notes, source: str, how: dict[str, Any]) -> dict[str, float]:
+    """Milliseconds of a step of vLLM by itself after 200 positions, by the number of its rows."""
+    from vllm import LLM as Engine
+    from vllm import SamplingParams as Params
+
+    length = 8 if notes.small else 100
+    with undisturbed():
+        engine = Engine(source, skip_tokenizer_init=True, enable_prefix_caching=False, **notes.options(**how))
+
+    def seconds(rows: int, tokens: int) -> float:
+        prompts = [{"prompt_token_ids": [5 + row, *range(5, 204)]} for row in range(rows)]
+        begin = time.perf_counter()
+        engine.generate(prompts, Params(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False), use_tqdm=False)
+        return time.perf_counter() - begin
+
+    found = {}
+    for rows in (1, 8, 32):
+        seconds(rows, 2)
+        short, long = (min(seconds(rows, tokens) for _ in range(2)) for tokens in (1, 1 + length))
+        found[str(rows)] = round((long - short) / length * 1e3, 3)
+    return found
+
+
+def library(notes: Notes) -> None:
+    """`cascade.LLM` with two draft models in one process: the texts and the speed with drafts, and without."""
+    tiny, medium, full = family.paths()
+    count, tokens = (2, 16) if notes.small else (12, 96)
+    prompts = [prompt.text for prompt in by_category(2)][:count]
+    begin = time.perf_counter()
+    with LLM(full, [medium, tiny], engine="vllm", dtype=notes.dtype) as llm:
+        notes.keep(start_s=round(time.perf_counter() - begin, 1))
+        for temperature in (0.0, 0.8):
+            params = SamplingParams(max_tokens=tokens, temperature=temperature, seed=1)
+            said, speeds = {}, {}
+            for name, speculation in (("alone", Speculation("off")), ("tiers", Speculation(tiers=("tiny", "medium")))):
+                begin = time.perf_counter()
+                answers = llm.cascade.generate(prompts, params, speculation)
+                said[name] = [answer.token_ids for answer in answers]
+                speeds[name] = round(sum(map(len, said[name])) / (time.perf_counter() - begin), 1)
+            same = [one == other for one, other in zip(said["alone"], said["tiers"], strict=True)]
+            notes.keep(**{at(temperature): {"same": sum(same), "texts": len(same), "tokens_per_second": speeds}})
+
+
+def invariant(notes: Notes) -> None:
+    """Whether rows have the text that they have alone, whatever shares their passes; runs with ``VLLM_BATCH_INVARIANT=1``."""
+    rows, length = (4, 12) if notes.small else (48, 100)
+    found: dict[str, Any] = {}
+    with _model(notes, family.path("tiny" if notes.small else "full"), found) as model:
+        notes.keep(**found, same_bits=model.same_bits)
+        prompts = [[5 + row, *range(7, 27 + row)] for row in range(rows)]
+        alone = [together(model, [prompt], length)[0] for prompt in prompts]
+        same = sum(one == other for one, other in zip(alone, together(model, prompts, length), strict=True))
+        notes.keep(rows=rows, same=same, text=text(model, 24 if notes.small else 200))
+
+
+def together(model: Scorer, prompts: list[list[int]], length: int) -> list[list[int]]:
+    """Greedy texts of ``length`` tokens after ``prompts``, all in the same passes."""
+    stores, texts, held = [model.new_cache() for _ in prompts], [list(prompt) for prompt in prompts], [0] * len(prompts)
+    for _ in range(length):
+        rows = [
+            Row(store, start, said[start:], 1, GREEDY, draft=Draft((), b""))
+            for store, start, said in zip(stores, held, texts, strict=True)
+        ]
+        for place, scored in enumerate(model.collect(model.launch(rows))):
+            held[place] = len(texts[place])
+            texts[place] += scored.own
+    for store in stores:
+        store.free()
+    return [said[len(prompt) :] for said, prompt in zip(texts, prompts, strict=True)]
+
+
+def fp8(notes: Notes) -> None:
+    """FP8 weights, keys and values: text with drafts as without, and what passes cost. vLLM's CPU build has only the latter."""
+    source, how = (family.path("tiny"), {}) if notes.small else (notes.inflated(), {"load_format": inflate.FORMAT})
+    weights: dict[str, Any] = {} if notes.small else {"quantization": "fp8"}
+    found: dict[str, Any] = {}
+    with _model(notes, source, found, kv_cache_dtype="fp8", **weights, **how) as model:
+        notes.keep(**found)
+        _parts(notes, model)
+
+
+def own(notes: Notes) -> None:
+    """Our own engine on the GPU, or the CPU: text with drafts as without, and what passes cost."""
+    device = "cpu" if notes.small else "cuda:0"
+    source = family.path("tiny" if notes.small else "full")
+    _parts(notes, Model.from_pretrained(source, dtype=notes.dtype, device=device, cache_tokens=CACHE_TOKENS))
+
+
+def _parts(notes: Notes, model: Any) -> None:
+    parts: dict[str, Callable[[], Any]] = {
+        "text": lambda: text(model, 24 if notes.small else 200),
+        "passes": lambda: passes(model),
+    }
+    for name, part in parts.items():
+        notes.keep(**{name: part()})

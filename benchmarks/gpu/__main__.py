@@ -36,7 +36,7 @@ def environment(step: Step, work: Path, *, small: bool) -> dict[str, str]:
     mine = {"PYTHONPATH": ":".join(paths), "RAY_TMPDIR": str(work / step.name)}
     mine |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     mine |= {name: str(work / folder) for name, folder in CACHES.items()}
-    return {**os.environ, **mine, **(UNCOMPILED if small else {}), **step.variables}
+    return {**os.environ, **mine, **(UNCOMPILED if small else step.variables)}
 
 
 def attempt(step: Step, out: Path, work: Path, limit_s: float, *, small: bool) -> dict[str, Any]:

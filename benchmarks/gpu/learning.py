@@ -32,7 +32,8 @@ def text(notes: Notes) -> None:
     tokenizer = pretrained(source)
     turns = Turns.of(tokenizer, end_tokens(load(source, dtype="float32", device="cpu"), tokenizer))
     further: dict[str, Any] = {} if notes.small else {"max_num_batched_tokens": 16_384}  # so many begin in one pass
-    with closing(VllmModel(source, cache_tokens=rows * longest, options=notes.options(**further))) as model:
+    options = notes.options(max_model_len=longest, **further)
+    with closing(VllmModel(source, cache_tokens=rows * (longest + 64), options=options)) as model:  # and part of a block each
         begin, total, kept = time.perf_counter(), 0, list[Written]()
         files = 0
         for written in write(cast(Any, model), turns, own_prompts(turns), rows=rows, max_len=longest):

@@ -20,7 +20,7 @@ from benchmarks import report
 from benchmarks.document import console, titled
 from benchmarks.gpu import inflate
 from benchmarks.gpu.step import Notes
-from benchmarks.load import Cell, Mode, joined
+from benchmarks.load import Cell, Mode
 from benchmarks.peers.contract import vllm_drafts
 from benchmarks.peers.crew import Process
 from benchmarks.prompts import by_category
@@ -107,7 +107,7 @@ def server(notes: Notes) -> None:
             for at_once in (1, 2) if notes.small else (1, 8):
                 size = Size(prompts=1, tokens=tokens, at_once=(at_once,))
                 cells = asked(running.address, (ALONE, TIERS, AUTO), size, temperature)
-                found = {"alike": alike(cells), "cells": report.entries(joined(cells))}
+                found = {"alike": alike(cells), "cells": report.entries(cells)}
                 notes.keep(**{f"{at(temperature)}, {at_once} at once": found})
 
 
@@ -157,11 +157,11 @@ def versus(notes: Notes) -> None:
             urls = {mode: url for mode, url in urls.items() if _ready(notes, mode, url)}  # nobody starts while others are timed
             for at_once in loads:
                 cells = asked(running.address, (ALONE, SUFFIX, TIERS, AUTO), _size(tokens, at_once), 0.0)
-                notes.keep(**{f"{at_once} at once": {"alike": alike(cells), "cells": report.entries(joined(cells))}})
+                notes.keep(**{f"{at_once} at once": {"alike": alike(cells), "cells": report.entries(cells)}})
         for at_once in loads:
             for mode, url in urls.items():
                 cells = asyncio.run(_ask_vllm(url, mode, _size(tokens, at_once)))
-                notes.keep(**{f"{at_once} at once, {mode}": report.entries(joined(cells))})
+                notes.keep(**{f"{at_once} at once, {mode}": report.entries(cells)})
 
 
 def _size(tokens: int, at_once: int) -> Size:

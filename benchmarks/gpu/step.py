@@ -25,7 +25,7 @@ class Step:
     name: str
     module: str
     limit_s: float  # on a GPU
-    variables: dict[str, str] = field(default_factory=dict)  # of its environment
+    variables: dict[str, str] = field(default_factory=dict)  # of its environment on a GPU: such kernels are Triton's
 
 
 STEPS = (  # what shows most goes first

@@ -58,7 +58,7 @@ def _keep(path: Path, texts: list[Written]) -> None:
 def train(notes: Notes) -> None:
     """The medium drafter, then the tiny one, learn for some time from the text that `text` has kept; weights are kept."""
     device = "cpu" if notes.small else "cuda:0"
-    scoring_s, learning_s = (20.0, 10.0) if notes.small else (30.0, 60.0)
+    scoring_s, learning_s = (20.0, 10.0) if notes.small else (30.0, 50.0)
     work = notes.folder / "train.work"
     (work / "text").mkdir(parents=True, exist_ok=True)
     teacher = load(family.full(), dtype=notes.dtype, device=device).requires_grad_(False).eval()
@@ -77,7 +77,7 @@ def train(notes: Notes) -> None:
     for name in ("medium", "tiny"):
         start = Path(family.path(name))
         plan = Plan(
-            cost=0.1, hours=learning_s / 3600 / 0.6, rows=8 if notes.small else 256, max_len=48 if notes.small else LONGEST
+            cost=0.1, hours=learning_s / 3600 / 0.6, rows=8 if notes.small else 256, max_len=128 if notes.small else LONGEST
         )
         run = Distillation(family.full(), notes.folder / name, plan, work=work, start=start, device=device)
         begin = time.perf_counter()

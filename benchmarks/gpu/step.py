@@ -35,7 +35,7 @@ STEPS = (  # what shows most goes first
     Step("graphs", "engines", 90),
     Step("versus", "servers", 150),
     Step("text", "learning", 60),
-    Step("train", "learning", 200),
+    Step("train", "learning", 180),
     Step("library", "engines", 40),
     Step("invariant", "engines", 50, {"VLLM_BATCH_INVARIANT": "1"}),
     Step("fp8", "engines", 60),
@@ -65,11 +65,11 @@ class Notes:
         return "float32" if self.small else "bfloat16"
 
     def options(self, **further: Any) -> dict[str, Any]:
-        """vLLM's engine arguments of a model that may have nearly half of a GPU."""
+        """vLLM's engine arguments of a model, beside which two more have room on a GPU."""
         mine: dict[str, Any] = (
             {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 1 << 30}
             if self.small
-            else {"gpu_memory_utilization": 0.45}
+            else {"gpu_memory_utilization": 0.3}
         )
         return {"dtype": self.dtype, "max_model_len": 2048, **mine, **further}
 

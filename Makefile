@@ -27,14 +27,14 @@ demo: $(VENV)/.installed           ## start the cascade, ask five questions, com
 serve: $(VENV)/.installed          ## the same server, left running
 	$(BIN)/cascade serve
 
-test: $(VENV)/.installed-dev       ## every law on well-chosen cases, in two processes of one thread each
-	$(PYTEST) -m "not slow"
+test: $(VENV)/.installed-dev       ## every law on well-chosen cases, in two processes of one thread each; TESTS="tests/cpu ..." for some
+	$(PYTEST) -m "not slow" $(TESTS)
 
 test-all: $(VENV)/.installed-dev   ## every law on all its cases
 	$(PYTEST) --hypothesis-profile thorough
 
 test-avx2: $(VENV)/.installed-dev  ## the same as test, as on a processor without AVX-512 and bf16
-	$(AVX2) $(PYTEST) -m "not slow"
+	$(AVX2) $(PYTEST) -m "not slow" $(TESTS)
 
 test-nodes: $(VENV)/.installed-dev ## on Ray nodes in network namespaces of their own, as root; nothing else beside it
 	CASCADE_NODES=1 $(BIN)/python -m pytest tests/nodes

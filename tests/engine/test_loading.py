@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from huggingface_hub import constants
 from safetensors.torch import load, save
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaConfig
 
 from cascade import ModelError, SamplingParams
 from cascade.cli.main import main
@@ -253,7 +253,7 @@ def test_quantised_checkpoints_are_served(tmp_path: Path) -> None:
     source, folder = small.paths()[-1], str(tmp_path)
     bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
     AutoModelForCausalLM.from_pretrained(source, quantization_config=bits, device_map="cpu").save_pretrained(folder)
-    Tokenizer.from_pretrained(source).backend.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     full = Model.from_pretrained(source, dtype="float32", device="cpu")
     packed = Model.from_pretrained(folder, dtype="float32", device="cpu")
     held, whole = (sum(weight.nbytes for weight in model._network.parameters()) for model in (packed, full))

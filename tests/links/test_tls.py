@@ -222,7 +222,7 @@ def test_doors_speak_tls(ours: Authority, theirs: Authority) -> None:
         with urllib.request.urlopen(url, timeout=LONG_S, context=ssl.create_default_context(cafile=tls.authority)) as answer:
             assert answer.status == 200
         for target, authority in ((address, None), (f"grpcs://{address}", theirs.sign("a").authority)):
-            with Client(target, authority=authority) as client, pytest.raises(Unavailable):
+            with Client(target, authority=authority, patience_s=0) as client, pytest.raises(Unavailable):
                 client.generate([1, 2, 3], params)
         with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
             urllib.request.urlopen(url, timeout=LONG_S)

@@ -15,9 +15,7 @@ from tests.architectures import config
 def test_vllm_is_asked_for_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards users against an ImportError: the sentence says what to install."""
     monkeypatch.setattr("cascade.engine.vllm.model.installed", lambda: False)
-    with pytest.raises(
-        ConfigError, match=r"engine is 'vllm', which is not installed here: pip install 'cascade-serve\[vllm\]'"
-    ):
+    with pytest.raises(ConfigError, match=r"engine is 'vllm', which is not installed here: pip install '\.\[vllm\]'"):
         VllmModel("anything")
 
 

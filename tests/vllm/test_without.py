@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from cascade.engine.vllm.model import VllmModel
-from cascade.errors import ConfigError
+from cascade.engine.memory import GIB
+from cascade.engine.vllm.model import BESIDE, VllmModel, cache_bytes
+from cascade.errors import ConfigError, ModelError
 from cascade.settings.check import needs
 from cascade.settings.config import CascadeConfig
 from cascade.settings.engine import EngineKwargs
@@ -17,6 +18,17 @@ def test_vllm_is_asked_for_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("cascade.engine.vllm.model.installed", lambda: False)
     with pytest.raises(ConfigError, match=r"engine is 'vllm', which is not installed here: pip install '\.\[vllm\]'"):
         VllmModel("anything")
+
+
+def test_tiers_that_share_a_gpu_get_memory_by_arithmetic() -> None:
+    """Guards three tiers that start at once on one GPU: measured, each took the memory of the others for its own."""
+    total = 80 * GIB
+    shares, weights = (0.18, 0.27, 0.45), (1 * GIB, 8 * GIB, 16 * GIB)
+    caches = [cache_bytes(total, share, held) for share, held in zip(shares, weights, strict=True)]
+    assert sum(caches) + sum(weights) + len(caches) * BESIDE <= sum(shares) * total
+    assert min(caches) > 4 * GIB
+    with pytest.raises(ModelError, match=r"weights of 16\.0 GiB .* leave no room .* raise num_gpus or"):
+        cache_bytes(total, 0.18, 16 * GIB)
 
 
 def test_architectures_are_vllms_to_know(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from cascade.drafters import DrafterSpec
 from cascade.engine.adapter_folder import AdapterFolder
-from cascade.engine.devices import HOST_SHARE
+from cascade.engine.checkpoint import DTYPES, anatomy
+from cascade.engine.devices import HOST_SHARE, UTILIZATION
 from cascade.engine.draft_vocab import draft_ids, said
 from cascade.engine.gguf import converted
-from cascade.engine.memory import host_memory
+from cascade.engine.memory import GIB, host_memory
 from cascade.engine.model_config import read_config
 from cascade.engine.sampling.processors import report
 from cascade.engine.scoring import Packed, asked, scored, unpacked
@@ -40,6 +41,8 @@ CHOSEN = {  # engine arguments that a tier sets
     "disable_hybrid_kv_cache_manager": True,
     "disable_log_stats": True,
 }
+BESIDE = 2 * GIB  # of a GPU that several models share, for the context, passes and graphs of each
+LEAST_CACHE = GIB // 4  # for keys and values: with less a tier is of no use
 TIED = {"lm_head.weight"}  # a checkpoint may leave it out
 OURS = {*CHOSEN, "model", "tokenizer", "enable_lora", "max_loras"}
 OURS |= {"speculative_config", "pipeline_parallel_size", "data_parallel_size"}  # the cascade drafts; a tier has neither
@@ -303,6 +306,12 @@ def _start(source: str, cache_tokens: int | None, options: dict[str, Any], num_a
 
         if current_platform.is_cpu() and not options.keys() & {"kv_cache_memory_bytes", "gpu_memory_utilization"}:
             options["kv_cache_memory_bytes"] = int(host_memory() * HOST_SHARE)
+        share = options.get("gpu_memory_utilization", 1.0)
+        if current_platform.is_cuda() and share < UTILIZATION and "kv_cache_memory_bytes" not in options:
+            dtype = options["dtype"] if options.get("dtype") in DTYPES else None  # "auto" is the checkpoint's
+            weights = anatomy(source, dtype=dtype, quantization=options.get("quantization"), sizes_only=True).weight_bytes
+            each = weights // options.get("tensor_parallel_size", 1)
+            options["kv_cache_memory_bytes"] = cache_bytes(current_platform.get_device_total_memory(), share, each)
         if cache_tokens is not None:
             block = options.get("block_size") or (128 if current_platform.is_cpu() else 16)
             options["num_gpu_blocks_override"] = math.ceil(cache_tokens / block) + RESERVED
@@ -316,6 +325,21 @@ def _start(source: str, cache_tokens: int | None, options: dict[str, Any], num_a
             raise ModelError(f"vLLM has no memory for {source!r}: {advice}") from error
         except Exception as error:  # of any library
             raise ModelError(f"vLLM cannot serve {source!r}: {reason(error)}") from error
+
+
+def cache_bytes(total: int, share: float, weights: int) -> int:
+    """Bytes for keys and values of a model that may hold a ``share`` of a GPU's ``total`` bytes, ``weights`` included.
+
+    By arithmetic: vLLM measures a GPU while its other models start, and takes their memory for its own. Raises `ModelError`.
+    """
+    left = int(share * total) - weights - BESIDE
+    if left < LEAST_CACHE:
+        raise ModelError(
+            f"A share of {share:.2f} of a GPU of {total / GIB:.1f} GiB is {share * total / GIB:.1f} GiB: weights of "
+            f"{weights / GIB:.1f} GiB and {BESIDE / GIB:.0f} GiB for passes leave no room for keys and values: raise "
+            "num_gpus or gpu_memory_utilization, or set quantization"
+        )
+    return left
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ test-nodes: $(VENV)/.installed-dev ## on Ray nodes in network namespaces of thei
 	CASCADE_NODES=1 $(BIN)/python -m pytest tests/nodes
 
 test-vllm: $(VLLM)/.installed      ## a tier on vLLM, with its build for CPUs, in an environment of its own
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m "not slow" tests/vllm
 
 lint: $(VENV)/.installed-dev       ## style and types
 	$(BIN)/ruff check .

@@ -91,7 +91,6 @@ class Cascade:
         self._loaded: Sequence[Model | VllmModel] = ()  # by `from_pretrained`, which nobody else closes
         self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}  # of those that wait for answers
         grammars = Grammars(tokenizer)
-        new_state = state_maker(grammars.matcher)
         self.tiers = tuple(
             Tier(
                 name,
@@ -100,13 +99,12 @@ class Cascade:
                 policy=policy,
                 planner=Planner(shared=names),
                 profile=apart(partial(measure, model, max_tokens=64, budget_s=0.3)),  # quickly: its user waits for it
-                new_state=new_state,
+                new_state=state_maker(grammars.matcher),
                 drafters=inner,
             )
             for level, (name, model, inner) in enumerate(zip(names, models, drafters, strict=True), len(kinds))
         )
-        held = self.tiers[-1].kv_admission.num_tokens
-        self.context_len = min(*(model.context_len for model in models), held)
+        self.context_len = min(*(model.context_len for model in models), self.tiers[-1].kv_admission.num_tokens)
         self._capabilities = Capabilities(
             self.names,
             drafters=kinds,

@@ -15,16 +15,20 @@ from dataclasses import dataclass
 
 from cascade.draft import Draft
 from cascade.messages import MAX_RANKS
+from cascade.planner.tuning import (
+    ARRIVALS_WEIGHT,
+    MIN_KEPT_SHARE,
+    PRIOR_BY_RANK,
+    PRIOR_FADE,
+    PRIOR_RUNNER_UPS,
+    PRIOR_WEIGHT,
+    PRIOR_WRONG,
+    VERDICT_MEMORY,
+    WARMEST,
+)
 from cascade.scorer import UNIT
 
-MEMORY = 0.97  # weight of old verdicts after a new one: twenty new ones halve it
-WARMEST = 2.0  # higher temperatures share its statistics
-PRIOR = 6.0  # weight of the prior of each kind, in verdicts
 _GAPS = 9  # kinds of gaps: unknown, then one for each power of two
-_UNKNOWN = (0.75, 0.1, 0.03)  # prior chances by rank where the gap is unknown
-_WRONG, _FADE = 0.62, 0.95  # prior: an own token is wrong with chance `_WRONG * exp(-_FADE * gap)`
-_NEXT = (0.5, 0.15)  # prior: the share of these cases in which the first and the second runner-up are right
-LEAST_KEPT = 0.02  # a tier runs ahead as far as this share of its texts is kept
 
 
 class Calibrations:
@@ -46,7 +50,7 @@ class Calibration:
     def __init__(self) -> None:
         kinds = [(rank, kind) for _ in range(2) for rank in range(MAX_RANKS) for kind in range(_GAPS)]
         self._chances = [_prior(rank, kind) for rank, kind in kinds]  # first those of guesses right after the text
-        self._weights = [PRIOR] * len(kinds)
+        self._weights = [PRIOR_WEIGHT] * len(kinds)
 
     def chance(self, rank: int, gap: int, *, first: bool) -> float:
         """Chance that a guess of this rank and gap (a byte) is right if all before it are; ``first``: it follows the text."""
@@ -55,7 +59,7 @@ class Calibration:
     def judged(self, rank: int, gap: int, *, first: bool, right: bool) -> None:
         """Learn whether a guess was right, all before which were."""
         kind = _kind(rank, gap, first)
-        weight = self._weights[kind] = MEMORY * self._weights[kind] + 1
+        weight = self._weights[kind] = VERDICT_MEMORY * self._weights[kind] + 1
         self._chances[kind] += (right - self._chances[kind]) / weight
 
     def chances(self, draft: Draft) -> list[float]:
@@ -87,9 +91,9 @@ def _kind(rank: int, gap: int, first: bool) -> int:
 
 def _prior(rank: int, kind: int) -> float:
     if not kind:
-        return _UNKNOWN[rank]
-    wrong = _WRONG * math.exp(-_FADE * 1.5 * 2 ** (kind - 1) * UNIT)
-    return wrong * _NEXT[rank - 1] if rank else 1 - wrong
+        return PRIOR_BY_RANK[rank]
+    wrong = PRIOR_WRONG * math.exp(-PRIOR_FADE * 1.5 * 2 ** (kind - 1) * UNIT)
+    return wrong * PRIOR_RUNNER_UPS[rank - 1] if rank else 1 - wrong
 
 
 @dataclass(slots=True)
@@ -125,7 +129,7 @@ class DraftStats:
             self.right += num_right
             self.wrong += corrected
             if num_guess:
-                self.guesses += 0.3 * (num_guess - self._left - self.guesses)  # a mean of the latest
+                self.guesses += ARRIVALS_WEIGHT * (num_guess - self._left - self.guesses)  # a mean of the latest
         elif num_guess:
             self.first_right += num_right > 0
             self.first_wrong += num_right == 0
@@ -149,13 +153,13 @@ class RunAhead:
 
     @property
     def tokens(self) -> float:
-        """The length up to which at least `LEAST_KEPT` of all texts are kept; infinite before the first correction."""
+        """The length up to which at least `MIN_KEPT_SHARE` of all texts are kept; infinite before the first correction."""
         share = self.cut / (self.kept + self.cut)
-        return math.log(LEAST_KEPT) / math.log1p(-share) if 0 < share < 1 else (0.0 if share else math.inf)
+        return math.log(MIN_KEPT_SHARE) / math.log1p(-share) if 0 < share < 1 else (0.0 if share else math.inf)
 
     def judged(self, num_kept: int, *, cut: bool) -> None:
         """The tier above kept ``num_kept`` own tokens and then corrected the text, or not; old verdicts fade."""
         self.num_kept += num_kept
         self.num_cut += cut
-        self.kept = MEMORY * self.kept + num_kept
-        self.cut = MEMORY * self.cut + cut
+        self.kept = VERDICT_MEMORY * self.kept + num_kept
+        self.cut = VERDICT_MEMORY * self.cut + cut

@@ -3,7 +3,7 @@
 How many guesses of an attached tier a pass scores is computed (`cascade.planner.choice`). Here it is decided which tiers are
 attached. A tier with processors of its own costs next to nothing while its guesses are not scored, so it drafts from the first
 token on, until it is seen not to pay. A tier that shares the verifier's processors slows its passes, which only shows while it
-works. So such tiers begin detached, and are explored when `SHARE` of the verifier's time covers the whole price of that.
+works. So such tiers begin detached, and are explored when `EXPLORATION_SHARE` of the verifier's time covers the whole price.
 """
 
 import itertools
@@ -13,17 +13,20 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from cascade.answer import Undrafted
+from cascade.planner.tuning import (
+    BETTER,
+    EXPLORATION_PASSES,
+    EXPLORATION_SHARE,
+    FEW_PASSES,
+    MAX_PASSES,
+    MIN_PASSES,
+    RATE_DOUBT,
+    RATE_MEMORY,
+)
 
 Chain: TypeAlias = tuple[str, ...]  # tiers below that draft, top to bottom
 
 ALONE: Chain = ()
-SHARE = 0.02  # of a tier's time that exploration may cost
-MEMORY = 0.99  # weight of what is known after the next pass
-DOUBT = 1.3  # relative error of a rate known from one pass; from ``n`` passes DOUBT / sqrt(n)
-BETTER = 1.03  # a chain replaces the best one if its rate is so many times as high
-MIN_PASSES = 12  # before a chain is judged, for any number of sessions: drafters read all prompts at first
-FEW_PASSES, MAX_PASSES = 4, 48  # of an exploration that is clearly worse, and of one that stays unclear
-PRICE = 12.0  # passes that an exploration may cost, beside the prefill of the tiers below
 
 
 @dataclass(slots=True)
@@ -42,7 +45,7 @@ class Estimate:
     @property
     def upper_bound(self) -> float:
         """The highest rate that is plausible."""
-        return self.rate * (1 + DOUBT / math.sqrt(self.passes)) if self.passes else math.inf
+        return self.rate * (1 + RATE_DOUBT / math.sqrt(self.passes)) if self.passes else math.inf
 
     def add(self, tokens: float, seconds: float) -> None:
         """Add the mean tokens and seconds of the rows of a pass: what made the pass long or short is common to them."""
@@ -52,7 +55,9 @@ class Estimate:
 
     def fade(self) -> None:
         """Another pass has run: the rate stays, and becomes less certain."""
-        self.tokens, self.seconds, self.passes = MEMORY * self.tokens, MEMORY * self.seconds, MEMORY * self.passes
+        self.tokens *= RATE_MEMORY
+        self.seconds *= RATE_MEMORY
+        self.passes *= RATE_MEMORY
 
 
 class Seen(NamedTuple):
@@ -115,7 +120,7 @@ class Choice:
         elif not seen.settled:  # slowed by tiers below that still work after an exploration
             self.budget.spent_s += share * max(0.0, lost_s)
         elif self.passes >= MIN_PASSES:
-            self._seek(1 / seen.alone_s, PRICE * seconds + seen.reading_s, share)
+            self._seek(1 / seen.alone_s, EXPLORATION_PASSES * seconds + seen.reading_s, share)
 
     def _judge(self) -> None:
         """End the exploration when it is clear which chain is better, or when it costs too much."""
@@ -133,13 +138,13 @@ class Choice:
     def _seek(self, alone: float, price_s: float, share: float) -> None:
         """Use a chain that is now known to be better than the best, else explore one that may be.
 
-        ``alone`` is the predicted rate without drafts; less `SHARE` it stands in until that is measured. ``price_s`` is what
-        exploring may cost each of the sessions, which are a ``share`` of all.
+        ``alone`` is the predicted rate without drafts; less `EXPLORATION_SHARE` it stands in until that is measured.
+        ``price_s`` is what exploring may cost each of the sessions, which are a ``share`` of all.
         """
         best = self.estimates[self.best].rate
         known = (one for one in self.estimates.items() if one[1].passes >= MIN_PASSES or one[0] in (self.best, ALONE))
         rates = {chain: estimate.rate for chain, estimate in known}
-        rates[ALONE] = rates[ALONE] or alone / (1 + SHARE)
+        rates[ALONE] = rates[ALONE] or alone / (1 + EXPLORATION_SHARE)
         fastest = max(rates, key=lambda chain: rates[chain])
         if rates[fastest] > (1.0 if fastest == ALONE else BETTER) * best:
             self.best = fastest
@@ -147,10 +152,10 @@ class Choice:
             return
         others = {chain: estimate.upper_bound for chain, estimate in self.estimates.items() if chain != self.best}
         if ALONE in others and not self.estimates[ALONE].passes:
-            others[ALONE] = alone * (1 + DOUBT / math.sqrt(MIN_PASSES))  # a prediction is worth as many
+            others[ALONE] = alone * (1 + RATE_DOUBT / math.sqrt(MIN_PASSES))  # a prediction is worth as many
         hopeful = max(others, key=lambda chain: others[chain])  # the first of equal ones
         price_s = max(price_s, self.price_s.get(hopeful, 0.0))
-        affordable = self.budget.spent_s + share * price_s <= SHARE * self.budget.total_s
+        affordable = self.budget.spent_s + share * price_s <= EXPLORATION_SHARE * self.budget.total_s
         if affordable and others[hopeful] > BETTER * best:
             self._use(hopeful, price_s)
 

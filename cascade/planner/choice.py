@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cascade.planner.acceptance import DraftStats
-
-DEARER = 1.15  # guesses must pay this many times their price: the best-looking ones are the most overestimated
+from cascade.planner.tuning import GUESS_PRICE
 
 
 def affordable(
@@ -29,7 +28,7 @@ def affordable(
         tokens += size
         if tokens > most:
             break
-        rate = gives / max(alone_s + DEARER * (cost(tokens) - alone_s), 1e-9)
+        rate = gives / max(alone_s + GUESS_PRICE * (cost(tokens) - alone_s), 1e-9)
         if rate >= best_rate:
             best, best_rate = count, rate
     return best

@@ -5,11 +5,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-RATE = 0.05  # weight of the latest pass in the points beside its size, and in points without recent passes of their own
-STALE = 0.98  # weight of a point's own passes after a pass of another size
-SMOOTHING = 0.1  # weight of the latest pass in means
-CHUNK = 32  # a session that reads so many tokens in a pass is prefilling
-OUTLIER = 2.0  # a pass counts at most so many times too slow or too fast: machines pause
+from cascade.planner.tuning import COST_MEMORY, COST_WEIGHT, MEAN_WEIGHT, OUTLIER, PREFILL_TOKENS
 
 
 class Profile:
@@ -60,7 +56,7 @@ class Profile:
     def rested(self, seconds: float) -> None:
         """A pass started ``seconds`` after the end of the one before, and had waited for nothing."""
         least = min(seconds, OUTLIER * self.between_s) if self.between_s else seconds
-        self.between_s += SMOOTHING * (least - self.between_s) if self.between_s else seconds
+        self.between_s += MEAN_WEIGHT * (least - self.between_s) if self.between_s else seconds
 
     def record(self, num_tokens: int, num_read: int, context: int, seconds: float) -> None:
         """A pass of ``num_tokens`` over ``context`` positions took ``seconds``; ``num_read`` of its tokens were prefill.
@@ -69,15 +65,15 @@ class Profile:
         slows all. Else a size that was timed while other models were loading would stay dear and never be tried.
         """
         if not num_read:
-            self.pass_s += SMOOTHING * (seconds - self.pass_s)
-        elif num_read >= CHUNK:
+            self.pass_s += MEAN_WEIGHT * (seconds - self.pass_s)
+        elif num_read >= PREFILL_TOKENS:
             token_s = max(0.0, seconds - self.pass_s) / num_read
-            self.token_s += (SMOOTHING if self.token_s else 1.0) * (token_s - self.token_s)
+            self.token_s += (MEAN_WEIGHT if self.token_s else 1.0) * (token_s - self.token_s)
         expected = self.predict(num_tokens, context)
         ratio = min(OUTLIER, max(1 / OUTLIER, seconds / expected)) if expected > 0 else 1.0
         after = bisect_right(self._tokens, num_tokens)
         beside = (after - 1,) if after and self._tokens[after - 1] == num_tokens else (after - 1, after)
         for place in range(len(self._seconds)):
-            self._fresh[place] = 1.0 if place in beside else STALE * self._fresh[place]
-            moved = RATE if place in beside else RATE * (1 - self._fresh[place])
+            self._fresh[place] = 1.0 if place in beside else COST_MEMORY * self._fresh[place]
+            moved = COST_WEIGHT if place in beside else COST_WEIGHT * (1 - self._fresh[place])
             self._seconds[place] *= 1 + moved * (ratio - 1)

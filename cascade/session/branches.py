@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from cascade.draft import NO_DRAFT, Draft
 from cascade.messages import RUNNER_UPS, origin
 from cascade.planner.acceptance import Calibration
+from cascade.planner.tuning import MIN_RUNNER_UP_CHANCE
 from cascade.scorer import MAX_FORKED, RunnerUp, gap_byte
-
-MIN_CHANCE = 0.02  # of being right, below which a runner-up is not offered
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +146,10 @@ class Branches:
     def _offers(self) -> Iterator[tuple[float, int, int, int]]:
         """Runner-ups that are likely enough: the chance, the place, the rank and the token."""
         for place, before in enumerate(self.chances[:-1]):
-            if before < MIN_CHANCE:
+            if before < MIN_RUNNER_UP_CHANCE:
                 break
             for rank, (chance, other) in enumerate(self._runner_ups_at(place), start=1):
-                if chance >= MIN_CHANCE:
+                if chance >= MIN_RUNNER_UP_CHANCE:
                     yield chance, place, rank, other.token
 
     def candidates(self, limit: int) -> list[tuple[float, Branch]]:

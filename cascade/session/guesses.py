@@ -6,10 +6,10 @@ from typing import NamedTuple
 from cascade.draft import NO_DRAFT, Draft, num_same
 from cascade.messages import Proposal
 from cascade.planner.acceptance import Calibration, DraftStats
+from cascade.planner.tuning import LIKELY
 from cascade.session.edge_totals import EdgeTotals
 
 MAX_NODES = 64  # of a draft
-LIKELY = 0.5  # chance from which on a guess spares the wait for others
 
 
 class Hint(NamedTuple):

@@ -15,12 +15,12 @@ from cascade.draft import NO_DRAFT, Draft, num_same
 from cascade.errors import InvalidRequest
 from cascade.messages import RUNNER_UPS, Close, Commit, Edge, Open, Proposal, origin, origin_level
 from cascade.planner.acceptance import Calibration, DraftStats, RunAhead
+from cascade.planner.tuning import MIN_RUN_AHEAD
 from cascade.scorer import Scored
 from cascade.session.branches import UNKNOWN, Branch, Branches, Margin
 from cascade.session.edge_totals import EdgeTotals
 from cascade.session.guesses import Guesses, Hint, usable_nodes
 
-MIN_RUN_AHEAD = 2
 MAX_REPEATED = 4  # tokens of a proposal at most, for each that the tier above has not been sent
 TOTALS_EVERY = 8  # proposals, one of which has totals of edges: they take four times as long to encode as all the rest
 MAX_PROMPT_SCORED = 128  # positions of a prompt whose logits one pass gives: they take far more memory than keys and values

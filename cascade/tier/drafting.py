@@ -6,14 +6,10 @@ from typing import Generic, NamedTuple
 from cascade.messages import Commit, Failed, Message, Proposal
 from cascade.planner.acceptance import Calibrations
 from cascade.planner.chains import ALONE, Chain, Planner, Seen
-from cascade.planner.cost import CHUNK, Profile
+from cascade.planner.cost import Profile
+from cascade.planner.tuning import MAX_READING_SHARE, PREFILL_TOKENS, SCOUTS, SETTLING_PASSES
 from cascade.session.session import Work
 from cascade.tier.slot import Slot, U
-
-SCOUTS = 8  # sessions, one of which drafts with tiers on processors of their own while all others go alone
-SETTLING = 8  # passes that a new drafter has for its first guesses before their absence counts against it
-
-MOST_READING = 0.75  # share of the time between two tokens that may count as reading, which is an estimate
 
 FIRST_BACKOFF_S = 0.25  # before a tier that failed is tried again
 MAX_BACKOFF_S = 8.0
@@ -48,7 +44,7 @@ class Drafting(Generic[U]):
         self._slots: dict[str, Slot[U]] = {}  # by the name of their session below
 
     def begin(self, slot: Slot[U], num_sessions: int, now: float) -> None:
-        """Find a drafter for a new session, one of so many. It has no `SETTLING`: that its first guesses are late counts."""
+        """Find a drafter for a new session, one of so many. It does not settle: that its first guesses are late counts."""
         slot.allowed = slot.session.opening.chain
         self._num_begun += 1
         slot.scouts = self._num_begun % SCOUTS == 0
@@ -68,7 +64,7 @@ class Drafting(Generic[U]):
             self.leave(slot)
             opening = session.attach(usable[0], self._mint(), usable[1:])
             session.guesses.calibration = self.calibrations.of(usable[0], session.opening.params.temperature)
-            slot.attached, slot.settling = usable, SETTLING
+            slot.attached, slot.settling = usable, SETTLING_PASSES
             self._slots[opening.session] = slot
             self._send(session.drafter, opening)
         again_at = (failure.retry_at for tier, failure in self._failures.items() if tier in chain)
@@ -89,7 +85,7 @@ class Drafting(Generic[U]):
         closing = slot.session.detach()
         slot.attached = ALONE
         if closing is not None:
-            slot.settling = SETTLING
+            slot.settling = SETTLING_PASSES
             self._send(drafter, closing)
 
     def commit(self, slot: Slot[U], commit: Commit) -> None:
@@ -137,9 +133,9 @@ class Drafting(Generic[U]):
         for slot, work, num_new, seconds in rows:
             settled = not slot.settling
             slot.settling -= not settled
-            if slot.planned and work.num_read < CHUNK:
+            if slot.planned and work.num_read < PREFILL_TOKENS:
                 key = (slot.allowed, slot.sampled, slot.chain, settled)
-                totals.setdefault(key, []).append((num_new, seconds - min(reading_s, MOST_READING * seconds), work.start))
+                totals.setdefault(key, []).append((num_new, seconds - min(reading_s, MAX_READING_SHARE * seconds), work.start))
         for (allowed, sampled, chain, settled), had in totals.items():
             tokens, seconds, held = map(sum, zip(*had, strict=True))
             seen = Seen(len(had), tokens, seconds, alone_s, settled, profile.predict(held))

@@ -10,7 +10,8 @@ from operator import itemgetter
 from typing import Any, TypeAlias
 
 from cascade.planner.choice import Policy, affordable
-from cascade.planner.cost import CHUNK, Profile
+from cascade.planner.cost import Profile
+from cascade.planner.tuning import MIN_BRANCH_CHANCE, PREFILL_TOKENS
 from cascade.session.branches import Branch
 from cascade.session.session import Work
 from cascade.tier.slot import Slot, U
@@ -18,7 +19,6 @@ from cascade.tier.slot import Slot, U
 PRIORITY_S = 10.0  # a step of priority is worth having come so much earlier: so nobody starves
 PREFILL_SHARE = 4  # prefills get at least this part of a pass, one over it
 MAX_STRETCH = 3.0  # a prefill beside sessions that decode may take so many times their pass
-MIN_BRANCH_CHANCE = 0.05  # to be of use, for which a pass may start that scores nothing but branches
 
 Batch: TypeAlias = list[tuple[Slot[U], Work]]
 # the chance to be of use, which of the texts or sessions, and a node of its draft or a branch
@@ -54,8 +54,8 @@ def schedule(
     first = min((start_at for start_at, _ in ready), default=None)
     if first is None or first > now:
         return [], first
-    prefills = [slot for _, slot in ready if slot.session.num_pending >= CHUNK]
-    decodes = [slot for _, slot in ready if slot.session.num_pending < CHUNK]
+    prefills = [slot for _, slot in ready if slot.session.num_pending >= PREFILL_TOKENS]
+    decodes = [slot for _, slot in ready if slot.session.num_pending < PREFILL_TOKENS]
     reserved = _prefill_budget(prefills, decodes, profile, max_tokens)
     batch = _decode_rows(decodes, branches, max_tokens - reserved, policy.max_guesses, profile)
     left = max_tokens - sum(len(work) for _, work in batch)
@@ -77,7 +77,9 @@ def _start_at(slot: Slot[Any], policy: Policy, profile: Profile) -> float:
 
 def _prefill_limit(profile: Profile, max_tokens: int) -> int:
     """Tokens that may be read beside sessions that decode."""
-    return max(CHUNK, min(max_tokens, int(MAX_STRETCH * profile.pass_s / profile.token_s))) if profile.token_s else max_tokens
+    if not profile.token_s:
+        return max_tokens
+    return max(PREFILL_TOKENS, min(max_tokens, int(MAX_STRETCH * profile.pass_s / profile.token_s)))
 
 
 def _prefill_budget(prefills: Sequence[Slot[U]], decodes: Sequence[Slot[U]], profile: Profile, max_tokens: int) -> int:

@@ -10,16 +10,17 @@ from hypothesis import strategies as st
 
 from cascade.messages import Failed, Message
 from cascade.params import MOST_BRANCHES, SamplingParams
-from cascade.planner.chains import ALONE, MIN_PASSES, SHARE, Chain, Planner, Seen
+from cascade.planner.chains import ALONE, Chain, Planner, Seen
 from cascade.planner.choice import Policy
-from cascade.planner.cost import CHUNK, Profile
+from cascade.planner.cost import Profile
+from cascade.planner.tuning import EXPLORATION_SHARE, MAX_READING_SHARE, MIN_PASSES, PREFILL_TOKENS, SCOUTS, SETTLING_PASSES
 from cascade.scorer import Scored
 from cascade.session.session import Session
 from cascade.simulation.scenario import NO_FAULTS, Death, Faults, Outcome, PassCost, Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
 from cascade.simulation.toy import ToyCache
 from cascade.simulation.toy_tier import ToyTier
-from cascade.tier.drafting import FIRST_BACKOFF_S, MOST_READING, SCOUTS, SETTLING, Drafting
+from cascade.tier.drafting import FIRST_BACKOFF_S, Drafting
 from cascade.tier.kv_admission import KVAdmission
 from cascade.tier.loop import Limits, Loop
 from cascade.tier.slot import Slot
@@ -87,7 +88,7 @@ def test_exploring_has_a_budget(
     used = play(Planner(shared), speed, passes, sessions, pass_s)
     slowest_s = pass_s / min(speed.values())
     overshoot_s = (0 if shared else MIN_PASSES) * slowest_s + 2 * slowest_s
-    assert seconds_of(used, speed, pass_s) <= (1 + 1.5 * SHARE) * pass_s * len(used) + overshoot_s
+    assert seconds_of(used, speed, pass_s) <= (1 + 1.5 * EXPLORATION_SHARE) * pass_s * len(used) + overshoot_s
 
 
 def test_tiers_with_processors_of_their_own_draft_at_once() -> None:
@@ -135,7 +136,7 @@ def test_what_exploring_leaves_behind_is_paid_too() -> None:
     left = 0
     for _ in range(5000):
         chain = planner.chain(ALLOWED, 1)
-        left = SETTLING if chain else left - 1
+        left = SETTLING_PASSES if chain else left - 1
         slow = 1 / 3 if not chain and left >= 0 else speed[chain]
         planner.record(ALLOWED, chain, 1, Seen(1, 1, PASS_S / slow, PASS_S, settled=bool(chain) or left < 0))
         seconds, passes = seconds + PASS_S / slow, passes + 1
@@ -254,9 +255,9 @@ any_setting = st.builds(
 
 
 def never_slower(setting: Setting, seconds: float) -> Outcome:
-    """No token comes later than `SHARE` allows, beside the full tier alone; with processors of their own drafters begin."""
+    """No token comes later than exploration may cost beside the full tier alone; drafters with their own processors begin."""
     alone, adaptive = setting.outcome(seconds, (2,)), setting.outcome(seconds, adaptive=True)
-    late_s = max(ours - (1 + SHARE) * theirs for ours, theirs in zip(adaptive.token_s, alone.token_s, strict=True))
+    late_s = max(ours - (1 + EXPLORATION_SHARE) * theirs for ours, theirs in zip(adaptive.token_s, alone.token_s, strict=True))
     assert late_s <= (0 if setting.devices == SHARED else max(OVERSHOOT_S, OVERSHOOT * setting.pass_s))
     return adaptive
 
@@ -376,14 +377,14 @@ def test_reading_for_others_says_nothing_of_who_drafts(reading_s: float) -> None
         "full", 2, Limits(32, 4096, Policy()), KVAdmission(ToyCache, 1 << 20), profile,
         send_up=list.append, send_down=lambda tier, message: down.append(message), mint=lambda: "below", planner=planner,
     )  # fmt: skip
-    profile.token_s = reading_s / CHUNK
-    for prompt_len in (1, CHUNK + 1):
+    profile.token_s = reading_s / PREFILL_TOKENS
+    for prompt_len in (1, PREFILL_TOKENS + 1):
         asked = replace(opening(1, 0.0, 50), tokens=(1,) * prompt_len, prompt_len=prompt_len, adaptive=True)
         loop.receive(asked, [], now)
         batch, _ = loop.schedule(512, now)
         now += PASS_S + reading_s * (len(batch) - 1)
         loop.advance(batch, [Scored([7] * work.num_scored) for _, work in batch], now)
         loop.settle(now)
-    left_s = max(PASS_S, (1 - MOST_READING) * (PASS_S + reading_s))  # an estimate may be too long, no pass took no time
+    left_s = max(PASS_S, (1 - MAX_READING_SHARE) * (PASS_S + reading_s))  # an estimate may be too long, no pass took no time
     assert planner.rate == pytest.approx(1 / left_s)
     assert not down

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cascade.engine.model import Model
-from cascade.planner.cost import CHUNK, Profile
+from cascade.planner.cost import Profile
+from cascade.planner.tuning import PREFILL_TOKENS
 from cascade.scorer import Row
 from cascade.simulation.toy import ToyModel
 from cascade.tier.runner import CONTEXT, GRID, measure
@@ -96,7 +97,7 @@ def test_passes_are_timed_as_they_follow_each_other() -> None:
 
         def launch(self, rows: Sequence[Row]) -> Sequence[Row]:
             tokens = sum(len(row.input_ids) for row in rows)
-            time.sleep(0.02 if self.read > CHUNK else 0.0)
+            time.sleep(0.02 if self.read > PREFILL_TOKENS else 0.0)
             self.read = tokens
             return super().launch(rows)
 

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from cascade.draft import Draft
 from cascade.messages import MAX_RANKS
 from cascade.planner.acceptance import Calibration
-from cascade.planner.choice import DEARER, affordable
+from cascade.planner.choice import affordable
+from cascade.planner.tuning import GUESS_PRICE, MIN_RUNNER_UP_CHANCE
 from cascade.scorer import MAX_FORKED, RunnerUp, Scored, gap_byte
-from cascade.session.branches import MIN_CHANCE, Branches, Margin
+from cascade.session.branches import Branches, Margin
 from cascade.session.session import Session
 from cascade.simulation.toy import ToyCache
 from cascade.tier.block_manager import BlockManager
@@ -44,7 +45,7 @@ def test_no_other_pass_gives_more_in_a_second(
 
     def rate(count: int) -> float:
         alone_s = cost(tokens)
-        return (own + sum(likely[:count])) / (alone_s + DEARER * (cost(tokens + sum(sizes[:count])) - alone_s))
+        return (own + sum(likely[:count])) / (alone_s + GUESS_PRICE * (cost(tokens + sum(sizes[:count])) - alone_s))
 
     fitting = [count for count in range(0 if tokens else 1, len(likely) + 1) if sum(sizes[:count]) <= room]
     count = affordable(candidates, own, tokens, most, cost)
@@ -125,7 +126,7 @@ def test_unlikely_branches_make_room() -> None:
     for _, branch in found.candidates(100):
         found.hold(branch)
     assert len(found.held) == 1
-    assert all(chance >= MIN_CHANCE for chance, _ in branches().candidates(100))
+    assert all(chance >= MIN_RUNNER_UP_CHANCE for chance, _ in branches().candidates(100))
     assert branches().candidates(4) == [], "a branch has room behind its first token"
 
 

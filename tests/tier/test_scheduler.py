@@ -9,7 +9,8 @@ from cascade.errors import InvalidRequest
 from cascade.messages import Open
 from cascade.params import Handling, SamplingParams
 from cascade.planner.choice import Policy
-from cascade.planner.cost import CHUNK, Profile
+from cascade.planner.cost import Profile
+from cascade.planner.tuning import PREFILL_TOKENS
 from cascade.scorer import Scored
 from cascade.session.session import Session
 from cascade.tier.scheduler import MAX_STRETCH, PRIORITY_S, Batch, rank, schedule
@@ -71,7 +72,7 @@ def test_budget_is_kept_and_used(slots: list[Slot[None]], max_tokens: int, token
     assert 0 < total <= max_tokens
     assert len(sizes(batch)) == len(batch)
     assert all(work.tokens and len(work.draft) <= POLICY.max_guesses for _, work in batch)
-    writers = [s for s in slots if s.session.num_pending < CHUNK]
+    writers = [s for s in slots if s.session.num_pending < PREFILL_TOKENS]
     if not writers:
         everything = sum(s.session.num_pending + min(s.session.likely_depth, POLICY.max_guesses) for s in slots)
         assert total >= min(max_tokens, everything) - POLICY.max_guesses * len(slots)

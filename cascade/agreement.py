@@ -33,15 +33,22 @@ def chat_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode_part(prompt_of(ChatTemplate(tokenizer), [{"role": "user", "content": text}]))
 
 
-def record(models: Sequence[str], prompts: Sequence[Prompt], params: SamplingParams, dtype: str | None = None) -> Recording:
+def record(
+    models: Sequence[str],
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    dtype: str | None = None,
+    runner_ups: int = RUNNER_UPS,
+) -> Recording:
     """What each of ``models``, bottom to top, says along the last one's answers to ``prompts``; seeds number the answers.
 
+    ``runner_ups`` of each own token are kept.
     Answers of fewer than two tokens are left out. Raises `ModelError` if a model cannot be loaded, `ConfigError` if the models
     have different tokenizers.
     """
     asked = [replace(params, seed=seed) for seed in range(len(prompts))]
     texts = _written(models, prompts, asked, dtype)
-    return along(models[:-1], texts, asked, [prompt.category for prompt in prompts], dtype)
+    return along(models[:-1], texts, asked, [prompt.category for prompt in prompts], dtype, runner_ups)
 
 
 def along(
@@ -50,12 +57,13 @@ def along(
     params: Sequence[SamplingParams],
     categories: Sequence[str],
     dtype: str | None = None,
+    runner_ups: int = RUNNER_UPS,
 ) -> Recording:
     """What ``drafts``, bottom to top, say along ``texts`` that the full model wrote with ``params``, each with its seed.
 
     Texts of fewer than two tokens are left out. Raises `ModelError` if a model cannot be loaded.
     """
-    below = [apart(partial(_said, source, texts, params, dtype)) for source in drafts]
+    below = [apart(partial(_said, source, texts, params, dtype, runner_ups)) for source in drafts]
     found = []
     for number, (category, (prompt, output)) in enumerate(zip(categories, texts, strict=True)):
         if len(output) > 1:
@@ -79,13 +87,15 @@ def _written(
         return asyncio.run(write())
 
 
-def _said(source: str, texts: Sequence[Written], params: Sequence[SamplingParams], dtype: str | None) -> list[tuple[Said, ...]]:
+def _said(
+    source: str, texts: Sequence[Written], params: Sequence[SamplingParams], dtype: str | None, runner_ups: int
+) -> list[tuple[Said, ...]]:
     """Own tokens and runner-ups of a model at each position of each text, one pass a text."""
     model, found = Model.from_pretrained(source, dtype=dtype), []
     try:
         for (prompt, output), own_params in zip(texts, params, strict=True):
             cache = model.new_cache()
-            row = Row(cache, 0, [*prompt, *output[:-1]], len(output), own_params, runner_ups=RUNNER_UPS)
+            row = Row(cache, 0, [*prompt, *output[:-1]], len(output), own_params, runner_ups=runner_ups)
             [scored] = model.run([row])
             cache.free()
             places = zip(scored.own, scored.runner_ups, strict=True)
@@ -108,7 +118,7 @@ class Agreement:
 def agreement(recording: Recording, tier: int, category: str | None = None) -> Agreement:
     """Of tier number ``tier``, counted from the bottom, with the full one; of all texts, or those of one category."""
     positions = right = after = after_right = 0
-    ranks = [0] * RUNNER_UPS
+    ranks = [0] * max(RUNNER_UPS, *(len(near) - 1 for text in recording.texts for near in text.said[tier]))
     for text in recording.texts:
         if category is not None and text.category != category:
             continue

@@ -7,6 +7,7 @@ configuration use them.
 import importlib.util
 import logging
 import os
+from functools import partial
 from pathlib import Path
 
 from cascade.engine.gguf import cache_problem, converted, is_gguf
@@ -54,7 +55,7 @@ def full() -> str:
     network if the model is on the machine, and all replicas have the same weights. A GGUF file is dequantised to
     bfloat16 once, see `cascade.engine.gguf`.
     """
-    for find in (_named, _cached, _packaged, _fetched):
+    for find in (_named, partial(cached, REPOSITORY), _packaged, partial(fetched, REPOSITORY)):
         if (found := find()) is not None:
             return converted(found, DTYPE)
     raise ModelError(
@@ -73,11 +74,11 @@ def _named() -> str | None:
     return found
 
 
-def _cached() -> str | None:
-    """The folder in the hub's cache if it is complete: a download may have been interrupted."""
+def cached(repository: str) -> str | None:
+    """The folder of a model in the hub's cache if it is complete: a download may have been interrupted."""
     from huggingface_hub import try_to_load_from_cache
 
-    found = [try_to_load_from_cache(REPOSITORY, name) for name in FILES]
+    found = [try_to_load_from_cache(repository, name) for name in FILES]
     folders = {str(Path(file).parent) for file in found if isinstance(file, str)}
     return folders.pop() if all(isinstance(file, str) for file in found) and len(folders) == 1 else None
 
@@ -91,13 +92,13 @@ def _packaged() -> str | None:
     return None
 
 
-def _fetched() -> str | None:
-    """The folder to which the hub's files are downloaded, if the hub answers at once."""
+def fetched(repository: str) -> str | None:
+    """The folder to which the hub's files of a model are downloaded, if the hub answers at once."""
     from huggingface_hub import HfApi, snapshot_download
 
     try:
-        HfApi().model_info(REPOSITORY, timeout=HUB_TIMEOUT_S)
-        return snapshot_download(REPOSITORY, allow_patterns=[*FILES, "chat_template.jinja"])
+        HfApi().model_info(repository, timeout=HUB_TIMEOUT_S)
+        return snapshot_download(repository, allow_patterns=[*FILES, "chat_template.jinja"])
     except Exception as error:  # of the network, of the hub, of the disk
-        log.info("%s cannot be had from the hub: %s", REPOSITORY, error)
+        log.info("%s cannot be had from the hub: %s", repository, error)
         return None

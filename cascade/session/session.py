@@ -10,6 +10,7 @@ the own token is emitted in every case (arXiv 2408.07978): nothing that arrives 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from cascade.draft import NO_DRAFT, Draft, num_same
 from cascade.errors import InvalidRequest
@@ -66,6 +67,13 @@ class Work:
         return [*parts, last] if self.num_own else parts
 
 
+class Correction(NamedTuple):
+    """What a commit of the tier above has changed."""
+
+    commit: Commit  # for the tier below
+    branch: Branch | None  # which is the text now; its keys and values are in its fork
+
+
 class Session:
     """A request at the tier named ``tier``, ``level`` tiers above the bottom one.
 
@@ -93,7 +101,6 @@ class Session:
         self.branches: Branches | None = None  # if the tier above takes any
         if opening.branches:
             self.branches = Branches(opening.branches, self.committed, verdicts or Calibration())
-        self.accepted_branch: Branch | None = None  # that the last commit made the text; its keys and values are in its fork
         self._sent_len = len(self.text)  # positions of the text that the tier above has been sent
         self._without_totals = TOTALS_EVERY  # proposals since the last one with totals of edges
         self._origins = bytearray(len(self.text))  # parallel to text
@@ -243,8 +250,8 @@ class Session:
 
     # messages of the tier above and the tier below
 
-    def commit(self, start: int, tokens: Sequence[int]) -> Commit | None:
-        """The tier above fixes the text. Returns what changed, for the tier below, or ``None`` if nothing did.
+    def commit(self, start: int, tokens: Sequence[int]) -> Correction | None:
+        """The tier above fixes the text. Returns what changed, ``None`` if nothing did.
 
         Raises `ProtocolError`, or `InvalidRequest` if this tier's model cannot read the text: the vocabulary of the tier above
         may be padded further. Then nothing has changed.
@@ -267,18 +274,16 @@ class Session:
         self.changed_from = min(self.changed_from, cut)
         self._sent_len = min(self._sent_len, cut)
         self.kv_len = min(self.kv_len, cut)
-        prepared: tuple[int, ...] = ()  # what the session had written after the correction
         all_sent = branches is not None and not branches.unsent
-        if branches is not None:
-            self.accepted_branch = branches.correct(cut - self.committed, rest)
-            prepared = tuple(self.accepted_branch.tokens[len(rest) :]) if self.accepted_branch is not None else ()
+        branch = branches.correct(cut - self.committed, rest) if branches is not None else None
+        prepared = tuple(branch.tokens[len(rest) :]) if branch is not None else ()  # what had been written after the correction
         self.text[cut:] = rest + prepared
         self._origins[cut:] = bytes(len(rest)) + bytes([origin(self.level)]) * len(prepared)
         if prepared and all_sent:
             self._sent_len = len(self.text)
         self.committed = end
         self._measure()
-        return Commit(self.drafter_session, cut, rest + prepared)
+        return Correction(Commit(self.drafter_session, cut, rest + prepared), branch)
 
     def propose(self, proposal: Proposal) -> None:
         """Guesses from below: ignored if they do not join the text; the newest win where they contradict older ones."""

@@ -90,18 +90,17 @@ class KVAdmission:
             return False
         return True
 
-    def settle(self, slot: Slot[Any]) -> None:
-        """Move the keys and values of a branch that became the text into the session's store; free the forks of branches that
-        are gone. Without room for them they are computed again."""
+    def settle(self, slot: Slot[Any], accepted: Branch | None = None) -> None:
+        """Move the keys and values of the ``accepted`` branch, which is the text now, into the session's store; free the forks
+        of branches that are gone. Without room for them they are computed again."""
         session, branches = slot.session, slot.session.branches
         if branches is None:
             return
-        branch, session.accepted_branch = session.accepted_branch, None
-        if branch is not None and (fork := slot.forks.pop(branch, None)) is not None:
+        if accepted is not None and (fork := slot.forks.pop(accepted, None)) is not None:
             assert slot.allocation is not None
-            if self.block_manager.reserve(slot.allocation, branch.kv_len):  # before the fork's own blocks count as free
+            if self.block_manager.reserve(slot.allocation, accepted.kv_len):  # before the fork's own blocks count as free
                 slot.cache.join(fork.store)
-                session.kv_len = branch.kv_len
+                session.kv_len = accepted.kv_len
             else:
                 fork.store.free()
             self.block_manager.give_back(fork.blocks)

@@ -166,19 +166,18 @@ class Loop(Generic[U]):
     def _commit(self, slot: Slot[U], commit: Commit, now: float) -> None:
         stalled = slot.session.stalled
         try:
-            change = slot.session.commit(commit.start, commit.tokens)
+            correction = slot.session.commit(commit.start, commit.tokens)
         except (ProtocolError, InvalidRequest) as error:
             self._fail(slot, str(error), fault=isinstance(error, InvalidRequest))
             return
-        branched = slot.session.accepted_branch is not None
-        self.kv_admission.settle(slot)
-        if change is not None:
-            self._drafting.commit(slot, change)
+        self.kv_admission.settle(slot, correction.branch if correction is not None else None)
+        if correction is not None:
+            self._drafting.commit(slot, correction.commit)
             self._ask(slot, lambda one: one.guesser.cut())
             self._hint(slot)
-        if branched:  # the tier above may not know yet what was written after the correction
-            self._propose(slot)
-        if change is not None or stalled:
+            if correction.branch is not None:  # the tier above may not know yet what was written after the correction
+                self._propose(slot)
+        if correction is not None or stalled:
             slot.since = now
 
     # schedule

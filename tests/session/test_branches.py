@@ -145,8 +145,9 @@ def test_forks_are_lent_and_given_back() -> None:
         session.advance(work, Scored([7], runner_ups=[()]))
     check_memory(admission, [slot])
     assert len(slot.forks) == 2
-    assert session.commit(3, (5,)) is not None
-    admission.settle(slot)
+    correction = session.commit(3, (5,))
+    assert correction is not None
+    admission.settle(slot, correction.branch)
     assert session.text[3:] == [5, 7]
     assert session.kv_len == 4
     assert slot.cache.tokens[:4] == [1, 2, 3, 5]

@@ -298,7 +298,7 @@ class Conversation(StyleBody):
         try:
             return cls.model_validate(body)
         except PydanticError as error:
-            placed = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
+            placed = [{**detail, "loc": ("body", *detail["loc"])} for detail in error.errors()]
             param, sentence = mistake(placed, "The request")
             raise InvalidRequest(sentence, param) from None
 

@@ -77,9 +77,9 @@ class ChatTemplate:
             raise InvalidRequest(
                 "The model's chat template shows no tools: give none, or say in a message what may be called", "tools"
             )
-        said = [self._translated(index, message, bool(tools)) for index, message in enumerate(messages)]
+        shaped = [self._translated(index, message, bool(tools)) for index, message in enumerate(messages)]
         try:
-            return self._render(said, tools, style)
+            return self._render(shaped, tools, style)
         except Exception as error:  # templates are programs
             reason = " ".join(str(error).split())[:200]
             raise InvalidRequest(f"The model's chat template does not take these messages: {reason}", "messages") from None
@@ -91,30 +91,30 @@ class ChatTemplate:
         text or they were cut; contents of several parts are one text, unless it wants parts; thoughts bear the name that
         templates read. A developer is the system where the template does not write the role.
         """
-        said = {name: value for name, value in message.items() if value is not None}
-        if not said.get("tool_calls"):
-            said.pop("tool_calls", None)
-        if said["role"] == "developer" and self._content_form("developer", tools) in (None, REFUSED):
-            said["role"] = "system"
-        form, content = self._content_form(said["role"], tools), said.get("content", "")
+        turn = {name: value for name, value in message.items() if value is not None}
+        if not turn.get("tool_calls"):
+            turn.pop("tool_calls", None)
+        if turn["role"] == "developer" and self._content_form("developer", tools) in (None, REFUSED):
+            turn["role"] = "system"
+        form, content = self._content_form(turn["role"], tools), turn.get("content", "")
         if form is None and content:
             raise InvalidRequest(
-                f"The model's chat template leaves out messages.{index}, whose role is {said['role']!r}: use another role",
+                f"The model's chat template leaves out messages.{index}, whose role is {turn['role']!r}: use another role",
                 f"messages.{index}.role",
             )
-        if "reasoning" in said:
-            said.setdefault("reasoning_content", said["reasoning"])
+        if "reasoning" in turn:
+            turn.setdefault("reasoning_content", turn["reasoning"])
         if form == "parts" and content and isinstance(content, str):
-            said["content"] = [{"type": "text", "text": content}]
+            turn["content"] = [{"type": "text", "text": content}]
         elif form != "parts" and isinstance(content, list):
-            said["content"] = "".join(part["text"] for part in content)
-        if "tool_calls" in said:
+            turn["content"] = "".join(part["text"] for part in content)
+        if "tool_calls" in turn:
             if self._drops_calls(tools):
                 where = f"messages.{index}.tool_calls"
                 raise InvalidRequest(f"The model's chat template leaves out {where}: say them in words", where)
-            calls = [_with_text(call) for call in said["tool_calls"]]
-            said["tool_calls"] = [self._with_object(call) for call in calls] if self._takes_objects else calls
-        return said
+            calls = [_with_text(call) for call in turn["tool_calls"]]
+            turn["tool_calls"] = [self._with_object(call) for call in calls] if self._takes_objects else calls
+        return turn
 
     def _check(self, style: Style) -> None:
         """Raise `InvalidRequest` if there is no template, or none that reads all variables of ``style``."""
@@ -159,8 +159,8 @@ class ChatTemplate:
     @cached_property
     def written_call(self) -> str:
         """How it writes the assistant's call of a tool, in place of words; "" if it writes none."""
-        said = self._probe([QUESTION, {"role": "assistant", "content": PROBE_WORDS}]) or ""
-        before, called = said.partition(PROBE_WORDS)[0].rstrip(), self._called(self._takes_objects)
+        text = self._probe([QUESTION, {"role": "assistant", "content": PROBE_WORDS}]) or ""
+        before, called = text.partition(PROBE_WORDS)[0].rstrip(), self._called(self._takes_objects)
         return called[len(before) :].strip() if called.startswith(before) else called
 
     @cached_property
@@ -193,8 +193,8 @@ class ChatTemplate:
 
     def _called(self, as_object: bool, tools: bool = True) -> str:
         """A conversation in which the assistant calls a tool; some templates want the result, too."""
-        asked = [QUESTION, _probe_call(as_object)]
-        return self._probe(asked, tools=tools) or self._probe([*asked, RESULT], tools=tools) or ""
+        messages = [QUESTION, _probe_call(as_object)]
+        return self._probe(messages, tools=tools) or self._probe([*messages, RESULT], tools=tools) or ""
 
     def _probe_content(self, role: str, tools: bool) -> str | None:
         """Whether it takes contents of a role as "text" or as "parts", or refuses both; ``None`` if it leaves both out.

@@ -44,14 +44,14 @@ def check(**models: Any) -> None:
     from deployments.app import build
 
     with console.status("Reading configurations"):
-        found = needs(parsed)
-    console.print(screen.needs(found))
+        requirements = needs(parsed)
+    console.print(screen.needs(requirements))
     verify(parsed)
     build(parsed.model_copy(update={"verify": False}))  # whether Ray Serve takes the options of deployments
-    problem = next((need.problem for need in found if need.problem), None)
+    problem = next((need.problem for need in requirements if need.problem), None)
     if problem:
         raise ConfigError(problem)
-    for remark in filter(None, [unpinned(parsed), *remarks(found)]):
+    for remark in filter(None, [unpinned(parsed), *remarks(requirements)]):
         console.print(remark)
     console.print("The tiers fit together.")
 
@@ -63,9 +63,9 @@ def check_own_code() -> None:
     """
     own = Path(errors.__file__).parents[1] / SERVING
     spec = find_spec(SERVING)
-    found = [] if spec is None or spec.origin is None else [Path(spec.origin)]
-    found += [path for path in (Path.cwd() / SERVING / "__init__.py", Path.cwd() / f"{SERVING}.py") if path.is_file()]
-    for path in found:
+    paths = [] if spec is None or spec.origin is None else [Path(spec.origin)]
+    paths += [path for path in (Path.cwd() / SERVING / "__init__.py", Path.cwd() / f"{SERVING}.py") if path.is_file()]
+    for path in paths:
         if path.resolve() != (own / "__init__.py").resolve():
             shown = path.parent if path.name == "__init__.py" else path
             raise ConfigError(f"{str(shown)!r} hides cascade's own package {SERVING!r}: rename it, or start in another folder")
@@ -99,8 +99,8 @@ def configured(
         values = CascadeConfig.demo().model_dump(mode="json", exclude_unset=True)
     kwargs = [tier.setdefault("engine_kwargs", {}) for tier in values["tiers"]]
     if dtype is not None:
-        for one in kwargs:
-            one["dtype"] = None if dtype == "auto" else dtype
+        for options in kwargs:
+            options["dtype"] = None if dtype == "auto" else dtype
     if tensor_parallel_size is not None:
         kwargs[-1]["tensor_parallel_size"] = tensor_parallel_size
     if max_model_len is not None:

@@ -76,7 +76,7 @@ def answer(served: Local | Served, kind: str, question: str) -> Completion:
 
 def who_guessed(names: Sequence[str], answers: Sequence[Completion]) -> str:
     """Which drafters the planner used for answers of the cascade ``names``, and why not the others."""
-    edges = [edge for one in answers for edge in one.stats.edges if edge.verifier == names[-1] and edge.proposed]
+    edges = [edge for completion in answers for edge in completion.stats.edges if edge.verifier == names[-1] and edge.proposed]
     used = [name for name in names[:-1] if any(edge.drafter == name for edge in edges)]
     others = [name for name in names[:-1] if name not in used]
     guessed = f"The planner let {', '.join(used)} guess" if used else "The planner let nobody guess"
@@ -127,12 +127,12 @@ def on_devices(answers: Mapping[str, Completion]) -> Row:
     from cascade.engine.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_pretrained(family.full())
-    texts = [(tuple(chat_ids(tokenizer, QUESTIONS[kind])), one.token_ids) for kind, one in answers.items()]
+    texts = [(tuple(chat_ids(tokenizer, QUESTIONS[kind])), completion.token_ids) for kind, completion in answers.items()]
     with console.status("The draft models say what they would have guessed along these answers"):
-        found = simulated(texts, PARAMS, list(answers), tokenizer.num_ids)
-    panes(found, texts, tokenizer)
-    alone, cascade = found.speeds
-    agree = " and ".join(f"{share:.2f}" for share in found.agreement)
+        outcome = simulated(texts, PARAMS, list(answers), tokenizer.num_ids)
+    panes(outcome, texts, tokenizer)
+    alone, cascade = outcome.speeds
+    agree = " and ".join(f"{share:.2f}" for share in outcome.agreement)
     console.print(
         f"Simulated: these answers with an H100 for each tier and passes as long as those of Qwen3 32B, 4B and 0.6B. tiny and "
         f"medium agree with the full model in {agree} of these tokens; published families in 0.65 to 0.95.\n",

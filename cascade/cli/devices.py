@@ -51,11 +51,11 @@ def simulated(texts: Sequence[Written], params: SamplingParams, kinds: Sequence[
     return Simulated(timelines(tiers, recording, drafts=False), timelines(tiers, recording, drafts=True), shares)
 
 
-def panes(found: Simulated, texts: Sequence[Written], tokenizer: Tokenizer) -> None:
+def panes(outcome: Simulated, texts: Sequence[Written], tokenizer: Tokenizer) -> None:
     """Two panes that fill at the simulated speeds; nothing where nobody looks on."""
     if not console.is_terminal:
         return
-    sides = [_joined(found.alone), _joined(found.cascade)]
+    sides = [_joined(outcome.alone), _joined(outcome.cascade)]
     tokens = [token for _, output in texts for token in output]
     begin, end = time.monotonic(), sides[0][-1]
     with Live(console=console, transient=True, refresh_per_second=1 / FRAMES_S) as live:

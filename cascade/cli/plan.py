@@ -61,24 +61,24 @@ def agreement(
     models = [*reversed(drafts), model]
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     with console.status(f"{model} answers, and the others are asked along its answers"):
-        found = record(models, read_prompts(prompts) if prompts else BUILT_IN, params, dtype)
-    if not found.texts:
+        recording = record(models, read_prompts(prompts) if prompts else BUILT_IN, params, dtype)
+    if not recording.texts:
         raise ConfigError(f"{model} ended every answer at once: give other prompts")
     table = Table(
         "tier", "kind", "positions", "agrees", "after an error", "1st runner-up", "2nd", box=SIMPLE_HEAD, pad_edge=False
     )
-    kinds = [None, *dict.fromkeys(text.category for text in found.texts)]
+    kinds = [None, *dict.fromkeys(text.category for text in recording.texts)]
     for tier, name in enumerate(models[:-1]):
         for kind in kinds if len(kinds) > 2 else kinds[:1]:
-            one = shares(found, tier, kind)
-            after = "-" if one.after_error is None else f"{one.after_error:.2f}"
-            ranks = [f"{share:.2f}" for share in one.runner_ups]
-            table.add_row("" if kind else name, kind or "all", f"{one.positions:,}", f"{one.own:.2f}", after, *ranks)
+            share = shares(recording, tier, kind)
+            after = "-" if share.after_error is None else f"{share.after_error:.2f}"
+            ranks = [f"{rate:.2f}" for rate in share.runner_ups]
+            table.add_row("" if kind else name, kind or "all", f"{share.positions:,}", f"{share.own:.2f}", after, *ranks)
     console.print(table)
     console.print("Runner-ups: how often they are right where the tier's own token is wrong.", style="dim")
     if out is not None:
         try:
-            found.save(out)
+            recording.save(out)
         except OSError as error:
             raise ConfigError(f"{out} cannot be written: {error}") from None
         console.print(f"Kept in {out}: cascade plan ... --measured {out}", markup=False, soft_wrap=True)
@@ -129,9 +129,9 @@ def plan(
     if bool(shares) == (measured is not None):
         raise click.UsageError("Say how often the drafts agree: --agreement for each --draft, or --measured FILE")
     recording = None if measured is None else Recording.load(measured)
-    known = len(shares) if recording is None else len(recording.texts[0].said) - 1
-    if known != num_drafts:
-        raise click.UsageError(f"There are {num_drafts} drafts, and agreement is known of {known}: give one for each")
+    num_shares = len(shares) if recording is None else len(recording.texts[0].said) - 1
+    if num_shares != num_drafts:
+        raise click.UsageError(f"There are {num_drafts} drafts, and agreement is known of {num_shares}: give one for each")
     from cascade.local import TIER_NAMES
 
     names = TIER_NAMES[len(costs)]
@@ -141,8 +141,8 @@ def plan(
         tiers = recorded_tiers(names, costs, recording, vocab or 1 + max(max(text.prompt) for text in recording.texts))
     ranks = tensor_parallel_size + num_drafts
     _assumed(names, costs, shares, recording)
-    asked = Asked(load, prompt_tokens, max_tokens)
-    for prediction in predict(tiers, asked, recording):
+    traffic = Asked(load, prompt_tokens, max_tokens)
+    for prediction in predict(tiers, traffic, recording):
         _show(prediction, tensor_parallel_size, ranks)
 
 
@@ -172,11 +172,11 @@ def _computed(model: str | None, drafts: Sequence[str], devices: Sequence[str], 
     each = devices if len(devices) > 1 else [devices[0]] * len(models)
     costs = []
     for source, device in zip(models, each, strict=True):
-        text, found = read_config(source).get_text_config(), anatomy(source, sizes_only=True)
+        text, weights = read_config(source).get_text_config(), anatomy(source, sizes_only=True)
         embedding = 0 if getattr(text, "tie_word_embeddings", False) else text.vocab_size * text.hidden_size
-        parameters = found.parameters - embedding  # of an input embedding a pass reads a row for each token
-        read_bytes = round(found.weight_bytes * parameters / found.parameters)
-        load = Load(read_bytes, parameters, int(text.num_hidden_layers), found.cache_bytes_per_token)
+        parameters = weights.parameters - embedding  # of an input embedding a pass reads a row for each token
+        read_bytes = round(weights.weight_bytes * parameters / weights.parameters)
+        load = Load(read_bytes, parameters, int(text.num_hidden_layers), weights.cache_bytes_per_token)
         costs.append(load.profile(ACCELERATORS[device], ranks if source == model else 1))
     return costs[::-1], int(read_config(model).get_text_config().vocab_size)
 
@@ -189,8 +189,8 @@ def _assumed(names: Sequence[str], costs: "Sequence[Profile]", shares: Sequence[
         console.print(f"Agreement with the full model, assumed: {given}.", soft_wrap=True)
     else:
         top = len(names) - 1
-        found = ", ".join(f"{name} {recording.shared(tier, top):.2f}" for tier, name in enumerate(names[:-1]))
-        console.print(f"Agreement with the full model, measured on {len(recording.texts)} answers: {found}.", soft_wrap=True)
+        measured = ", ".join(f"{name} {recording.shared(tier, top):.2f}" for tier, name in enumerate(names[:-1]))
+        console.print(f"Agreement with the full model, measured on {len(recording.texts)} answers: {measured}.", soft_wrap=True)
 
 
 def _show(prediction: "Prediction", alone_devices: int, all_devices: int) -> None:

@@ -45,7 +45,7 @@ class Scrape:
 
     def total(self, name: str) -> float:
         """The sum over all labels; 0 if nothing was counted."""
-        return sum(value for (known, _), value in self.samples.items() if known == name)
+        return sum(value for (series, _), value in self.samples.items() if series == name)
 
     def mean(self, name: str) -> float | None:
         """The mean of a histogram; ``None`` if it is empty."""
@@ -64,8 +64,10 @@ def scrape(url: str) -> Scrape:
             raise ValueError("it must begin with http:// or https://")
         direct = [urllib.request.ProxyHandler({})] if is_near(urlsplit(url).netloc) else []
         opener = urllib.request.build_opener(*direct)
-        asked = urllib.request.Request(f"{url.rstrip('/')}/metrics", headers={"Authorization": f"Bearer {key}"} if key else {})
-        with opener.open(asked, timeout=TIMEOUT_S) as answer:
+        request = urllib.request.Request(
+            f"{url.rstrip('/')}/metrics", headers={"Authorization": f"Bearer {key}"} if key else {}
+        )
+        with opener.open(request, timeout=TIMEOUT_S) as answer:
             return Scrape.parse(answer.read().decode())
     except (OSError, ValueError) as error:
         if isinstance(error, urllib.error.HTTPError) and error.code == 401:

@@ -45,8 +45,8 @@ def serve(host: str | None, port: int | None, grpc_port: int | None, api_key: st
     with stopping, started(config, host=host, port=port, grpc_port=grpc_port, name=name) as server:
         console.print(f"[bold green]Serving[/] {', '.join(server.tiers)} on [bold]{server.address}[/]. Ctrl-C stops.")
         console.print(f"HTTP, and a page to look at: [bold]{server.url}[/]. For Prometheus: {server.url}/metrics\n")
-        said = usage(server.address, server.url, server.model, keyed=KEYS in os.environ)
-        console.print(said, markup=False, soft_wrap=True)  # to be copied
+        message = usage(server.address, server.url, server.model, keyed=KEYS in os.environ)
+        console.print(message, markup=False, soft_wrap=True)  # to be copied
         server.wait()
 
 

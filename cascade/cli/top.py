@@ -158,18 +158,18 @@ def _alignment(now: Scrape) -> Table:
     table = Table("student", "round", "kept", "dropped", "agreement before", "after", "swaps", title=title)
     for student in sorted(dict(labels)["student"] for name, labels in now.samples if name == "alignment_progress"):
 
-        def said(name: str, student: str = student, **more: str) -> float | None:
+        def value_of(name: str, student: str = student, **more: str) -> float | None:
             return now.samples.get((f"alignment_{name}", tuple(sorted({"student": student, **more}.items()))))
 
-        shares = [said("agreement", when=when) for when in ("before", "after")]
-        share = said("progress")
-        counts = [said("rounds", outcome=outcome) for outcome in ("kept", "dropped")]
+        shares = [value_of("agreement", when=when) for when in ("before", "after")]
+        share = value_of("progress")
+        counts = [value_of("rounds", outcome=outcome) for outcome in ("kept", "dropped")]
         table.add_row(
             student,
             f"{share:.0%}" if share else "-",
             *(f"{count or 0:,.0f}" for count in counts),
-            *("-" if one is None else f"{one:.3f}" for one in shares),
-            f"{said('swaps') or 0:,.0f}",
+            *("-" if share is None else f"{share:.3f}" for share in shares),
+            f"{value_of('swaps') or 0:,.0f}",
         )
     return table
 

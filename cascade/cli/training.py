@@ -55,8 +55,8 @@ def distill(
 
         def tell(now: recipe.Progress) -> None:
             nonlocal last
-            known = "" if now.agreement is None else f", agreement {now.agreement:.3f}"
-            line = f"{now.share:4.0%} {now.phase}: {now.tokens:,} tokens{known}"
+            agreement = "" if now.agreement is None else f", agreement {now.agreement:.3f}"
+            line = f"{now.share:4.0%} {now.phase}: {now.tokens:,} tokens{agreement}"
             status.update(line)
             if time.monotonic() - last > 60:
                 console.print(line)
@@ -95,9 +95,9 @@ def align(
     from cascade.training import alignment
 
     read = CascadeConfig.demo() if config is None else CascadeConfig.load(config)
-    asked = {"folder": str(folder), "students": [student], "on_disk": True, "key_env": key_env}
+    settings = {"folder": str(folder), "students": [student], "on_disk": True, "key_env": key_env}
     values = read.model_dump(mode="json")
-    whole = CascadeConfig.parse(values | {"alignment": (values["alignment"] or {}) | asked})
+    whole = CascadeConfig.parse(values | {"alignment": (values["alignment"] or {}) | settings})
     assert whole.alignment is not None
     answers, versions = whole.alignment.reservoir(), whole.alignment.versions(student)
     if not len(answers):

@@ -99,10 +99,10 @@ class Attempts:
         patient = time.monotonic() + pause_s <= self._last + self.patience_s
         if self._may_succeed(error) and patient and (left_s is None or pause_s <= left_s):
             return pause_s
-        told = self._reason if isinstance(error, DeadlineExceeded) else error
-        if isinstance(told, Unavailable) and self._num_in_vain > 1:
-            told = type(told)(f"{told} (tried for {time.monotonic() - self._last:.1f} s)")
-        raise told from None
+        shown = self._reason if isinstance(error, DeadlineExceeded) else error
+        if isinstance(shown, Unavailable) and self._num_in_vain > 1:
+            shown = type(shown)(f"{shown} (tried for {time.monotonic() - self._last:.1f} s)")
+        raise shown from None
 
     def _may_succeed(self, error: CascadeError) -> bool:
         """Whether another call may go better. Only a request that lost its server waits for one that is full."""

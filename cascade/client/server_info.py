@@ -56,10 +56,10 @@ class ServerInfo:
 
 def read_server_info(response: pb.DescribeResponse) -> ServerInfo:
     tiers = tuple(map(_tier_info, response.tiers))
-    known = {"tiers": tiers, "key": KeyInfo(**values(response.key)), "defaults": decode_sampling(response.defaults)}
-    return ServerInfo(**values(response) | known)
+    decoded = {"tiers": tiers, "key": KeyInfo(**values(response.key)), "defaults": decode_sampling(response.defaults)}
+    return ServerInfo(**values(response) | decoded)
 
 
 def _tier_info(tier: pb.Tier) -> TierInfo:
     cost = tuple((point.tokens, point.seconds) for point in tier.pass_cost)
-    return TierInfo(**values(tier) | {"pass_cost": cost, "worth": tuple(Worth(**values(one)) for one in tier.worth)})
+    return TierInfo(**values(tier) | {"pass_cost": cost, "worth": tuple(Worth(**values(worth)) for worth in tier.worth)})

@@ -26,7 +26,7 @@ HANDLING = tuple(field.name for field in fields(Handling))
 
 def values(message: ProtoMessage, names: Collection[str] | None = None) -> dict[str, Any]:
     """Fields of a message, or those of ``names``: lists as tuples, maps as dictionaries; unset optional ones are left out."""
-    found: dict[str, Any] = {}
+    decoded: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         if (names is not None and field.name not in names) or (field.has_presence and not message.HasField(field.name)):
             continue
@@ -34,8 +34,8 @@ def values(message: ProtoMessage, names: Collection[str] | None = None) -> dict[
         if field.is_repeated:
             is_map = field.message_type is not None and field.message_type.GetOptions().map_entry
             value = dict(value) if is_map else tuple(value)
-        found[field.name] = value
-    return found
+        decoded[field.name] = value
+    return decoded
 
 
 def encode_sampling(params: SamplingParams) -> pb.Sampling:

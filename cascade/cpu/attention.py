@@ -190,28 +190,28 @@ def _attend_rows(given: int, span: int, head: int, row: int, rows: int, scratch:
     scores = scratch + max(rows * key_size, LANES) * 4
     weights = scores + rows * wide * 4
     queries, packed, transposed = floats(integer(given, _QUERIES)), floats(scratch), floats(weights)
-    for one in range(rows):
-        source = (head * group + (row + one) % group) * integer(given, _QUERY_HEAD)
-        source += (integer(span, _FIRST) + (row + one) // group) * integer(given, _QUERY_TOKEN)
+    for query in range(rows):
+        source = (head * group + (row + query) % group) * integer(given, _QUERY_HEAD)
+        source += (integer(span, _FIRST) + (row + query) // group) * integer(given, _QUERY_TOKEN)
         for place in range(key_size):
-            packed[place * rows + one] = queries[source + place]
+            packed[place * rows + query] = queries[source + place]
     _score(given, span, head, rows, begin, length, scratch, scores, weights)
-    for one in range(rows):
-        position, at = start + (row + one) // group, scores + one * length * 4
+    for query in range(rows):
+        position, at = start + (row + query) // group, scores + query * length * 4
         first = max(0, position - window + 1 - begin) if window else 0
         numbers = floats(at)
-        sum = _softmax(given, at, length, first, position + 1 - begin, head * group + (row + one) % group)
+        sum = _softmax(given, at, length, first, position + 1 - begin, head * group + (row + query) % group)
         for place in range(length):
-            transposed[place * rows + one] = numbers[place]
-        packed[one] = sum
+            transposed[place * rows + query] = numbers[place]
+        packed[query] = sum
     _weigh_values(given, span, head, rows, begin, length, weights, scores)
     out, products = floats(integer(given, _OUT)), floats(scores)
-    for one in range(rows):
-        to = (integer(span, _FIRST) + (row + one) // group) * integer(given, _OUT_TOKEN)
-        to += (head * group + (row + one) % group) * value_size
-        share = float32(1.0) / packed[one]
+    for query in range(rows):
+        to = (integer(span, _FIRST) + (row + query) // group) * integer(given, _OUT_TOKEN)
+        to += (head * group + (row + query) % group) * value_size
+        share = float32(1.0) / packed[query]
         for place in range(value_size):
-            out[to + place] = products[one * blocks * LANES + place] * share
+            out[to + place] = products[query * blocks * LANES + place] * share
 
 
 @kernel

@@ -55,7 +55,7 @@ def _same(tokens: Any, place: int, query: Any, size: int) -> Any:
 @kernel
 def _find(given: int) -> None:
     tokens, before, heads = integers32(integer(given, 0)), integers32(integer(given, 1)), integers32(integer(given, 2))
-    end, query, size, found = integer(given, 4), integers32(integer(given, 5)), integer(given, 6), integers(integer(given, 7))
+    end, query, size, out = integer(given, 4), integers32(integer(given, 5)), integer(given, 6), integers(integer(given, 7))
     best, best_size, other, other_size = -1, GRAM - 1, -1, GRAM - 1
     place = heads[_hash(query[size - 2], query[size - 1], integer(given, 3))]
     for _ in range(TRIES):
@@ -71,7 +71,7 @@ def _find(given: int) -> None:
         elif same > other_size and tokens[place + 1] != tokens[best + 1]:
             other, other_size = place, same
         place = before[place]
-    found[0], found[1], found[2], found[3] = best, best_size, other, other_size
+    out[0], out[1], out[2], out[3] = best, best_size, other, other_size
 
 
 class Matches:

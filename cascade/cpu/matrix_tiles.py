@@ -36,7 +36,7 @@ def _place(b: Any, address: Any) -> Any:
 
 
 def _call(b: Any, name: str, *given: Any) -> None:
-    kind = ir.FunctionType(ir.VoidType(), [one.type for one in given])
+    kind = ir.FunctionType(ir.VoidType(), [value.type for value in given])
     b.call(function_of(b, f"llvm.x86.{name}", kind), given)
 
 
@@ -45,7 +45,7 @@ def configure(_: Any, first: Any, second: Any) -> Any:
     """Tiles for ``first`` rows, and for as many as ``second`` more; a second of 0 is `one_tile`'s, else `two_tiles`'."""
 
     def build(context: Any, b: Any, signature: Any, given: Any) -> Any:
-        first, second = (b.trunc(one, I8) for one in given)
+        first, second = (b.trunc(value, I8) for value in given)
         alone = b.icmp_unsigned("==", second, _number(0))
         more = b.select(alone, first, second)
         memory = cgutils.alloca_once(b, ir.ArrayType(I8, 64))

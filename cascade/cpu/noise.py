@@ -64,10 +64,10 @@ def _reached(score: float, random: int) -> Any:
 @inlined
 def _any(bounds: Any, begin: int, least: float) -> Any:
     """Whether a block has a bound that is no less."""
-    found = int32(0)
+    count = int32(0)
     for token in range(begin, begin + _BLOCK):
-        found += int32(1) if bounds[token] >= least else int32(0)
-    return found > 0
+        count += int32(1) if bounds[token] >= least else int32(0)
+    return count > 0
 
 
 @inlined

@@ -134,7 +134,7 @@ _onward, _onward_of_halves = _tile(_ONE_BLOCK, 32, onward=True), _tile(_ONE_BLOC
 
 def tile_blocks(width: int, loop: type[Loop] = Loop) -> Any:
     """Multiply with `WIDE` blocks side by side where rows are few, and with single blocks for the rest."""
-    one, several = (_tile(blocks, width, loop=loop) for blocks in (_ONE_BLOCK, dict(enumerate(WIDE[1:], 1))))
+    single, several = (_tile(blocks, width, loop=loop) for blocks in (_ONE_BLOCK, dict(enumerate(WIDE[1:], 1))))
     nbytes = width // 8
 
     @inlined
@@ -148,7 +148,7 @@ def tile_blocks(width: int, loop: type[Loop] = Loop) -> Any:
                 several(rows, x, at, to, stride, depth, chunk, block_stride)
                 block += WIDE[rows]
         while block < number:
-            one(rows, x, w + block * block_stride * nbytes, out + block * LANES * 4, stride, depth, chunk, 0)
+            single(rows, x, w + block * block_stride * nbytes, out + block * LANES * 4, stride, depth, chunk, 0)
             block += 1
 
     return blocks
@@ -220,7 +220,7 @@ def _fold(join: Callable[[Any, Any, Any], Any]) -> Any:
     return fold
 
 
-largest = _fold(lambda b, one, other: b.select(b.fcmp_ordered(">", other, one), other, one))
+largest = _fold(lambda b, first, second: b.select(b.fcmp_ordered(">", second, first), second, first))
 """``largest(address, length, start)``: the maximum of ``start`` and ``length`` float32, a positive multiple of `LANES`."""
-total = _fold(lambda b, one, other: b.fadd(one, other))
+total = _fold(lambda b, first, second: b.fadd(first, second))
 """``total(address, length, 0)``: the sum, lane by lane, then over the lanes in order."""

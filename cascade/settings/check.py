@@ -77,7 +77,7 @@ def _need(tier: TierConfig) -> Need:
     device, size = _device(tier)
     runs_on = engine.runs_on(gpu=_has_gpu(tier) or default_device() == "cuda")
     with _naming(f"The model of tier {tier.name}"):
-        found = anatomy(
+        sizes = anatomy(
             tier.model_loading_config.source,
             dtype=engine.dtype,
             device=None if device in ACCELERATORS else torch.device(device),
@@ -86,16 +86,16 @@ def _need(tier: TierConfig) -> Need:
             **_hub(tier),
         )
     ranks = engine.tensor_parallel_size
-    return Need(tier.name, found, engine.quantization, ranks, _drafter_weights(tier), device, size, runs_on)
+    return Need(tier.name, sizes, engine.quantization, ranks, _drafter_weights(tier), device, size, runs_on)
 
 
-def remarks(found: Sequence[Need]) -> list[str]:
+def remarks(tiers: Sequence[Need]) -> list[str]:
     """Sentences worth knowing about tiers that fit."""
     notes = []
-    for below, above in pairwise(found):
+    for below, above in pairwise(tiers):
         if below.anatomy.parameters >= above.anatomy.parameters:
             notes.append(f"Tier {below.tier} is not smaller than tier {above.tier}, which it drafts for: is the order right?")
-    full = found[-1]
+    full = tiers[-1]
     if not (batch_invariant() if full.engine == "vllm" else full.anatomy.same_bits):
         notes.append(
             f"Logits of tier {full.tier} may differ in their last bits from pass to pass: where two tokens are nearly as "
@@ -153,13 +153,13 @@ def limits(config: CascadeConfig) -> dict[str, dict[str, int]]:
 
     If nothing is to be verified, the hub is not asked.
     """
-    found = {}
+    facts = {}
     for tier in config.tiers:
         if config.verify or Path(tier.model_loading_config.source).exists():
             with contextlib.suppress(ConfigError):
                 read = _config(tier)
-                found[tier.name] = {"context_len": context_len(read), "vocab_size": int(read.get_text_config().vocab_size)}
-    return found
+                facts[tier.name] = {"context_len": context_len(read), "vocab_size": int(read.get_text_config().vocab_size)}
+    return facts
 
 
 def _ask_vllm(tier: TierConfig) -> None:

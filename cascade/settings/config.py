@@ -129,7 +129,7 @@ class CascadeConfig(Section):
         """Sources of the verifier of a student and of the student, the latest weights of both; raises `ModelError`."""
         assert self.alignment is not None
         verifier = self.names[self.names.index(student) + 1]
-        teacher, learner = (self.alignment.versions(one).current or self.beginning(one) for one in (verifier, student))
+        teacher, learner = (self.alignment.versions(name).current or self.beginning(name) for name in (verifier, student))
         return str(teacher), str(learner)
 
     def beginning(self, student: str) -> str:
@@ -169,8 +169,8 @@ class CascadeConfig(Section):
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
         if isinstance(values, Mapping) and isinstance(values.get("applications"), list):
-            arguments = [one.get("args") for one in values["applications"] if isinstance(one, Mapping)]
-            cascades = [one for one in arguments if isinstance(one, Mapping) and {"tiers", "llm_configs"} & one.keys()]
+            arguments = [value.get("args") for value in values["applications"] if isinstance(value, Mapping)]
+            cascades = [value for value in arguments if isinstance(value, Mapping) and {"tiers", "llm_configs"} & value.keys()]
             if len(cascades) != 1:
                 raise ConfigError(f"{path} has {len(cascades)} applications with tiers or llm_configs: give a file with one")
             values = cascades[0]

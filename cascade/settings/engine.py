@@ -85,7 +85,7 @@ class DrafterConfig(Section):
 def _listed(chosen: Any) -> Any:
     """A drafter may be named by its kind alone, and need not be a list of one."""
     several = [] if chosen is None else chosen if isinstance(chosen, list | tuple) else [chosen]
-    return [{"kind": one} if isinstance(one, str) else one for one in several]
+    return [{"kind": spec} if isinstance(spec, str) else spec for spec in several]
 
 
 class EngineKwargs(Section):
@@ -205,4 +205,4 @@ class EngineKwargs(Section):
     @property
     def drafters(self) -> tuple[DrafterSpec, ...]:
         """The drafters inside the tier."""
-        return specs(AUTO if one.kind == AUTO else one.spec for one in self.drafter)
+        return specs(AUTO if entry.kind == AUTO else entry.spec for entry in self.drafter)

@@ -95,8 +95,8 @@ def cascades(args: Mapping[str, Any]) -> tuple[dict[str, CascadeConfig], Values]
     names = [model.model_loading_config.model_id for model in serving.llm_configs]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"Two of llm_configs have the model_id {twice!r}: give each its own")
-    asked = [model.experimental_configs.num_ingress_replicas for model in serving.llm_configs]
-    num = max((number for number in asked if number is not None), default=None)
+    replicas = [model.experimental_configs.num_ingress_replicas for model in serving.llm_configs]
+    num = max((number for number in replicas if number is not None), default=None)
     ingress = ({} if num is None else {"num_replicas": num}) | serving.ingress_deployment_config
     router = {"deployment_config": ingress} if len(names) == 1 else {}
     return {name: _cascade(model, router) for name, model in zip(names, serving.llm_configs, strict=True)}, ingress
@@ -107,7 +107,7 @@ def _read(args: Mapping[str, Any]) -> Serving:
     if not isinstance(args, Mapping) or not isinstance(args.get("llm_configs"), Sequence):
         raise ConfigError("build_openai_app takes a mapping with the key 'llm_configs', a list of models")
     listed = args["llm_configs"]
-    models = [_values(one) for one in ([listed] if isinstance(listed, str) else listed)]
+    models = [_values(entry) for entry in ([listed] if isinstance(listed, str) else listed)]
     try:
         return Serving.model_validate({**args, "llm_configs": models})
     except ValidationError as error:

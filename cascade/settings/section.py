@@ -22,9 +22,9 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about a name that is not ``known``: the nearest one that is, "" if none is near."""
-    near = get_close_matches(name, sorted(known), n=1, cutoff=0.75)
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """The end of a sentence about a name that is not ``names``: the nearest one that is, "" if none is near."""
+    near = get_close_matches(name, sorted(names), n=1, cutoff=0.75)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

@@ -64,14 +64,14 @@ class TierStudent:
         """``source`` is the student's. Raises `ModelError` if it cannot be loaded, `ConfigError` if it cannot learn."""
         student = load(source, dtype="float32", device=str(verifier.device))
         if type(student) not in FAMILY:
-            known = ", ".join(kind.__name__.removesuffix("ForCausalLM") for kind in FAMILY)
-            raise ConfigError(f"{source!r} is a {type(student).__name__}: drafters that learn are {known}")
+            kinds = ", ".join(kind.__name__.removesuffix("ForCausalLM") for kind in FAMILY)
+            raise ConfigError(f"{source!r} is a {type(student).__name__}: drafters that learn are {kinds}")
         sizes = [network.config.get_text_config().vocab_size for network in (student, verifier)]
         if sizes[0] != sizes[1]:
             raise ConfigError(f"{source!r} has {sizes[0]} tokens and its verifier {sizes[1]}: it cannot learn from that")
         verifier.set_attn_implementation(CAUSAL)
         self._verifier, self._scored = verifier, dict[bytes, Shard]()  # by tokens: each shard is scored once
-        self._run = Run(student.train(), draft_vocab.said(student.config, source), Schedule(**RATES))
+        self._run = Run(student.train(), draft_vocab.tokens(student.config, source), Schedule(**RATES))
 
     def learn(self, shard: Shard, progress: float) -> None:
         self._run.learn(self._score(shard), range(shard.num_texts), 1, progress)
@@ -143,7 +143,7 @@ def align(
     pools = [shards([sample for sample in pool if not sample.held_out], student.tokens) for pool in (newest, older)]
     begin, steps = time.monotonic(), 0
 
-    def told(share: float) -> None:
+    def tell_share(share: float) -> None:
         stopped = False
         if group.rank() == 0:
             try:
@@ -153,7 +153,7 @@ def align(
         if group.of_first(stopped):
             raise Stopped
 
-    before = [_agrees(student, judge, lambda: told(0.0)) for judge in judges]
+    before = [_agrees(student, judge, lambda: tell_share(0.0)) for judge in judges]
     if len(before[0]) < LEAST or not pools[0]:
         raise ConfigError(f"{len(before[0])} positions of held-out answers are too few to judge {name} by: {LEAST} are needed")
     start = time.monotonic()
@@ -161,11 +161,11 @@ def align(
         share = group.of_first((time.monotonic() - start) / seconds)
         if share >= 1:
             break
-        told(share)
+        tell_share(share)
         student.learn(shard, share)
         steps += 1
-    after = [_agrees(student, judge, lambda: told(1.0)) for judge in judges]
-    old = [float(found[1].mean()) if len(found[1]) else None for found in (before, after)]
+    after = [_agrees(student, judge, lambda: tell_share(1.0)) for judge in judges]
+    old = [float(judged[1].mean()) if len(judged[1]) else None for judged in (before, after)]
     return Outcome(
         name,
         before=float(before[0].mean()),
@@ -225,11 +225,11 @@ def _problem(before: Sequence[np.ndarray], after: Sequence[np.ndarray]) -> str:
 
 def _agrees(student: Student, texts: Sequence[Shard], on_step: Callable[[], object]) -> np.ndarray:
     """Of all positions of ``texts``; each process of a `group` takes the same number of steps."""
-    found = [np.zeros(0, bool)]
+    rows = [np.zeros(0, bool)]
     for first in range(0, len(texts), group.size()):
         on_step()
-        found += [student.agrees(shard) for shard in texts[first : first + group.size()][group.rank() :][:1]]
-    return group.together(np.concatenate(found))
+        rows += [student.agrees(shard) for shard in texts[first : first + group.size()][group.rank() :][:1]]
+    return group.together(np.concatenate(rows))
 
 
 def shards(samples: Sequence[Sample], tokens: int) -> list[Shard]:

@@ -48,15 +48,15 @@ class Run:
     seconds: float = 0.0  # spent
     loss: float = 0.0  # mean of late steps, nats a token
     learner: Learner = field(init=False)
-    known: Tensor = field(init=False)  # [n] int64: the tokens that it may predict
-    _places: Tensor = field(init=False)  # [vocab_size] int64: of tokens in `known`, -1 of others
+    predicted: Tensor = field(init=False)  # [n] int64: the tokens that it may predict
+    _places: Tensor = field(init=False)  # [vocab_size] int64: of tokens in `predicted`, -1 of others
 
     def __post_init__(self) -> None:
         self.student.set_attn_implementation(CAUSAL)
         vocab_size = self.student.config.vocab_size
-        self.known = (torch.arange(vocab_size) if self.draft_ids is None else self.draft_ids).to(self.student.device)
-        self._places = torch.full((vocab_size,), -1, device=self.known.device)
-        self._places[self.known] = torch.arange(len(self.known), device=self.known.device)
+        self.predicted = (torch.arange(vocab_size) if self.draft_ids is None else self.draft_ids).to(self.student.device)
+        self._places = torch.full((vocab_size,), -1, device=self.predicted.device)
+        self._places[self.predicted] = torch.arange(len(self.predicted), device=self.predicted.device)
         self.learner = Learner(self.student, self.schedule, [vocab_size])
 
     def learn(self, shard: Shard, texts: Sequence[int], opening: int, progress: float) -> float:
@@ -64,7 +64,7 @@ class Run:
         states = self._states(padded(shard, texts).to(self.student.device))
         chosen, likeliest, wanted = (part.to(self.student.device) for part in _learnt(shard, texts, opening))
         places = self._places[likeliest]
-        head = self.student.get_output_embeddings().weight.index_select(0, self.known)
+        head = self.student.get_output_embeddings().weight.index_select(0, self.predicted)
         loss = top_cross_entropy(states.flatten(0, 1)[chosen], head, places.clamp_min(0), wanted * (places >= 0))
         self.learner.learn(loss, self.step, progress)
         self.step += 1
@@ -76,22 +76,22 @@ class Run:
     @torch.no_grad()
     def agrees(self, shard: Shard, texts: Sequence[int], opening: int) -> list[np.ndarray]:
         """For each of some texts, whether student and teacher have the same likeliest token, by position of the answer."""
-        states, found = self._states(padded(shard, texts).to(self.student.device)), list[np.ndarray]()
-        head = self.student.get_output_embeddings().weight[self.known].float()
+        states, correct = self._states(padded(shard, texts).to(self.student.device)), list[np.ndarray]()
+        head = self.student.get_output_embeddings().weight[self.predicted].float()
         for row, text in enumerate(texts):
             span, first = shard.span(text), max(int(shard.prompts[text]) - 1, opening - 1)
             logits = states[row, first : span.stop - span.start - 1].float() @ head.T
-            found.append(self.known[logits.argmax(-1)].cpu().numpy() == shard.ids[span][first:-1, 0])
-        return found
+            correct.append(self.predicted[logits.argmax(-1)].cpu().numpy() == shard.ids[span][first:-1, 0])
+        return correct
 
     def agreement(self, shards: Sequence[Shard], opening: int) -> dict[float, float]:
         """The share of positions of held-out answers at which student and teacher agree, by temperature of the text."""
         equal: dict[float, list[np.ndarray]] = {}
         for shard in shards:
             for rows in batches(shard, [t for t in range(shard.num_texts) if held_out(t)], self.schedule.tokens):
-                for text, found in zip(rows, self.agrees(shard, rows, opening), strict=True):
-                    equal.setdefault(round(float(shard.temperatures[text]), 2), []).append(found)
-        return {temperature: float(np.concatenate(found).mean()) for temperature, found in sorted(equal.items())}
+                for text, correct in zip(rows, self.agrees(shard, rows, opening), strict=True):
+                    equal.setdefault(round(float(shard.temperatures[text]), 2), []).append(correct)
+        return {temperature: float(np.concatenate(correct).mean()) for temperature, correct in sorted(equal.items())}
 
     def save(self, path: Path) -> None:
         """Write a checkpoint to go on from; a kill meanwhile leaves the one before."""
@@ -174,13 +174,13 @@ def epochs(shards: Sequence[Shard], tokens: int, seed: int) -> Iterator[tuple[Sh
     """Batches without end: every text that is not held out once an epoch, in random order."""
     rng = np.random.default_rng(seed)
     while True:
-        found = [
+        order = [
             (shard, rows)
             for shard in shards
             for rows in batches(shard, [t for t in range(shard.num_texts) if not held_out(t)], tokens)
         ]
-        for index in rng.permutation(len(found)):
-            yield found[index]
+        for index in rng.permutation(len(order)):
+            yield order[index]
 
 
 def distil(

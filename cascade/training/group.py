@@ -33,9 +33,9 @@ def of_first(value: float) -> float:
     """The value that the first process gave."""
     if size() == 1:
         return value
-    told = torch.tensor(value, dtype=torch.float64)
-    dist.broadcast(told, 0)
-    return told.item()
+    shared = torch.tensor(value, dtype=torch.float64)
+    dist.broadcast(shared, 0)
+    return shared.item()
 
 
 def equalize(parameters: Iterable[Tensor]) -> None:
@@ -57,10 +57,10 @@ def average(parameters: Iterable[Tensor]) -> None:
         torch._foreach_div_(gradients, size())
 
 
-def together(found: np.ndarray) -> np.ndarray:
+def together(part: np.ndarray) -> np.ndarray:
     """What all processes found, ``[n, ...]`` of one dtype, one after another along the first axis."""
     if size() == 1:
-        return found
-    parts: list[np.ndarray] = [found] * size()
-    dist.all_gather_object(parts, found)
+        return part
+    parts: list[np.ndarray] = [part] * size()
+    dist.all_gather_object(parts, part)
     return np.concatenate(parts)

@@ -139,7 +139,7 @@ class Distillation:
             return
         network = copy.deepcopy(run.student).to(self.teacher.dtype).requires_grad_(False)
         if run.draft_ids is not None:
-            network.set_output_embeddings(draft_vocab.DraftHead(network.get_output_embeddings().weight, run.known))
+            network.set_output_embeddings(draft_vocab.DraftHead(network.get_output_embeddings().weight, run.predicted))
         prompts = (
             shard.tokens[shard.span(text)][: int(shard.prompts[text])].tolist()
             for shard in itertools.cycle(self._shards(self._texts))
@@ -171,7 +171,7 @@ class Distillation:
             seconds = time.monotonic() - begin
             enough = number > 0 or len(kept) > 1  # one judges, one is learnt
             over = number >= MAX_SHARDS or (seconds >= whole * share and enough)
-            if sum(len(one.tokens) for one in kept) >= SHARD_TOKENS or (over and number == 0):
+            if sum(len(answer.tokens) for answer in kept) >= SHARD_TOKENS or (over and number == 0):
                 self._keep(folder / f"{number:05d}.npz", kept)
                 number, kept = number + 1, []
                 self._spend(folder, time.monotonic() - begin)
@@ -211,10 +211,10 @@ class Distillation:
             texts = next(batches(shards[0], range(shards[0].num_texts), 16_384))
             self.teacher.set_attn_implementation(CAUSAL)
             student = cut(self.teacher, self.shape, padded(shards[0], texts).to(self.teacher.device))
-        said = self._said() if self.shape.vocab_size < student.config.vocab_size else None
-        if said is not None:
-            student.config.draft_vocab_size = len(said)
-        run = Run(student.train(), said, Schedule() if self._start is None else TRAINED_ON)
+        predicted = self._predicted_tokens() if self.shape.vocab_size < student.config.vocab_size else None
+        if predicted is not None:
+            student.config.draft_vocab_size = len(predicted)
+        run = Run(student.train(), predicted, Schedule() if self._start is None else TRAINED_ON)
         if self._checkpoint.exists():
             run.resume(self._checkpoint)
         return run
@@ -227,11 +227,11 @@ class Distillation:
                 f"start is {str(start)!r}, a {config.model_type} of {config.vocab_size} tokens: "
                 f"give a student of {self._source!r}, a llama of {self.teacher.config.vocab_size}"
             )
-        said = getattr(config, "draft_vocab_size", None) or config.vocab_size
-        return Shape(config.hidden_size, config.intermediate_size, tuple(range(config.num_hidden_layers)), said)
+        predicted = getattr(config, "draft_vocab_size", None) or config.vocab_size
+        return Shape(config.hidden_size, config.intermediate_size, tuple(range(config.num_hidden_layers)), predicted)
 
-    def _said(self) -> Tensor:
-        """The tokens that the student says: chosen once, by how often the teacher says them."""
+    def _predicted_tokens(self) -> Tensor:
+        """The tokens that the student predicts, increasing ``[n]`` int64: chosen once, by how often the teacher says them."""
         path = self._work / f"{self._out.name}.{draft_vocab.FILE}"
         if self._start is not None:
             path = self._start / draft_vocab.FILE
@@ -247,7 +247,7 @@ class Distillation:
         seconds = self.plan.hours * 3600 * LEARNING
         judged, opening, last = self._judged(), len(self.turns.opening), run.seconds
 
-        def heard(now: Run) -> None:
+        def report(now: Run) -> None:
             nonlocal last
             if now.seconds - last > max(60.0, seconds / 20):  # judging takes seconds
                 self.agreement, last = now.agreement(judged, opening), now.seconds
@@ -255,7 +255,7 @@ class Distillation:
             tell(Progress("learning", min(1.0, passed), now.tokens, self.agreement.get(0.0)))
 
         shards = [*self._shards(self._answers), *self._shards(self._texts)]
-        distil(run, shards, opening, seconds * share, self._checkpoint, whole=seconds, tell=heard)
+        distil(run, shards, opening, seconds * share, self._checkpoint, whole=seconds, tell=report)
 
     def _export(self, run: Run) -> None:
         """An ordinary folder of Transformers, in bfloat16, with a model card."""
@@ -302,17 +302,17 @@ Share of positions of held-out answers at which both say the same, by the temper
         self._work.mkdir(parents=True, exist_ok=True)
         about = {"model": self._source, "vocab_size": self.teacher.config.vocab_size, "max_len": self.plan.max_len}
         path = self._work / "teacher.json"
-        if path.exists() and (found := json.loads(path.read_text(encoding="utf-8"))) != about:
+        if path.exists() and (earlier := json.loads(path.read_text(encoding="utf-8"))) != about:
             raise ConfigError(
-                f"{self._work} is the work of {found['model']!r}: choose another folder with --work, or remove it"
+                f"{self._work} is the work of {earlier['model']!r}: choose another folder with --work, or remove it"
             )
         path.write_text(json.dumps(about), encoding="utf-8")
 
     def _spent(self) -> dict[str, float]:
         """Seconds that were spent on writing, by folder."""
         path = self._work / SPENT
-        found: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        return found
+        state: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return state
 
     def _spend(self, folder: Path, seconds: float) -> None:
         spent = {**self._spent(), folder.name: seconds}

@@ -48,8 +48,8 @@ class Shape:
         wanted, neurons = WIDER * teacher.hidden_size * cost**0.5, teacher.intermediate_size * cost**0.5
         neurons = min(teacher.intermediate_size, max(1, round(neurons / STEP)) * STEP)
         for width in sorted(range(unit, teacher.hidden_size + 1, unit), key=lambda width: abs(width - wanted)):
-            none, one = (_weights_read(teacher, Shape(width, neurons, layers, predicted)) for layers in ((), (0,)))
-            layers = int((cost * total - none) / (one - none))
+            none, single = (_weights_read(teacher, Shape(width, neurons, layers, predicted)) for layers in ((), (0,)))
+            layers = int((cost * total - none) / (single - none))
             if layers >= LEAST_LAYERS:
                 return cls(width, neurons, spread(teacher.num_hidden_layers, min(layers, teacher.num_hidden_layers)), predicted)
         raise ConfigError(f"cost is {cost:g}: no student of this model costs so little, its output embedding alone is dearer")

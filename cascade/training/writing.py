@@ -51,8 +51,8 @@ class Turns:
         base = cls((int(start),), (), frozenset(ends))
         if not tokenizer.chat_template:
             return base
-        asked = [{"role": "user", "content": USERS_TEXT}]
-        text = str(tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True))
+        messages = [{"role": "user", "content": USERS_TEXT}]
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         before, _, after = text.partition(USERS_TEXT)
         opening, answering, *starts = (tokenizer.encode(part, add_special_tokens=False) for part in (before, after, *STARTS))
         if not opening or not answering:  # a template that only joins texts
@@ -123,7 +123,7 @@ def write(
     while live:
         going: list[_Row] = []
         for row, scored in zip(live, model.run([row.next() for row in live]), strict=True):
-            row.known = len(row.text.tokens)
+            row.cached = len(row.text.tokens)
             if not row.text.advance(scored.own[0], turns, max_len):
                 going.append(row)
                 continue
@@ -141,8 +141,8 @@ class _Row:
     seed: int
     text: Written
     cache: Store
-    known: int = 0  # tokens whose keys and values are in the cache
+    cached: int = 0  # tokens whose keys and values are in the cache
 
     def next(self) -> Row:
         """What the next pass scores."""
-        return Row(self.cache, self.known, self.text.tokens[self.known :], 1, self.text.params(self.seed))
+        return Row(self.cache, self.cached, self.text.tokens[self.cached :], 1, self.text.params(self.seed))

@@ -17,7 +17,8 @@ from cascade.drafters import DrafterSpec
 from cascade.engine.adapter_folder import AdapterFolder
 from cascade.engine.checkpoint import DTYPES, anatomy
 from cascade.engine.devices import HOST_SHARE, UTILIZATION
-from cascade.engine.draft_vocab import draft_ids, said
+from cascade.engine.draft_vocab import draft_ids
+from cascade.engine.draft_vocab import tokens as draft_tokens
 from cascade.engine.gguf import converted
 from cascade.engine.memory import GIB, host_memory
 from cascade.engine.model_config import read_config
@@ -149,7 +150,7 @@ class VllmModel(Runs):
     def _restrict(self, revision: str | None, trust_remote_code: bool) -> None:
         """Let a draft model say its draft vocabulary alone, if it has one; raises `ModelError` if its ids do not fit."""
         config = read_config(self._source, revision=revision, trust_remote_code=trust_remote_code)
-        if (ids := said(config, self._source, revision=revision)) is not None:
+        if (ids := draft_tokens(config, self._source, revision=revision)) is not None:
             self._said = ids.tolist()
             self._engine.collective_rpc("cascade_say", args=(self._said,))
 

@@ -19,9 +19,10 @@ TEXT = {  # read texts: their classes, which are loaded when one is made
     CORPUS: "cascade.drafters.matching:Corpus",
     "lookahead": "cascade.drafters.lookahead:Lookahead",
 }
-HEADS = ("eagle3", "eagle", "medusa")  # read the model's hidden states, in its passes on vLLM, by its names
+WITHIN = "mtp"  # a head whose weights are among the model's
+HEADS = ("eagle3", "eagle", "medusa", WITHIN)  # read the model's hidden states, in its passes on vLLM, by its names
 KINDS = (*TEXT, *HEADS)
-SOURCES = {CORPUS: "the path of a text file"} | dict.fromkeys(HEADS, "the path or hub id of its weights")
+SOURCES = {CORPUS: "the path of a text file"} | {kind: "the path or hub id of its weights" for kind in HEADS if kind != WITHIN}
 
 Encode = Callable[[str], Sequence[int]]  # token ids of a text
 
@@ -31,7 +32,7 @@ class DrafterSpec:
     """One drafter. Raises `ConfigError`."""
 
     kind: str
-    source: str = ""  # of a corpus a file of plain text, of a head a path or hub id
+    source: str = ""  # of a corpus a file of plain text, of a head with weights of its own a path or hub id
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -39,7 +40,7 @@ class DrafterSpec:
         if self.kind in SOURCES and not self.source:
             raise ConfigError(f"drafter of kind {self.kind!r} needs a source: {SOURCES[self.kind]}")
         if self.source and self.kind not in SOURCES:
-            raise ConfigError(f"drafter.source is {self.source!r}, but {self.kind!r} reads no file: remove it")
+            raise ConfigError(f"drafter.source is {self.source!r}, but {self.kind!r} needs none: remove it")
 
     @property
     def reads(self) -> bool:

@@ -180,7 +180,7 @@ def _ask_vllm(tier: TierConfig) -> None:
 def _drafter_weights(tier: TierConfig) -> int:
     """Numbers that its head adds, as far as that can be known; raises `ConfigError` if it has no files."""
     head = head_of(tier.engine_kwargs.drafters)
-    if head is None:
+    if head is None or not head.source:
         return 0
     with _naming(f"The drafter of tier {tier.name}"):
         return num_weights(head.source) or 0

@@ -57,6 +57,10 @@ WRONG: dict[str, tuple[Any, str]] = {
     "same name twice": ({"tiers": [tier("a"), tier("a")]}, r"two tiers are named 'a'"),
     "drafter as a tier": ({"tiers": [tier("suffix"), tier("full")]}, r"give the tier another name"),
     "head without weights": (engine(drafter="eagle3"), r"'eagle3' needs a source: the path or hub id"),
+    "head among the model's weights": (
+        engine(drafter={"kind": "mtp", "source": "a/b"}),
+        r"'a/b', but 'mtp' needs none: remove",
+    ),
     "head of our own engine": (
         engine(drafter={"kind": "eagle3", "source": "a/b"}, engine="cascade"),
         r"drafter is 'eagle3', which only vLLM can do: set engine to 'vllm'",

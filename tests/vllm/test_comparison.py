@@ -1,7 +1,8 @@
-"""The page of comparison knows all fields that the installed vLLM takes."""
+"""The page of comparison knows all fields and drafters that the installed vLLM takes."""
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -22,3 +23,10 @@ def test_every_field_of_vllms_requests_has_a_row() -> None:
 
     for request in (ChatCompletionRequest, CompletionRequest, ResponsesRequest, AnthropicMessagesRequest):
         assert request.model_fields.keys() <= KNOWN, request
+
+
+def test_every_drafter_of_vllms_has_a_row() -> None:
+    """Guards newcomers against a `method` of which the page says nothing."""
+    from vllm.config.speculative import MTPModelTypes, SpeculativeMethod
+
+    assert {*get_args(SpeculativeMethod)} - {*get_args(MTPModelTypes)} | {"mtp"} <= KNOWN

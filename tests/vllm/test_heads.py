@@ -3,7 +3,7 @@
 import json
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,10 @@ from tests.vllm.models import GREEDY, OPTIONS  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
-PROMPTS = ["def read(path):\n", "import os\n\nclass Shape:\n", "for name in", "import json\nimport os\n\n\ndef main():\n"]
+LONG = "import json\nimport os\n\n\ndef main():\n" * 48  # more than a pass takes: it is read in chunks
+PROMPTS = ["def read(path):\n", "import os\n\nclass Shape:\n", "for name in", LONG]
 SIZE, VOCAB, LAYERS, WIDE = 384, 4096, 6, 512  # of the model
-KINDS = ("eagle3", "eagle", "medusa")
+KINDS = ("eagle3", "eagle", "medusa", "mtp")
 END = 2  # of a turn
 HEAD = Path(__file__).parent / "weights" / "smollm2-eagle3"  # of the demonstration's full model, in 8 bits
 # share of positions at which the first guess, the first two, three, four are right, with the same weights on an engine that is
@@ -41,7 +42,9 @@ ACCEPTED = {0.0: (0.297, 0.122, 0.067, 0.040), 0.7: (0.303, 0.118, 0.039, 0.015)
 
 
 def random_head(kind: str, folder: Path, **changes: Any) -> str:
-    """A head of the model with random weights, under the names that its authors give them."""
+    """A head of the model with random weights, under the names that its authors give them; of MTP with the model."""
+    if kind == "mtp":
+        return with_further_layer(folder)
     noise = torch.Generator().manual_seed(0)
 
     def matrix(*shape: int) -> torch.Tensor:
@@ -69,15 +72,40 @@ def random_head(kind: str, folder: Path, **changes: Any) -> str:
         name = "LlamaForCausalLMEagle3" if kind == "eagle3" else "LlamaForCausalLM"
         config = source | {"architectures": [name], "num_hidden_layers": 1, "tie_word_embeddings": False}
         config["eagle_aux_hidden_state_layer_ids"] = [1, 3, 5]
+    return written(folder, weights, config | changes)
+
+
+def written(folder: Path, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: part.contiguous() for name, part in weights.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config | changes))
+    (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 
 
+def with_further_layer(folder: Path, **own: torch.Tensor) -> str:
+    """The model as one of MiMo's kind, with a layer that predicts a further token; random where it is not its ``own``.
+
+    MiMo's layers are Llama's with biases, which are zero here: it says what the model says.
+    """
+    noise, full = torch.Generator().manual_seed(0), Path(small.paths()[-1])
+    weights = {name: part.float() for name, part in load_file(full / "model.safetensors").items()}
+    first = "model.layers.0."
+    layer = {name.removeprefix(first): part.shape for name, part in weights.items() if name.startswith(first)}
+    norms = ("token_layernorm.weight", "hidden_layernorm.weight", "final_layernorm.weight")
+    layer |= {"input_proj.weight": torch.Size((SIZE, 2 * SIZE))} | dict.fromkeys(norms, torch.Size((SIZE,)))
+    for name, shape in layer.items():
+        made = torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=noise) * shape[-1] ** -0.5
+        weights[f"model.mtp_layers.0.{name}"] = own.get(name.removesuffix(".weight").rpartition(".")[2], made)
+    for name in [name for name in weights if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))]:
+        weights[name.replace(".weight", ".bias")] = torch.zeros(len(weights[name]))
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    config = json.loads((full / "config.json").read_text()) | {"model_type": "qwen2", "architectures": ["MiMoForCausalLM"]}
+    return written(folder, weights, config | {"num_nextn_predict_layers": 1, "tie_word_embeddings": False})
+
+
 def started(kind: str, source: str, cache_tokens: int = 4096, **options: Any) -> VllmModel:
-    head = DrafterSpec(kind, source)
-    return VllmModel(small.paths()[-1], cache_tokens=cache_tokens, drafter=head, options={**OPTIONS, **options})
+    model, head = (source, "") if kind == "mtp" else (small.paths()[-1], source)
+    return VllmModel(model, cache_tokens=cache_tokens, drafter=DrafterSpec(kind, head), options={**OPTIONS, **options})
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +169,7 @@ def test_a_trained_head_changes_no_text(trained: VllmModel, expected: Cascade, t
     params = SamplingParams(temperature=temperature, seed=7, max_tokens=40, ignore_eos=True)
     said = texts(expected, params, Speculation("off"))
     with Cascade([trained], Tokenizer.from_pretrained(small.paths()[-1]), drafter="suffix") as cascade:
+        assert len(cascade.tokenizer.encode(LONG)) > 512
         assert cascade.names == ("suffix", "eagle3", "full")
         for tiers in (("eagle3",), ("eagle3", "suffix"), ("suffix",), None):
             assert texts(cascade, params, Speculation(tiers=tiers)) == said
@@ -163,20 +192,22 @@ def test_a_random_head_changes_no_text(kind: str, expected: Cascade, tmp_path: P
             [tier] = cascade.tiers
             assert isinstance(tier, Tier)
             assert tier.kv_admission.preempted
+            assert tier.kv_admission.block_manager.reused
         check_pages(model._blocks, [])
     finally:
         model.close()
     assert said == [one.token_ids for one in expected.generate(prompts, params, Speculation("off"))]
 
 
-def test_a_head_on_a_lower_tier_changes_no_text(trained: VllmModel) -> None:
-    """Guards corrections from above: what a head has read of a text that is taken back is written over."""
+def test_a_head_on_a_middle_tier_changes_no_text(trained: VllmModel) -> None:
+    """Guards corrections from above, beside guesses from below: what a head has read of a text taken back is written over."""
     params = SamplingParams(temperature=0.8, seed=5, max_tokens=32, ignore_eos=True)
     tokenizer = Tokenizer.from_pretrained(small.paths()[-1])
-    above = Model.from_pretrained(small.paths()[1], dtype="float32", device="cpu", cache_tokens=2048)
-    with Cascade([trained, above], tokenizer, names=("below", "above"), drafter=None) as cascade:
+    below, above = (Model.from_pretrained(path, dtype="float32", device="cpu", cache_tokens=2048) for path in small.paths()[:2])
+    with Cascade([below, trained, above], tokenizer, names=("below", "middle", "above"), drafter=None) as cascade:
         said = texts(cascade, params, Speculation("off"))
-        assert texts(cascade, params, Speculation(tiers=("eagle3", "below"))) == said
+        for tiers in (("eagle3", "middle"), ("eagle3", "below", "middle")):
+            assert texts(cascade, params, Speculation(tiers=tiers)) == said
 
 
 def test_guesses_do_not_depend_on_chunks_and_companions(trained: VllmModel) -> None:
@@ -218,9 +249,37 @@ def test_medusa_reads_the_last_token(tmp_path: Path) -> None:
         model.close()
 
 
+def test_a_further_layer_reads_the_state_and_the_token_after_it(tmp_path: Path) -> None:
+    """Guards MTP's places: with an empty block, a layer that passes the state on says what the model says, and one that passes
+    the token on what the output embedding says of the last one."""
+    full = load_file(Path(small.paths()[-1]) / "model.safetensors")
+    embedding, norm = full["model.embed_tokens.weight"].float(), full["model.norm.weight"].float()
+    empty = {"o_proj": torch.zeros(SIZE, SIZE), "down_proj": torch.zeros(SIZE, WIDE), "final_layernorm": norm}
+    state, token = torch.eye(SIZE, 2 * SIZE), torch.eye(SIZE, 2 * SIZE).roll(SIZE, 1)
+    for passed, projection in (("state", state), ("token", token)):
+        model = started("mtp", with_further_layer(tmp_path / passed, input_proj=projection, **empty))
+        try:
+            store = model.new_cache()
+            store.reserve(64)
+            [scored] = model.run([Row(store, 0, [5, 6, 7, 8], 1, GREEDY, guesses=3)])
+            of_token = (embedding @ (norm * embedding[scored.own[0]])).argmax().item()
+            assert scored.draft.tokens[0] == (scored.own[0] if passed == "state" else of_token)
+            assert len(scored.draft.tokens) == 3
+            store.free()
+        finally:
+            model.close()
+
+
+def test_a_model_without_further_layers_has_no_mtp() -> None:
+    """Guards starts: one sentence instead of an error of vLLM's."""
+    with pytest.raises(ModelError, match="The drafter 'mtp' cannot be used: the model's files hold no layers"):
+        started("mtp", small.paths()[-1])
+
+
 @pytest.mark.parametrize(
     ("kind", "change", "words"),
     [
+        ("mtp", "model.mtp_layers.0.input_proj.weight", r"input_proj"),
         ("eagle3", "fc.weight", r"lacks the tensor fc\.weight"),
         ("eagle", "layers.0.mlp.up_proj.weight", r"lacks the tensor mlp\.up_proj\.weight"),
         (

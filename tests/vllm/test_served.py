@@ -1,4 +1,4 @@
-"""A server whose full tier runs on vLLM, two draft tiers on our own engine: right texts, whichever replica dies."""
+"""A server whose full tier runs on vLLM with a head, two draft tiers on our own engine: right texts, whichever replica dies."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from ray import serve
 
-from cascade import SamplingParams
+from cascade import SamplingParams, Speculation
 from cascade.client import Client
 from cascade.settings.config import CascadeConfig
 from deployments.ops.launch import APPLICATION, Server
@@ -47,7 +47,8 @@ def test_a_killed_replica_costs_no_answer() -> None:
         expected = [cascade.generate(PROMPTS[number % 4], params(number)).text for number in range(8)]
     values = small.config().model_dump(mode="json", exclude_unset=True)
     options = {"engine": "vllm", "dtype": "float32", "enforce_eager": True, "cache_tokens": 4096, "block_size": 32}
-    values["tiers"][-1]["engine_kwargs"] = options
+    drafters = ["suffix", {"kind": "eagle3", "source": small.head()}]
+    values["tiers"][-1]["engine_kwargs"] = {**options, "drafter": drafters}
     with (
         Server.start(CascadeConfig.parse(values), port=0) as server,
         Client(server.address, timeout=LONG_S) as client,
@@ -55,6 +56,9 @@ def test_a_killed_replica_costs_no_answer() -> None:
     ):
         assert [tier.engine for tier in client.describe().tiers] == ["cascade", "cascade", "vllm"]
         assert client.describe().tiers[-1].same_bits is False
+        guessed = client.generate(PROMPTS[0], params(0), Speculation(tiers=("eagle3",)))
+        assert guessed.text == expected[0]
+        assert sum(edge.accepted for edge in guessed.stats.edges if edge.drafter == "eagle3")
         pid = replica("full")
         for kill in (False, True):
             said = [threads.submit(lambda n=number: client.generate(PROMPTS[n % 4], params(n)).text) for number in range(8)]

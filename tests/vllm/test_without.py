@@ -52,6 +52,7 @@ def test_architectures_are_vllms_to_know(monkeypatch: pytest.MonkeyPatch, tmp_pa
         ({"engine": "vllm"}, False, False, "vllm"),
         ({"quantization": "fp8"}, False, False, "vllm"),
         ({"drafter": {"kind": "eagle3", "source": "a/b"}}, False, False, "vllm"),
+        ({"drafter": "mtp"}, False, False, "vllm"),
         ({"tensor_parallel_size": 2}, False, False, "vllm"),
         ({"lora_modules": {"red": "a/b"}}, False, False, "vllm"),
     ],

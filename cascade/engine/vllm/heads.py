@@ -7,6 +7,7 @@ a little worse.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cascade.draft import Draft
-from cascade.drafters import DrafterSpec
+from cascade.drafters import WITHIN, DrafterSpec
 from cascade.drafters.in_pass import MOST_STEPS
 from cascade.engine.sampling.own_tokens import Asked, own_tokens_and_next, runner_ups
 from cascade.engine.weights import fetched, shapes
@@ -31,6 +32,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {  # tensors that a head must have, with
     "eagle3": ("fc", *LAYER, "input_layernorm", "hidden_norm", "norm", "lm_head"),
     "medusa": (),
 }
+FURTHER = re.compile(r"(^|\.)mtp|\.layers\.(\d+)\.")  # names of layers that predict further tokens, or numbers of layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,20 +112,31 @@ def with_drafts(found: Sequence[Scored], reads: Mapping[int, Reader], said: Sequ
 
 def speculative_config(drafter: DrafterSpec, source: str) -> dict[str, Any]:
     """vLLM's argument for a head of the model at ``source``; raises `ModelError` if the head does not fit it."""
-    sizes, config = shapes(drafter.source), _config(drafter.source)
+    place = drafter.source or source
+    sizes, config, model = shapes(place), _config(place), _config(source)
     inner = config.get("transformer_layer_config") or config
-    model = _config(source)
-    problem = _missing(drafter.kind, sizes) or _unlike(drafter.kind, sizes, inner, model)
+    if drafter.kind == WITHIN:
+        problem = _no_further(sizes, model)
+    else:
+        problem = _missing(drafter.kind, sizes) or _unlike(drafter.kind, sizes, inner, model)
     if problem:
-        raise ModelError(f"The drafter {drafter.source!r} cannot be used: {problem}")
+        raise ModelError(f"The drafter {drafter.source or drafter.kind!r} cannot be used: {problem}")
     steps = int(config.get("num_heads", MOST_STEPS)) if drafter.kind == "medusa" else MOST_STEPS
-    return {"method": drafter.kind, "model": drafter.source, "num_speculative_tokens": steps}
+    return {"method": drafter.kind, "model": place, "num_speculative_tokens": steps}
 
 
 def _config(source: str) -> dict[str, Any]:
     file = fetched(source) / "config.json"
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return found.get("text_config") or found
+
+
+def _no_further(sizes: Mapping[str, Any], model: Mapping[str, Any]) -> str:
+    """Why a model has no layers that predict further tokens, in words; "" if it has them."""
+    layers = model.get("num_hidden_layers", 0)
+    found = (FURTHER.search(name) for name in sizes)
+    has = any(one and (one[2] is None or int(one[2]) >= layers) for one in found)
+    return "" if has else "the model's files hold no layers that predict further tokens (MTP)"
 
 
 def _missing(kind: str, sizes: Mapping[str, Any]) -> str:

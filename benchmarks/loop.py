@@ -17,7 +17,7 @@ from benchmarks.document import console, finish, parsed, parser, stamp
 from cascade.draft import Draft
 from cascade.drafters import make, specs
 from cascade.engine.scoring import Packed, asked
-from cascade.messages import Commit, Link, Message, Open, Proposal
+from cascade.messages import Commit, Link, Message, Open, Proposal, SessionSpec
 from cascade.params import SamplingParams
 from cascade.planner.cost import Profile
 from cascade.scorer import MAX_FORKED, Row, Scored
@@ -156,11 +156,11 @@ class Drafter:
 
     def answer(self, message: Message) -> Message | None:
         if isinstance(message, Open):
-            self.seeds[message.session] = message.params.seed or 0
+            self.seeds[message.session] = message.spec.params.seed or 0
         elif not isinstance(message, Commit):
             return None
         seed = self.seeds[message.session]
-        end = len(message.tokens) if isinstance(message, Open) else message.start + len(message.tokens)
+        end = len(message.spec.tokens) if isinstance(message, Open) else message.start + len(message.tokens)
         tokens = tuple(mix(seed << 32 | position % PERIOD) % VOCAB for position in range(end, end + AHEAD))
         return Proposal(message.session, end, Draft(tokens, bytes(AHEAD), bytes([16]) * AHEAD))
 
@@ -176,15 +176,17 @@ def measure(setup: str, sessions: int, passes: int) -> dict[str, float]:
     up = Neighbour(clock, tier, Router().answer)
     openings = [
         Open(
-            session=f"session-{seed}",
-            tokens=tuple(said(seed, position) for position in range(PROMPT)),
-            prompt_len=PROMPT,
-            params=SamplingParams(max_tokens=MAX_TOKENS, temperature=0, seed=seed),
-            tier="full",
-            chain=("tiny",) if setup == "below" else (),
-            window=WINDOW,
-            draft_window=AHEAD,
-            drafters=("suffix",) if setup == "suffix" else (),
+            f"session-{seed}",
+            SessionSpec(
+                tokens=tuple(said(seed, position) for position in range(PROMPT)),
+                prompt_len=PROMPT,
+                params=SamplingParams(max_tokens=MAX_TOKENS, temperature=0, seed=seed),
+                tier="full",
+                chain=("tiny",) if setup == "below" else (),
+                window=WINDOW,
+                draft_window=AHEAD,
+                drafters=("suffix",) if setup == "suffix" else (),
+            ),
         )
         for seed in range(sessions)
     ]

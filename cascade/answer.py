@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from cascade.messages import Commit, Edge, Logprobs, Open, Proposal
+from cascade.messages import Commit, Edge, Logprobs, Proposal, SessionSpec
 
 FinishReason = Literal["stop", "length"]
 Undrafted = Literal["disabled", "load", "low_acceptance", "no_replica", "short", "late"]
@@ -98,13 +98,13 @@ class Chunk:
 
 @dataclass(slots=True)
 class Answer:
-    """The text of one request as it grows; ``opening`` is what the full tier was first asked.
+    """The text of one request as it grows; ``spec`` is what the full tier was first asked.
 
-    Output that the opening has is known to the client, whose stream broke off there. Only what comes after it is handed out,
+    Output that the spec has is known to the client, whose stream broke off there. Only what comes after it is handed out,
     and the completion has only that.
     """
 
-    opening: Open
+    spec: SessionSpec
     decoder: TextDecoder
     index: int = 0
     elapsed: Callable[[], float] | None = None  # seconds since the request came
@@ -127,7 +127,7 @@ class Answer:
 
     def __post_init__(self) -> None:
         """Take up the text after the tokens that the client has, as if they had been written here."""
-        known = self.opening.tokens[self.opening.prompt_len :]
+        known = self.spec.tokens[self.spec.prompt_len :]
         self._extend(known, bytes(len(known)))
         self._num_known = self._num_sent_tokens = len(self.tokens)
         self._num_known_chars = self._num_sent_chars = len(self._text)
@@ -155,7 +155,7 @@ class Answer:
         """Take in a proposal of the full tier: the next piece of text, if there is one, and the tier's acknowledgement."""
         if self.finished:
             return None, None
-        begin = self.opening.prompt_len + len(self.tokens)
+        begin = self.spec.prompt_len + len(self.tokens)
         known = begin - proposal.start
         new = proposal.draft.tokens[known:] if known >= 0 else ()
         if not new:
@@ -164,30 +164,28 @@ class Answer:
             self._num_cached = proposal.cached
         if not self.tokens and self.elapsed is not None:
             self._first_token_s = self.elapsed()
-        if not self.tokens and self.opening.params.prompt_logprobs is not None:
-            self.prompt = _prompt_tokens(self.opening, proposal.prompt_logprobs)
+        if not self.tokens and self.spec.params.prompt_logprobs is not None:
+            self.prompt = _prompt_tokens(self.spec, proposal.prompt_logprobs)
         if proposal.edges:
             self.edges, self._skip_reason = proposal.edges, proposal.skip_reason
-        if self.opening.params.logprobs is not None:
+        if self.spec.params.logprobs is not None:
             assert len(proposal.logprobs) == len(proposal.draft), "the full tier was asked for log-probabilities"
             self.logprobs += proposal.logprobs[known:]
         self._extend(new, proposal.draft.origins[known:])
         return self._piece(), Commit(proposal.session, begin, tuple(new))
 
-    def replay(self, session: str) -> Open:
-        """The opening that lets another replica go on where this text stands."""
-        opening = self.opening
-        tokens = (*opening.tokens[: opening.prompt_len], *self.tokens)
-        return replace(opening, session=session, tokens=tokens)
+    def resumed(self) -> SessionSpec:
+        """The session that lets another replica go on where this text stands."""
+        return self.spec.after(self.tokens)
 
     def _extend(self, tokens: Sequence[int], origins: bytes) -> None:
-        params = self.opening.params
+        params = self.spec.params
         for token, origin in zip(tokens, origins, strict=True):
             if self.finished:
                 return
             self.tokens.append(token)
             self._origins.append(origin)
-            if token in self.opening.ends:
+            if token in self.spec.ends:
                 self.finish_reason = "stop"
             else:
                 self._text += self.decoder.step(token)
@@ -200,7 +198,7 @@ class Answer:
 
     def _stop(self) -> None:
         """Cut at the first stop string in text that is not sent yet and that is not of the first `min_tokens` tokens."""
-        params = self.opening.params
+        params = self.spec.params
         kept = self._covers(min(params.min_tokens, len(self._ends)))
         begin = max(self._num_sent_chars, kept)
         found = [(at, stop) for stop in params.stop if (at := self._text.find(stop, begin)) >= 0]
@@ -213,7 +211,7 @@ class Answer:
         """What is certain and was not handed out yet; ``None`` if nothing is."""
         certain = len(self._text)
         if not self.finished:  # what may begin a stop string may be taken back
-            certain -= max((overlap(self._text, stop) for stop in self.opening.params.stop), default=0)
+            certain -= max((overlap(self._text, stop) for stop in self.spec.params.stop), default=0)
         num_tokens = self._num_sent_tokens
         while num_tokens < len(self._ends) and self._ends[num_tokens] <= certain:
             num_tokens += 1
@@ -228,7 +226,7 @@ class Answer:
         ends = tuple(min(e, end) - self._num_sent_chars for e in self._ends[sent])
         self._num_sent_chars, self._num_sent_tokens = end, num_tokens
         logprobs = tuple(self.logprobs[sent.start - self._num_known : sent.stop - self._num_known])
-        seed = self.opening.params.seed if sent.start == self._num_known else None
+        seed = self.spec.params.seed if sent.start == self._num_known else None
         return Chunk(
             text,
             tuple(self.tokens[sent]),
@@ -248,10 +246,10 @@ class Answer:
     def _completion(self, num_tokens: int) -> Completion | None:
         if self.finish_reason is None:
             return None
-        seed = self.opening.params.seed
+        seed = self.spec.params.seed
         assert seed is not None
-        reason = undrafted(self.opening, self.edges, self._skip_reason)
-        stats = Stats(self.opening.prompt_len, len(self.tokens), self.edges, self._first_token_s, reason, self._num_cached)
+        reason = undrafted(self.spec, self.edges, self._skip_reason)
+        stats = Stats(self.spec.prompt_len, len(self.tokens), self.edges, self._first_token_s, reason, self._num_cached)
         new = slice(self._num_known, num_tokens)
         text, ids, origins = self._text[self._num_known_chars :], tuple(self.tokens[new]), bytes(self._origins[new])
         logprobs = tuple(self.logprobs[: num_tokens - self._num_known])
@@ -259,14 +257,14 @@ class Answer:
         return Completion(text, ids, self.finish_reason, seed, stats, origins, self.index, logprobs, self.prompt, stop)
 
 
-def _prompt_tokens(opening: Open, logprobs: Sequence[Logprobs]) -> tuple[PromptToken, ...]:
-    first, *others = opening.tokens[: opening.prompt_len]
+def _prompt_tokens(spec: SessionSpec, logprobs: Sequence[Logprobs]) -> tuple[PromptToken, ...]:
+    first, *others = spec.tokens[: spec.prompt_len]
     assert len(logprobs) == len(others), "the full tier was asked for log-probabilities of the prompt"
     pairs = zip(others, logprobs, strict=True)
     return (PromptToken(first), *(PromptToken(id, said.logprob, said.top) for id, said in pairs))
 
 
-def undrafted(opening: Open, edges: Sequence[Edge], skip_reason: str = "") -> Undrafted | None:
+def undrafted(spec: SessionSpec, edges: Sequence[Edge], skip_reason: str = "") -> Undrafted | None:
     """Why no guess was scored at the full tier: ``None`` if one was.
 
     ``disabled``: the request wanted none, or there is no tier below. ``load``, ``low_acceptance``: the full tier found that
@@ -274,16 +272,16 @@ def undrafted(opening: Open, edges: Sequence[Edge], skip_reason: str = "") -> Un
     ``short``: the text ended before drafts were tried or guesses came. ``late``: there was a drafter, but its guesses never
     came in time.
     """
-    own = [edge for edge in edges if edge.verifier == opening.tier]
+    own = [edge for edge in edges if edge.verifier == spec.tier]
     if any(edge.proposed for edge in own):
         return None
-    if not opening.chain and not opening.drafters:
+    if not spec.chain and not spec.drafters:
         return "disabled"
     for reason in ("load", "low_acceptance", "short"):
         if skip_reason == reason:
             return reason
     alone, all_ = sum(edge.passes for edge in own if not edge.drafter), sum(edge.passes for edge in own)
-    if not opening.chain:
+    if not spec.chain:
         return "short" if all_ <= SHORT_PASSES else "low_acceptance"
     if 2 * alone > all_:
         return "no_replica"

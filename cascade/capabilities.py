@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cascade.errors import ContextLengthExceeded, InvalidRequest
-from cascade.messages import Open, mint
+from cascade.messages import SessionSpec
 from cascade.params import Handling, SamplingParams, Speculation, Structured, check_adapter
 
 SEED_MISSING = "resume has tokens and seed is missing: give the seed that came with the answer's first piece"
@@ -56,8 +56,8 @@ class Capabilities:
         if params.structured is not None:
             self.check_grammar(params.structured, known)
 
-    def admit(self, task: Task) -> Open:
-        """What the full tier is asked to write, under a new session name and with a seed.
+    def admit(self, task: Task) -> SessionSpec:
+        """What the full tier is asked to write, with a seed.
 
         Raises `InvalidRequest` if the prompt cannot be served, or any parameter not be honoured.
         """
@@ -73,8 +73,7 @@ class Capabilities:
                 "max_tokens",
             )
         chosen = speculation.chosen(self.names)
-        return Open(
-            session=mint(),
+        return SessionSpec(
             tokens=(*ids, *task.known),
             prompt_len=len(ids),
             params=params.seeded(),
@@ -88,7 +87,6 @@ class Capabilities:
             adaptive=speculation.adaptive,
             priority=task.handling.priority,
             cache_salt=task.handling.cache_salt,
-            train=task.handling.train,
         )
 
     def _check_ids(self, ids: Sequence[int]) -> None:

@@ -270,9 +270,9 @@ class Cascade:
         begin, answers = time.monotonic(), []
         prompts = prompt if _is_batch(prompt) else [prompt]
         for index, (one, chosen) in enumerate(zip(prompts, self._sampled(params, len(prompts)), strict=True)):
-            opening = self._capabilities.admit(Task(self._encode(one), chosen, *how))
-            decoder = self.tokenizer.decoder(opening.tokens)
-            answers.append(Answer(opening, decoder, index, lambda: time.monotonic() - begin))
+            spec = self._capabilities.admit(Task(self._encode(one), chosen, *how))
+            decoder = self.tokenizer.decoder(spec.tokens)
+            answers.append(Answer(spec, decoder, index, lambda: time.monotonic() - begin))
         return Requests(self.tiers[-1], answers, link)
 
     def _sampled(self, params: Params, num_prompts: int) -> Sequence[SamplingParams]:

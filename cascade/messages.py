@@ -6,7 +6,7 @@ sent, or the link is broken; proposals may be late, lost, repeated, reordered or
 
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import zip_longest
 from typing import Any, Protocol
 
@@ -85,10 +85,9 @@ class Logprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class Open:
-    """Begin a session: write on after ``tokens``, the first ``prompt_len`` of which are the prompt."""
+class SessionSpec:
+    """What a session is: it writes on after ``tokens``, the first ``prompt_len`` of which are the prompt."""
 
-    session: str  # unique; minted by the side that opens
     tokens: tuple[int, ...]
     prompt_len: int
     params: SamplingParams  # with a seed
@@ -100,18 +99,54 @@ class Open:
     adaptive: bool = False  # tiers of the chain that do not pay may be left out
     priority: int = 0  # lower is served sooner
     cache_salt: str = ""  # keys and values are reused only among requests with the same one
-    train: bool = True  # drafters may learn from its text; only routers ask, so it is not on the wire
     branches: int = 0  # beside its text that this session may write and offer, see `cascade.session.branches`
     draft_branches: int = 0  # the same for the sessions below
     drafters: tuple[str, ...] = ()  # inside tiers that may guess, here and below, see `cascade.drafters`
-    traceparent: str = ""  # the span that this session is part of, as W3C Trace Context has it
-    tracestate: str = ""  # likewise
-    lease: str = ""  # by which it holds its replica; the session's own if empty
-    affinity: str = ""  # requests with the same one go to the same replica; stays at the router
 
     def __post_init__(self) -> None:
         assert 0 < self.prompt_len <= len(self.tokens), "a text begins with its prompt"
         assert self.params.seed is not None, "every tier must know the seed"
+
+    def after(self, written: Sequence[int]) -> "SessionSpec":
+        """The session that goes on where the output is ``written``."""
+        return replace(self, tokens=(*self.tokens[: self.prompt_len], *written))
+
+    def below(self, text: Sequence[int], chain: tuple[str, ...]) -> "SessionSpec":
+        """The session that drafts for this one after ``text``, at the first tier of ``chain``."""
+        return replace(
+            self,
+            tokens=tuple(text),
+            # only the full tier's log-probabilities are of use
+            params=replace(self.params, logprobs=None, prompt_logprobs=None),
+            tier=chain[0],
+            chain=chain[1:],
+            window=self.draft_window,
+            branches=self.draft_branches,
+            adaptive=False,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a session travels. Routers and links read it; a tier hands it on to the sessions below."""
+
+    lease: str = ""  # by which the session holds its replica; its own name if empty
+    traceparent: str = ""  # the span that the session is part of, as W3C Trace Context has it
+    tracestate: str = ""  # likewise
+    affinity: str = ""  # requests with the same one go to the same replica; stays at the router
+    train: bool = True  # drafters may learn from the text; stays at the router
+
+
+NO_ROUTING = Routing()
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Begin a session."""
+
+    session: str  # unique; minted by the side that opens
+    spec: SessionSpec
+    routing: Routing = NO_ROUTING
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from functools import partial
 
 from cascade.answer import Answer, Chunk
 from cascade.errors import DeadlineExceeded, InvalidRequest, Unavailable
-from cascade.messages import Close, Failed, Message, Proposal, mint
+from cascade.messages import Close, Failed, Message, Open, Proposal, Routing, mint
 from cascade.settings.config import CascadeConfig
 from deployments.gateway.admission.admission import ActiveRequest, Admission
 from deployments.gateway.admission.lifetime import Lifetime
@@ -101,15 +101,15 @@ class FullTier:
         self._stall_timeout_s = config.router.stall_timeout_s
         self.downlink.leases.hold_s = held_lease_s(config)
 
-    async def pieces(self, answer: Answer, request: ActiveRequest) -> AsyncGenerator[Chunk, None]:
+    async def pieces(self, answer: Answer, routing: Routing, request: ActiveRequest) -> AsyncGenerator[Chunk, None]:
         """What the client has not had of an answer yet, piece by piece. A session that fails goes on at another replica."""
         if (rest := answer.rest()) is not None:  # the client knows all of its tokens
             yield rest
         retry_budget = RetryBudget(self._stall_timeout_s)
         while not answer.finished:
-            opening = answer.replay(mint())
-            inbox = self.inboxes[opening.session] = asyncio.Queue()
-            self.downlink.put([opening])
+            session = mint()
+            inbox = self.inboxes[session] = asyncio.Queue()
+            self.downlink.put([Open(session, answer.resumed(), routing)])
             pause_s = 0.0
             try:
                 while not answer.finished:
@@ -123,8 +123,8 @@ class FullTier:
                 pause_s = retry_budget.failed(str(failure))
                 log.info("%s goes on from token %d on another full replica: %s", request.id, answer.num_tokens, failure)
             finally:
-                del self.inboxes[opening.session]
-                self.downlink.put([Close(opening.session)])
+                del self.inboxes[session]
+                self.downlink.put([Close(session)])
             if pause_s:
                 await request.lifetime.wait(partial(asyncio.sleep, pause_s))
 

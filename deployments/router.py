@@ -23,7 +23,7 @@ from cascade.engine.generation import sampling_defaults
 from cascade.engine.grammar import Grammars
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ConfigError, InvalidRequest
-from cascade.messages import Open
+from cascade.messages import SessionSpec
 from cascade.params import MOST_BRANCHES, SamplingParams
 from cascade.settings.config import CascadeConfig
 from cascade.settings.engine import generation_folder
@@ -281,28 +281,30 @@ class Router:
             since, headers = time.monotonic(), metadata(context)
             account = self.admission.access.account(headers.get("authorization"))
             self.admission.places.check()  # before the work of reading it
-            opening = await self.admit(await asked.task())
+            task = await asked.task()
+            spec = await self.admit(task)
             if asked.request.HasField("resume"):
-                asked.resume(*await self.known([opening]))
+                asked.resume(*await self.known([spec]))
             # Ray Serve's proxies do not tell the deadline; they cancel the call when it passes
             left_s = getattr(context, "time_remaining", lambda: None)()
-            limits = account, headers.get("request_id"), left_s, [opening]
-            with self.admission.admitted(*limits, since=since, headers=context.invocation_metadata() or ()) as request:
-                async with contextlib.aclosing(self.chunks(opening, request)) as chunks:
+            limits = account, headers.get("request_id"), left_s, [spec]
+            told, train = context.invocation_metadata() or (), task.handling.train
+            with self.admission.admitted(*limits, since=since, headers=told, train=train) as request:
+                async with contextlib.aclosing(self.chunks(spec, request)) as chunks:
                     yield chunks
 
-    async def chunks(self, opening: Open, request: ActiveRequest, index: int = 0) -> AsyncGenerator[Chunk, None]:
+    async def chunks(self, spec: SessionSpec, request: ActiveRequest, index: int = 0) -> AsyncGenerator[Chunk, None]:
         """One answer, piece by piece; ``index`` is that of its prompt.
 
         `FullTier.pieces` writes the answer; this waits for its turn, counts, and collects what drafters may learn from.
         """
-        async with self.admission.answering(opening, request, index) as record:
-            answer = await self._answer(record.opening, index, lambda: time.monotonic() - request.since)
-            async with contextlib.aclosing(self._full.pieces(answer, request)) as pieces:
+        async with self.admission.answering(spec, request, index) as record:
+            answer = await self._answer(spec, index, lambda: time.monotonic() - request.since)
+            async with contextlib.aclosing(self._full.pieces(answer, record.routing, request)) as pieces:
                 async for chunk in pieces:
                     record.piece(chunk)
                     if chunk.completion is not None and self._collector is not None:
-                        self._collector.offer(record.opening, record.tokens, chunk.completion, request.account)
+                        self._collector.offer(spec, record.routing, record.tokens, chunk.completion, request.account)
                     yield chunk
                     record.sent(chunk)
 
@@ -315,24 +317,24 @@ class Router:
             return self.tokenizer.encode(prompt)
         return await in_thread(TEXT, self.tokenizer.encode, prompt)
 
-    async def admit(self, task: Task) -> Open:
+    async def admit(self, task: Task) -> SessionSpec:
         """The session to open at the full tier; raises `InvalidRequest` if a parameter cannot be honoured."""
         await self.seek(task.params.adapter)
         return await _compiling(task.params, partial(self._capabilities.admit, task))
 
-    async def known(self, openings: Sequence[Open]) -> list[Chunk]:
+    async def known(self, specs: Sequence[SessionSpec]) -> list[Chunk]:
         """What clients have of answers that they resume; raises `InvalidRequest` if all are whole."""
-        known = [(await self._answer(opening)).known for opening in openings]
+        known = [(await self._answer(spec)).known for spec in specs]
         if all(chunk.completion is not None for chunk in known):
             raise InvalidRequest("resume has all tokens of the answer: it has ended, and nothing is left to be written")
         return known
 
-    async def _answer(self, opening: Open, index: int = 0, elapsed: Callable[[], float] | None = None) -> Answer:
+    async def _answer(self, spec: SessionSpec, index: int = 0, elapsed: Callable[[], float] | None = None) -> Answer:
         """A new answer, or one that goes on after what the client has of it."""
-        decoder = self.tokenizer.decoder(opening.tokens[: opening.prompt_len])
-        if len(opening.tokens) - opening.prompt_len < LONG_ANSWER:
-            return Answer(opening, decoder, index, elapsed)
-        return await in_thread(TEXT, Answer, opening, decoder, index, elapsed)
+        decoder = self.tokenizer.decoder(spec.tokens[: spec.prompt_len])
+        if len(spec.tokens) - spec.prompt_len < LONG_ANSWER:
+            return Answer(spec, decoder, index, elapsed)
+        return await in_thread(TEXT, Answer, spec, decoder, index, elapsed)
 
     async def check(self, params: SamplingParams) -> None:
         """Raise `InvalidRequest` if the tiers cannot honour a parameter."""

@@ -14,7 +14,7 @@ from cascade.answer import Answer, Chunk, Completion, undrafted
 from cascade.capabilities import Capabilities, Task
 from cascade.draft import Draft
 from cascade.errors import InvalidRequest
-from cascade.messages import Edge, Open, Proposal
+from cascade.messages import Edge, Proposal, SessionSpec
 from cascade.params import MOST_BRANCHES, Handling, SamplingParams, Speculation, Structured
 from tests.cases import examples
 
@@ -33,8 +33,8 @@ class Words:
 
 
 def answer_of(params: SamplingParams) -> Answer:
-    opening = Open("s", (1, 2), 2, params.seeded(), ends=frozenset() if params.ignore_eos else frozenset([END]))
-    return Answer(opening, Words())
+    spec = SessionSpec((1, 2), 2, params.seeded(), ends=frozenset() if params.ignore_eos else frozenset([END]))
+    return Answer(spec, Words())
 
 
 def pieces(answer: Answer, tokens: Sequence[int], sizes: Sequence[int] = ()) -> list[Chunk]:
@@ -115,8 +115,7 @@ def test_answers_go_on_wherever_their_streams_broke_off(
     assert [piece.seed for piece in unbroken] == [1, *[None] * (len(unbroken) - 1)][: len(unbroken)]
     for cut in range(1, len(unbroken)):
         had = tuple(token for piece in unbroken[:cut] for token in piece.token_ids)
-        opening = replace(begun.opening, tokens=(*begun.opening.tokens, *had))
-        answer = Answer(opening, Words())
+        answer = Answer(begun.spec.after(had), Words())
         assert (answer.known.text, answer.known.token_ids) == ("".join(piece.text for piece in unbroken[:cut]), had)
         assert (answer.finished, answer.rest(), answer.known.completion) == (False, None, None)
         rest = pieces(answer, tokens)
@@ -151,9 +150,8 @@ def test_replay_goes_on_behind_what_was_taken() -> None:
     """Guards a replay that loses or repeats tokens after the death of a full replica."""
     answer = answer_of(SamplingParams(seed=5))
     answer.receive(Proposal("s", 2, Draft((1, 2, 4), bytes(3))))
-    opening = answer.replay("t")
-    assert (opening.session, opening.tokens, opening.prompt_len) == ("t", (1, 2, 1, 2, 4), 2)
-    assert opening.params.seed == 5
+    spec = answer.resumed()
+    assert (spec.tokens, spec.prompt_len, spec.params.seed) == ((1, 2, 1, 2, 4), 2, 5)
 
 
 GRAMMARS: list[Structured] = []  # that were checked
@@ -206,8 +204,8 @@ def test_what_cannot_be_served_is_not_admitted(
 @pytest.mark.parametrize(("speculation", "branches"), [({}, MOST_BRANCHES), ({"branches": 3}, 3), ({"branches": 0}, 0)])
 def test_branches_are_those_that_were_asked_for(speculation: dict[str, Any], branches: int) -> None:
     """Guards branches against being silently dropped."""
-    opening = CAPABLE.admit(Task([1], SamplingParams(max_tokens=1), Speculation(**speculation)))
-    assert opening.draft_branches == branches
+    spec = CAPABLE.admit(Task([1], SamplingParams(max_tokens=1), Speculation(**speculation)))
+    assert spec.draft_branches == branches
 
 
 def test_what_is_admitted_is_what_was_asked() -> None:
@@ -215,10 +213,9 @@ def test_what_is_admitted_is_what_was_asked() -> None:
     CAPABLE.admit(Task([1] * 8, SamplingParams(max_tokens=1)))  # just fits
     assert not GRAMMARS
     params = SamplingParams(max_tokens=4, seed=7, stop_token_ids=(5,), adapter="french", structured=Structured(regex="a"))
-    opening = CAPABLE.admit(Task([1, 2], params, Speculation(window=3, branches=2), Handling(-2, "mine", True)))
+    spec = CAPABLE.admit(Task([1, 2], params, Speculation(window=3, branches=2), Handling(-2, "mine", True)))
     assert [params.structured] == GRAMMARS
-    assert replace(opening, session="s") == Open(
-        "s",
+    assert spec == SessionSpec(
         (1, 2),
         2,
         params,
@@ -236,10 +233,9 @@ def test_what_is_admitted_is_what_was_asked() -> None:
     other = CAPABLE.admit(Task([1, 2], plain))
     assert (other.ends, other.draft_window, other.adaptive) == (frozenset(), 32, True)
     assert other.params == replace(plain, seed=other.params.seed)
-    assert other.session != opening.session
 
 
-OPENING = Open("s", (1, 2), 2, SamplingParams(seed=1), tier="full", chain=("tiny",))
+SPEC = SessionSpec((1, 2), 2, SamplingParams(seed=1), tier="full", chain=("tiny",))
 
 
 @pytest.mark.parametrize(
@@ -256,13 +252,13 @@ OPENING = Open("s", (1, 2), 2, SamplingParams(seed=1), tier="full", chain=("tiny
 )
 def test_why_nothing_was_drafted(chain: tuple[str, ...], edges: list[Edge], why: str | None) -> None:
     """Guards the reason: it is about guesses at the full tier, and one scored guess is enough to have none."""
-    assert undrafted(replace(OPENING, chain=chain), edges) == why
+    assert undrafted(replace(SPEC, chain=chain), edges) == why
 
 
 def test_time_to_the_first_token_is_that_of_the_first() -> None:
     """Guards against a time that later tokens, or a session on another replica, move."""
     ticks = iter([0.5, 1.5])
-    answer = Answer(replace(OPENING, params=SamplingParams(seed=1, max_tokens=2)), Words(), elapsed=lambda: next(ticks))
+    answer = Answer(replace(SPEC, params=SamplingParams(seed=1, max_tokens=2)), Words(), elapsed=lambda: next(ticks))
     answer.receive(Proposal("s", 2, Draft((1,), bytes(1))))
     chunk, _ = answer.receive(Proposal("s", 3, Draft((1,), bytes(1))))
     assert chunk is not None

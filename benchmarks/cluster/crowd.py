@@ -18,7 +18,7 @@ from benchmarks.load import Mode
 from benchmarks.turns import ALONE, AUTO
 from cascade import family
 from cascade.client import AsyncClient
-from cascade.messages import Open
+from cascade.messages import SessionSpec
 from cascade.params import SamplingParams, Speculation
 from cascade.simulation.recording import Recording
 from cascade.simulation.toy import full_text
@@ -54,7 +54,7 @@ class ToldCrowd(Crowd):
         """Whether all that has come is what the full tier writes alone."""
         for seed, text in self.texts.items():
             prompt, params = tuple(self.prompt(seed)), replace(self.params, seed=seed, max_tokens=max(1, len(text)))
-            if full_text(self.full, Open("text", prompt, len(prompt), params))[len(prompt) :][: len(text)] != text:
+            if full_text(self.full, SessionSpec(prompt, len(prompt), params))[len(prompt) :][: len(text)] != text:
                 return False
         return True
 

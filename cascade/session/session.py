@@ -9,12 +9,12 @@ the own token is emitted in every case (arXiv 2408.07978): nothing that arrives 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from cascade.draft import NO_DRAFT, Draft, num_same
 from cascade.errors import InvalidRequest
-from cascade.messages import RUNNER_UPS, Close, Commit, Edge, Open, Proposal, origin, origin_level
+from cascade.messages import RUNNER_UPS, Close, Commit, Edge, Open, Proposal, SessionSpec, origin, origin_level
 from cascade.planner.acceptance import Calibration, DraftStats, RunAhead
 from cascade.planner.tuning import MIN_RUN_AHEAD
 from cascade.scorer import Scored
@@ -83,11 +83,12 @@ class Session:
 
     def __init__(self, opening: Open, tier: str, level: int, vocab_size: int, verdicts: Calibration | None = None) -> None:
         """``verdicts`` are those of the tier above on this tier's own tokens, learnt by all sessions together."""
-        self.opening = opening
+        self.name = opening.session
+        self.spec = spec = opening.spec
         self.tier = tier
         self.level = level
         self._vocab_size = vocab_size
-        self.text = list(opening.tokens)  # one list for life: drafters and sampling states hold on to it
+        self.text = list(spec.tokens)  # one list for life: drafters and sampling states hold on to it
         self.committed = len(self.text)
         self.kv_len = 0  # positions whose keys and values are those of `text`
         self.cached = 0  # positions of the prompt whose keys and values other sessions had left
@@ -97,27 +98,27 @@ class Session:
         self.changed_from = 0  # position from which on the text differs from that at the last hint
         self.run_ahead = RunAhead()
         self.totals = EdgeTotals(tier)
-        self.guesses = Guesses(vocab_size, opening.draft_window, self.totals)
+        self.guesses = Guesses(vocab_size, spec.draft_window, self.totals)
         self.branches: Branches | None = None  # if the tier above takes any
-        if opening.branches:
-            self.branches = Branches(opening.branches, self.committed, verdicts or Calibration())
+        if spec.branches:
+            self.branches = Branches(spec.branches, self.committed, verdicts or Calibration())
         self._sent_len = len(self.text)  # positions of the text that the tier above has been sent
         self._without_totals = TOTALS_EVERY  # proposals since the last one with totals of edges
         self._origins = bytearray(len(self.text))  # parallel to text
-        self._limit = opening.prompt_len + opening.params.max_tokens
+        self._limit = spec.prompt_len + spec.params.max_tokens
         self.done = False  # the text is at its end, unless the tier above corrects it
-        self.window = opening.window  # tokens that it runs ahead of what is committed
+        self.window = spec.window  # tokens that it runs ahead of what is committed
         self.stalled = False  # there is nothing to score: the text has ended or the window is used up
         self.max_depth = 0  # longest path of guesses that a pass can use: one own token must still fit after it
         self._measure()
 
     def _measure(self) -> None:
         """How far the text may go on. Computed when it or what is committed changes, since each pass asks many times."""
-        size, opening = len(self.text), self.opening
-        self.done = size >= self._limit or (size > opening.prompt_len and self.text[-1] in opening.ends)
+        size, spec = len(self.text), self.spec
+        self.done = size >= self._limit or (size > spec.prompt_len and self.text[-1] in spec.ends)
         if self.run_ahead.num_cut:  # else all it wrote was kept
             useful = self.run_ahead.tokens
-            self.window = opening.window if useful >= opening.window else max(MIN_RUN_AHEAD, math.ceil(useful))
+            self.window = spec.window if useful >= spec.window else max(MIN_RUN_AHEAD, math.ceil(useful))
         left = min(self._limit, self.committed + self.window) - size
         self.stalled = self.done or left <= 0
         self.max_depth = left - 1 if left > 0 else 0
@@ -127,12 +128,12 @@ class Session:
     @property
     def prefilling(self) -> bool:
         """The text it was opened with is not scored yet."""
-        return self.kv_len < len(self.opening.tokens) - 1 and self.num_pending > 1
+        return self.kv_len < len(self.spec.tokens) - 1 and self.num_pending > 1
 
     @property
     def scoring_prompt(self) -> bool:
         """Log-probabilities of the prompt are wanted, and not all of it is scored."""
-        return self.opening.params.prompt_logprobs is not None and self.kv_len < self.opening.prompt_len - 1
+        return self.spec.params.prompt_logprobs is not None and self.kv_len < self.spec.prompt_len - 1
 
     @property
     def num_pending(self) -> int:
@@ -155,7 +156,7 @@ class Session:
 
     def candidates(self) -> list[tuple[float, int]]:
         """Nodes of the draft that the next pass can use, each with the chance that it is right: the likeliest first."""
-        return usable_nodes(self.guesses.pool, self.max_depth, self.opening.ends)
+        return usable_nodes(self.guesses.pool, self.max_depth, self.spec.ends)
 
     @property
     def chance(self) -> float:
@@ -164,9 +165,9 @@ class Session:
 
     def branch_candidates(self) -> list[tuple[float, Branch]]:
         """Branches to write on, held or new, each with the chance that this is of use."""
-        if self.branches is None or self.num_pending > 1 or self.opening.params.structured is not None:
+        if self.branches is None or self.num_pending > 1 or self.spec.params.structured is not None:
             return []
-        return self.branches.candidates(min(self._limit, self.committed + self.opening.window))
+        return self.branches.candidates(min(self._limit, self.committed + self.spec.window))
 
     def branch_work(self, branch: Branch) -> Work:
         """The row that writes a branch on, which is held from then on."""
@@ -183,7 +184,7 @@ class Session:
         assert 0 <= self.kv_len < len(self.text)
         assert not self.stalled
         if self.scoring_prompt:
-            end = min(self.kv_len + min(max_tokens, MAX_PROMPT_SCORED), self.opening.prompt_len - 1)
+            end = min(self.kv_len + min(max_tokens, MAX_PROMPT_SCORED), self.spec.prompt_len - 1)
             return Work(self.kv_len, self.text[self.kv_len : end], 0)
         pending = self.text[self.kv_len : self.kv_len + max_tokens]
         if self.kv_len + len(pending) < len(self.text):
@@ -213,7 +214,7 @@ class Session:
             return None
         assert 1 <= len(scored.own) <= work.num_scored
         draft, own, start = work.draft, scored.own, len(self.text)
-        new, path = draft.walk(own, self.opening.ends)
+        new, path = draft.walk(own, self.spec.ends)
         accepted = path[: len(new) - 1]  # a guess that says the last new token is not used: nothing was scored after it
         guesses, pool = self.guesses, self.guesses.pool.draft
         known = path if draft is pool else pool.find(new)
@@ -245,7 +246,7 @@ class Session:
         branch.kv_len = work.start + len(work.tokens)
         branch.tokens.append(token)
         branch.margins.append(Margin.of(scored.runner_ups[0]) if scored.runner_ups else UNKNOWN)
-        branch.ended = token in self.opening.ends or branch.end >= self._limit
+        branch.ended = token in self.spec.ends or branch.end >= self._limit
         self.branches.unsent = True
 
     # messages of the tier above and the tier below
@@ -256,7 +257,7 @@ class Session:
         Raises `ProtocolError`, or `InvalidRequest` if this tier's model cannot read the text: the vocabulary of the tier above
         may be padded further. Then nothing has changed.
         """
-        if not self.opening.prompt_len <= start <= len(self.text) or not tokens:
+        if not self.spec.prompt_len <= start <= len(self.text) or not tokens:
             raise ProtocolError(f"commit at {start} does not join a text of {len(self.text)} tokens")
         end, branches = start + len(tokens), self.branches
         cut = start + num_same(self.text[start:end], tokens)
@@ -315,7 +316,7 @@ class Session:
         if has_totals:
             self._without_totals = 0
         return Proposal(
-            self.opening.session,
+            self.name,
             self.committed,
             branches.proposal(tokens, origins, self.level) if branches is not None else Draft(tuple(tokens), origins),
             self.edges if has_totals else (),
@@ -330,23 +331,11 @@ class Session:
 
     # the tier below
 
-    def attach(self, drafter: str, session: str, chain: tuple[str, ...]) -> Open:
-        """Begin to draft with the tier ``drafter``, which may use the tiers of ``chain``; the message that opens it."""
-        self._change_drafter(drafter, session)
+    def attach(self, chain: tuple[str, ...], session: str) -> SessionSpec:
+        """Begin to draft with the first tier of ``chain``; what its ``session`` is opened as."""
+        self._change_drafter(chain[0], session)
         self.guesses.stats = DraftStats()
-        opening = self.opening
-        return replace(
-            opening,
-            # only the full tier's log-probabilities are of use
-            params=replace(opening.params, logprobs=None, prompt_logprobs=None),
-            session=session,
-            tokens=tuple(self.text),
-            tier=drafter,
-            chain=chain,
-            window=opening.draft_window,
-            branches=opening.draft_branches,
-            adaptive=False,
-        )
+        return self.spec.below(self.text, chain)
 
     def detach(self) -> Close | None:
         """Go on alone; the message that closes the session below, ``None`` if there is none."""

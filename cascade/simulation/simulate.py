@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cascade.answer import Answer
-from cascade.messages import Close, Edge, Failed, Message, Open, Proposal, add_edges
+from cascade.messages import Close, Edge, Failed, Message, Open, Proposal, SessionSpec, add_edges
 from cascade.planner.chains import Planner
 from cascade.planner.cost import Profile
 from cascade.simulation.scenario import Outcome, Scenario, SimTier, Usage
@@ -187,8 +187,7 @@ class Router:
 
     def ask(self, index: int) -> None:
         request, tiers = self.scenario.requests[index], self.scenario.tiers
-        opening = Open(
-            session=self._session(),
+        spec = SessionSpec(
             tokens=request.prompt,
             prompt_len=len(request.prompt),
             params=request.params,
@@ -201,7 +200,7 @@ class Router:
             adaptive=self.scenario.adaptive,
         )
         self.texts[index] = []
-        self._open(Answer(opening, _Mute(), index), opening)
+        self._open(Answer(spec, _Mute(), index), spec)
 
     def receive(self, source: str, message: Message) -> None:
         answer = self._answers.get(message.session)
@@ -210,7 +209,7 @@ class Router:
         if isinstance(message, Failed):
             del self._answers[message.session]
             now = self.wires.agenda.now
-            self.wires.agenda.at(now + ASK_AGAIN_S, lambda: self._open(answer, answer.replay(self._session())))
+            self.wires.agenda.at(now + ASK_AGAIN_S, lambda: self._open(answer, answer.resumed()))
         elif isinstance(message, Proposal):
             chunk, commit = answer.receive(message)
             if commit is not None:
@@ -224,10 +223,8 @@ class Router:
                 del self._answers[message.session]
                 self.wires.send(ROUTER, source, Close(message.session))
 
-    def _open(self, answer: Answer, opening: Open) -> None:
-        self._answers[opening.session] = answer
-        self.wires.send(ROUTER, opening.tier, opening)
-
-    def _session(self) -> str:
+    def _open(self, answer: Answer, spec: SessionSpec) -> None:
         self._num_opened += 1
-        return f"{ROUTER}-{self._num_opened}"
+        session = f"{ROUTER}-{self._num_opened}"
+        self._answers[session] = answer
+        self.wires.send(ROUTER, spec.tier, Open(session, spec))

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cascade.draft import Draft
-from cascade.messages import Open
+from cascade.messages import SessionSpec
 from cascade.params import SamplingParams
 from cascade.scorer import MAX_FORKED, Row, RunnerUp, Runs, Scored
 from cascade.splitmix import GOLDEN, mix
@@ -236,23 +236,23 @@ class ToyModel(Runs):
         return own
 
 
-def full_text(model: ToyModel, opening: Open) -> list[int]:
+def full_text(model: ToyModel, spec: SessionSpec) -> list[int]:
     """Prompt and output of plain decoding by ``model`` alone, token by token: what any cascade below it must give."""
-    text = list(opening.tokens)
-    state = _history(opening, text) if opening.params.shaped else None
+    text = list(spec.tokens)
+    state = _history(spec, text) if spec.params.shaped else None
     cache = model.new_cache()
-    known, limit = 0, opening.prompt_len + opening.params.max_tokens
-    while len(text) < limit and not (len(text) > opening.prompt_len and text[-1] in opening.ends):
-        [scored] = model.run([Row(cache, known, text[known:], 1, opening.params, state)])
+    known, limit = 0, spec.prompt_len + spec.params.max_tokens
+    while len(text) < limit and not (len(text) > spec.prompt_len and text[-1] in spec.ends):
+        [scored] = model.run([Row(cache, known, text[known:], 1, spec.params, state)])
         known = len(text)
         text.append(scored.own[0])
     return text
 
 
-def _history(opening: Open, text: list[int]) -> "SequenceState":
+def _history(spec: SessionSpec, text: list[int]) -> "SequenceState":
     from cascade.engine.sampling.state import SequenceState  # needs torch, which plain texts do without
 
-    return SequenceState(opening, text)
+    return SequenceState(spec, text)
 
 
 @lru_cache(_CACHED)

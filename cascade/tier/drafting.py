@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 from typing import Generic, NamedTuple
 
-from cascade.messages import Commit, Failed, Message, Proposal
+from cascade.messages import Commit, Failed, Message, Open, Proposal
 from cascade.planner.acceptance import Calibrations
 from cascade.planner.chains import ALONE, Chain, Planner, Seen
 from cascade.planner.cost import Profile
@@ -45,7 +45,7 @@ class Drafting(Generic[U]):
 
     def begin(self, slot: Slot[U], num_sessions: int, now: float) -> None:
         """Find a drafter for a new session, one of so many. It does not settle: that its first guesses are late counts."""
-        slot.allowed = slot.session.opening.chain
+        slot.allowed = slot.session.spec.chain
         self._num_begun += 1
         slot.scouts = self._num_begun % SCOUTS == 0
         self._plan((slot,), num_sessions)
@@ -62,11 +62,11 @@ class Drafting(Generic[U]):
             self.leave(slot)
         elif usable and slot.attached != usable:
             self.leave(slot)
-            opening = session.attach(usable[0], self._mint(), usable[1:])
-            session.guesses.calibration = self.calibrations.of(usable[0], session.opening.params.temperature)
+            spec = session.attach(usable, self._mint())
+            session.guesses.calibration = self.calibrations.of(usable[0], spec.params.temperature)
             slot.attached, slot.settling = usable, SETTLING_PASSES
-            self._slots[opening.session] = slot
-            self._send(session.drafter, opening)
+            self._slots[session.drafter_session] = slot
+            self._send(session.drafter, Open(session.drafter_session, spec, slot.routing))
         again_at = (failure.retry_at for tier, failure in self._failures.items() if tier in chain)
         return min((at for at in again_at if at > now), default=None)
 

@@ -73,7 +73,7 @@ class KVAdmission:
     def scored(self, slot: Slot[Any]) -> None:
         """Let others reuse the prompt once all of it is scored."""
         allocation, session = slot.allocation, slot.session
-        prompt_len = session.opening.prompt_len
+        prompt_len = session.spec.prompt_len
         if allocation is not None and not allocation.keys and BLOCK <= prompt_len <= session.kv_len:
             self.block_manager.share(allocation, session.text[:prompt_len], _salt(slot))
 
@@ -151,16 +151,16 @@ class KVAdmission:
         if found is None:
             return False
         slot.allocation, session.kv_len = found
-        if len(session.text) == len(session.opening.tokens):  # else it may have found what it had left itself
-            session.cached = min(session.kv_len, session.opening.prompt_len)
+        if len(session.text) == len(session.spec.tokens):  # else it may have found what it had left itself
+            session.cached = min(session.kv_len, session.spec.prompt_len)
         return True
 
 
 def _salt(slot: Slot[Any]) -> str:
     """Sessions with the same salt may share keys and values, which depend on the adapter and on drafters that read them."""
-    opening = slot.session.opening
-    own = "" if opening.params.prompt_logprobs is None else opening.session  # log-probabilities need all positions scored
-    return f"{opening.params.adapter}\0{opening.cache_salt}\0{own}\0{slot.model_guesses != UNREAD}"
+    spec = slot.session.spec
+    own = "" if spec.params.prompt_logprobs is None else slot.session.name  # log-probabilities need all positions scored
+    return f"{spec.params.adapter}\0{spec.cache_salt}\0{own}\0{slot.model_guesses != UNREAD}"
 
 
 def _victim(slot: Slot[U], ranked: Sequence[Slot[U]], now: float) -> Slot[U] | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from cascade.answer import Answer, Chunk
 from cascade.errors import InvalidRequest, Unavailable
-from cascade.messages import Close, Failed, Link, Message, Open, Proposal
+from cascade.messages import Close, Failed, Link, Message, Open, Proposal, mint
 from cascade.tier.tier import Tier
 
 
@@ -40,7 +40,7 @@ class LocalDownlink(Link):
     def send(self, messages: Sequence[Message]) -> None:
         for message in messages:
             if isinstance(message, Open):
-                self._routes[message.session] = self._tiers[message.tier]
+                self._routes[message.session] = self._tiers[message.spec.tier]
             route = self._routes.get(message.session)
             if isinstance(message, Close):
                 self._routes.pop(message.session, None)
@@ -53,7 +53,7 @@ class Requests:
 
     def __init__(self, full: Tier, answers: Sequence[Answer], link: Link) -> None:
         self._full = full
-        self._answers = {answer.opening.session: answer for answer in answers}
+        self._answers = {mint(): answer for answer in answers}
         self._link = link
 
     @property
@@ -75,7 +75,7 @@ class Requests:
             self.close()
 
     def open(self) -> None:
-        self._full.post([answer.opening for answer in self._answers.values()], self._link)
+        self._full.post([Open(session, answer.spec) for session, answer in self._answers.items()], self._link)
 
     def receive(self, message: Message) -> list[Chunk]:
         """The next piece of the text that a message of the full tier is for, if it brings one."""

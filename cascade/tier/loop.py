@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeAlias, TypeVar
 
 from cascade.errors import InvalidRequest
-from cascade.messages import Close, Commit, Failed, Message, Open, Proposal
+from cascade.messages import Close, Commit, Failed, Message, Open, Proposal, SessionSpec
 from cascade.planner.chains import Planner
 from cascade.planner.choice import Policy
 from cascade.planner.cost import Profile
@@ -24,8 +24,8 @@ from cascade.tier.slot import InnerDrafter, Slot, U
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-# from a session's opening, and its text while it grows; raises `InvalidRequest`
-NewState: TypeAlias = Callable[[Open, Sequence[int]], RowState]
+# from a session's spec, and its text while it grows; raises `InvalidRequest`
+NewState: TypeAlias = Callable[[SessionSpec, Sequence[int]], RowState]
 # what a pass said of a row; None if it cannot be scored, an error if that is the request's own fault
 Result: TypeAlias = Scored | InvalidRequest | None
 
@@ -46,6 +46,8 @@ class Loop(Generic[U]):
     ``send_up`` takes messages for those who opened sessions, each named as in `receive`; ``send_down`` messages for a tier
     below, by its name. ``drafters`` guess inside the tier, where a request allows it.
     """
+
+    has_below = True  # else sessions leave their chains unused
 
     def __init__(
         self,
@@ -106,26 +108,29 @@ class Loop(Generic[U]):
         if opening.session in self.slots:
             self._send_up(up, Failed(opening.session, f"session {opening.session} is open already", self._name))
             return
-        verdicts = self._drafting.calibrations.of("", opening.params.temperature)
+        spec = opening.spec
+        verdicts = self._drafting.calibrations.of("", spec.params.temperature)
         session = Session(opening, self._name, self._level, self._limits.vocab_size, verdicts)
         try:
-            self._check(opening)
-            state = self._new_state(opening, session.text)
+            self._check(spec)
+            state = self._new_state(spec, session.text)
         except InvalidRequest as error:
             self._send_up(up, Failed(opening.session, str(error), self._name, fault=True))
             return
-        slot = Slot(session, up, since=now, opened=now, state=state, drafters=self._inner_drafters(opening))
-        self.slots[opening.session] = slot
-        self._drafting.begin(slot, len(self.slots), now)
+        drafters = self._inner_drafters(spec)
+        slot = Slot(session, up, since=now, opened=now, routing=opening.routing, state=state, drafters=drafters)
+        self.slots[session.name] = slot
+        if self.has_below:
+            self._drafting.begin(slot, len(self.slots), now)
 
-    def _inner_drafters(self, opening: Open) -> tuple[InnerDrafter, ...]:
+    def _inner_drafters(self, spec: SessionSpec) -> tuple[InnerDrafter, ...]:
         """Drafters inside the tier that the request allows."""
-        learnt, temperature = self._drafting.calibrations, opening.params.temperature
+        learnt, temperature = self._drafting.calibrations, spec.params.temperature
         found: list[InnerDrafter] = []
         for one in self._drafters:
-            if one.name in opening.drafters:
+            if one.name in spec.drafters:
                 try:
-                    found.append(InnerDrafter(one.name, learnt.of(one.name, temperature), one.begin(opening.cache_salt)))
+                    found.append(InnerDrafter(one.name, learnt.of(one.name, temperature), one.begin(spec.cache_salt)))
                 except Exception:
                     self._broke(one.name)
         return tuple(found)
@@ -144,24 +149,24 @@ class Loop(Generic[U]):
     def _broke(self, drafter: str) -> None:
         log.exception("A session of tier %s goes on without the drafter %s, which raised", self._name, drafter)
 
-    def _check(self, opening: Open) -> None:
+    def _check(self, spec: SessionSpec) -> None:
         """Raise `InvalidRequest` if a session cannot be served by any replica of this tier."""
         name, limits = self._name, self._limits
-        end = opening.prompt_len + opening.params.max_tokens
+        end = spec.prompt_len + spec.params.max_tokens
         if end > limits.context_len:
             raise InvalidRequest(f"tier {name} takes {limits.context_len} tokens, the request may need {end}")
-        if not all(0 <= token < limits.vocab_size for token in opening.tokens):
+        if not all(0 <= token < limits.vocab_size for token in spec.tokens):
             raise InvalidRequest(f"tier {name} has {limits.vocab_size} token ids and the text has others")
         if lack := self.kv_admission.problem(end):
             raise InvalidRequest(f"tier {name} cannot hold the session: {lack}")
 
-    def _new_state(self, opening: Open, text: Sequence[int]) -> RowState | None:
+    def _new_state(self, spec: SessionSpec, text: Sequence[int]) -> RowState | None:
         """What own tokens of a text depend on beside logits; raises `InvalidRequest`."""
-        if not opening.params.shaped:
+        if not spec.params.shaped:
             return None
         if self._limits.new_state is None:
             raise InvalidRequest(f"tier {self._name} honours temperature and the filters of likely tokens alone")
-        return self._limits.new_state(opening, text)
+        return self._limits.new_state(spec, text)
 
     def _commit(self, slot: Slot[U], commit: Commit, now: float) -> None:
         stalled = slot.session.stalled
@@ -206,7 +211,7 @@ class Loop(Generic[U]):
         self.kv_admission.settle(slot)
         if branch in session.branches.held and branch not in slot.forks:
             text = [*session.text[: branch.start], *branch.tokens]
-            if not self.kv_admission.fork(slot, branch, text, self._new_state(session.opening, text)):
+            if not self.kv_admission.fork(slot, branch, text, self._new_state(session.spec, text)):
                 session.branches.held.remove(branch)
         return branch in slot.forks
 
@@ -241,7 +246,7 @@ class Loop(Generic[U]):
         num_read = 0
         for slot, work in batch:
             num_read += work.num_read
-            if slot not in told and self.slots.get(slot.session.opening.session) is slot:
+            if slot not in told and self.slots.get(slot.session.name) is slot:
                 told.add(slot)
                 self.kv_admission.scored(slot)
                 slot.session.settle()
@@ -277,7 +282,7 @@ class Loop(Generic[U]):
         proposal, state = slot.session.proposal(), slot.state
         if proposal is None:
             return
-        if state is not None and slot.session.opening.params.logprobs is not None:
+        if state is not None and slot.session.spec.params.logprobs is not None:
             proposal = replace(proposal, logprobs=state.logprobs(proposal.start, len(proposal.draft)))
         if state is not None and proposal.start == state.prompt_len:
             proposal = replace(proposal, prompt_logprobs=state.prompt_logprobs)
@@ -289,12 +294,12 @@ class Loop(Generic[U]):
         self.agreed += slot.session.run_ahead.num_kept
         self.corrected += slot.session.run_ahead.num_cut
         self._ask(slot, lambda one: one.guesser.close(slot.session.text))
-        del self.slots[slot.session.opening.session]
+        del self.slots[slot.session.name]
         self.kv_admission.leave(slot, spoilt=spoilt)
 
     def _fail(self, slot: Slot[U], reason: str, *, fault: bool = False) -> None:
         self._leave(slot, spoilt=True)
-        self._send_up(slot.up, Failed(slot.session.opening.session, reason, self._name, fault))
+        self._send_up(slot.up, Failed(slot.session.name, reason, self._name, fault))
 
 
 def earliest(*times: float | None) -> float | None:

@@ -192,7 +192,7 @@ class Runner:
 
 def row_of(slot: Slot[Any], work: Work) -> Row:
     session, guesses = slot.session, slot.model_guesses
-    params, num_own = session.opening.params, work.num_own
+    params, num_own = session.spec.params, work.num_own
     if work.branch is not None or session.scoring_prompt or not num_own:
         guesses = min(0, guesses)
     if work.branch is not None:

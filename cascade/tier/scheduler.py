@@ -28,12 +28,12 @@ BranchCandidates: TypeAlias = Mapping[int, Sequence[tuple[float, Branch]]]  # of
 
 def rank(slot: Slot[Any]) -> float:
     """Sessions with a lower one have the older right to memory and to be read."""
-    return slot.opened + PRIORITY_S * slot.session.opening.priority
+    return slot.opened + PRIORITY_S * slot.session.spec.priority
 
 
 def _turn(slot: Slot[Any]) -> float:
     """Sessions with a lower one have waited longer since their last pass."""
-    return slot.since + PRIORITY_S * slot.session.opening.priority
+    return slot.since + PRIORITY_S * slot.session.spec.priority
 
 
 def schedule(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from cascade.messages import NO_ROUTING, Routing
 from cascade.planner.acceptance import Calibration
 from cascade.planner.chains import ALONE, Chain
 from cascade.scorer import UNREAD, Guesser, RowState, Store
@@ -39,6 +40,7 @@ class Slot(Generic[U]):
     up: U
     since: float  # when it became idle, seconds
     opened: float
+    routing: Routing = NO_ROUTING  # of the sessions below
     allocation: Allocation | None = None  # its keys and values, if it has a place in memory
     state: RowState | None = None  # of its text, if sampling parameters ask for it
     allowed: Chain = ALONE  # all tiers below that its request allows, without those that cannot serve it
@@ -57,11 +59,11 @@ class Slot(Generic[U]):
     @property
     def planned(self) -> bool:
         """The planner chooses who drafts for it, not its request."""
-        return self.session.opening.adaptive and self.allowed != ALONE
+        return self.session.spec.adaptive and self.allowed != ALONE
 
     @property
     def sampled(self) -> bool:
-        return self.session.opening.params.temperature > 0
+        return self.session.spec.params.temperature > 0
 
     @property
     def model_guesses(self) -> int:

@@ -12,7 +12,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 
 from cascade.messages import Failed, Link, Message, Open, mint
 from cascade.planner.chains import Planner
@@ -123,6 +122,7 @@ class Tier:
 
     def _serve(self) -> None:
         loop, runner, watchdog = self._loop, self._runner, self._runner.watchdog
+        loop.has_below = self.below is not None
         try:
             wake_at: float | None = None
             while self._receive(wake_at):
@@ -155,8 +155,6 @@ class Tier:
                 if isinstance(item, tuple):
                     messages, up = item
                     for message in messages:
-                        if isinstance(message, Open) and self.below is None:
-                            message = replace(message, chain=())
                         self._loop.receive(message, up, time.monotonic())
                 else:
                     self._loop.drop(item)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ray.serve.request_router import LocalityMixin, MultiplexMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from cascade.messages import Open
+from cascade.messages import SessionSpec
 from cascade.scorer import BLOCK
 from cascade.tier.block_manager import block_keys
 
@@ -34,22 +34,22 @@ class Prefixes:
     def __len__(self) -> int:
         return len(self._replicas)
 
-    def find(self, opening: Open) -> tuple[str, ...]:
+    def find(self, spec: SessionSpec, affinity: str = "") -> tuple[str, ...]:
         """Addresses of the replicas that know most of the prefix, the last one used first; none if it is little."""
-        if opening.affinity:
-            return tuple(self._replicas.get(_home(opening), ()))
-        keys = self._keys(opening)
+        if affinity:
+            return tuple(self._replicas.get(_home(affinity, spec), ()))
+        keys = self._keys(spec)
         known = list(takewhile(self._replicas.__contains__, keys))
         return tuple(reversed(self._replicas[known[-1]])) if known and len(known) >= LEAST_SHARE * len(keys) else ()
 
-    def sent(self, opening: Open, address: str) -> None:
+    def sent(self, spec: SessionSpec, affinity: str, address: str) -> None:
         """Note that a session was sent to the replica at ``address``, which knows its text from now on."""
-        for key in reversed(self._keys(opening)):  # ends are forgotten before beginnings
+        for key in reversed(self._keys(spec)):  # ends are forgotten before beginnings
             replicas = self._replicas.pop(key, {})
             replicas.pop(address, None)
             self._replicas[key] = replicas | {address: None}
-        if opening.affinity:
-            self._replicas.pop(home := _home(opening), None)
+        if affinity:
+            self._replicas.pop(home := _home(affinity, spec), None)
             self._replicas[home] = {address: None}
         while len(self._replicas) > self._most_keys:
             del self._replicas[next(iter(self._replicas))]
@@ -61,20 +61,20 @@ class Prefixes:
             if not self._replicas[key]:
                 del self._replicas[key]
 
-    def _keys(self, opening: Open) -> Sequence[int]:
+    def _keys(self, spec: SessionSpec) -> Sequence[int]:
         """Keys of the text's blocks. Texts under different salts, or of different adapters, have none in common."""
-        params = opening.params
+        params = spec.params
         if params.prompt_logprobs is not None:  # such a session scores all of its text
             return ()
-        salt = f"{params.adapter}\0{opening.cache_salt}"
-        if self._last[:2] != (salt, opening.tokens):
-            self._last = salt, opening.tokens, tuple(block_keys(opening.tokens[: BLOCK * MOST_BLOCKS], salt))
+        salt = f"{params.adapter}\0{spec.cache_salt}"
+        if self._last[:2] != (salt, spec.tokens):
+            self._last = salt, spec.tokens, tuple(block_keys(spec.tokens[: BLOCK * MOST_BLOCKS], salt))
         return self._last[2]
 
 
-def _home(opening: Open) -> int:
+def _home(affinity: str, spec: SessionSpec) -> int:
     """The key of a client's session; other salts have other keys."""
-    return hash((opening.affinity, opening.cache_salt))
+    return hash((affinity, spec.cache_salt))
 
 
 class PreferringRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[misc]

@@ -5,12 +5,14 @@ from dataclasses import fields, replace
 
 from cascade.client import wire
 from cascade.draft import Draft
-from cascade.messages import Close, Commit, Failed, Logprobs, Message, Open, Proposal
+from cascade.messages import Close, Commit, Failed, Logprobs, Message, Open, Proposal, Routing, SessionSpec
 from cascade.v1 import link_pb2 as pb
 
-# fields of `Open` that the wire has under the same name: a new one needs nothing here, unless it is a message of its own
-OF_OPEN = tuple(one.name for one in fields(Open) if one.name in pb.Open.DESCRIPTOR.fields_by_name)
-LISTS_OF_OPEN = tuple(name for name in OF_OPEN if pb.Open.DESCRIPTOR.fields_by_name[name].is_repeated)
+# fields that the wire has under the same name: a new one needs nothing here, unless it is a message of its own
+OF_SPEC, OF_ROUTING = (
+    tuple(one.name for one in fields(kind) if one.name in pb.Open.DESCRIPTOR.fields_by_name) for kind in (SessionSpec, Routing)
+)
+LISTS = tuple(name for name in OF_SPEC if pb.Open.DESCRIPTOR.fields_by_name[name].is_repeated)
 
 
 def encode(messages: Iterable[Message]) -> pb.Batch:
@@ -39,9 +41,11 @@ def _encode(message: Message) -> pb.Message:
 
 
 def _encode_open(opening: Open) -> pb.Open:
+    spec, routing = opening.spec, opening.routing
     return pb.Open(
-        sampling=wire.encode_sampling(replace(opening.params, stop=())),
-        **{name: getattr(opening, name) for name in OF_OPEN},
+        sampling=wire.encode_sampling(replace(spec.params, stop=())),
+        **{name: getattr(spec, name) for name in OF_SPEC},
+        **{name: getattr(routing, name) for name in OF_ROUTING},
     )
 
 
@@ -86,13 +90,10 @@ def _decode_open(session: str, opening: pb.Open) -> Open:
         raise ValueError("a text begins with its prompt")
     if not opening.sampling.HasField("seed"):
         raise ValueError("every tier must know the seed")
-    plain = {name: getattr(opening, name) for name in OF_OPEN}
-    plain |= {name: tuple(plain[name]) for name in LISTS_OF_OPEN}
-    return Open(
-        session=session,
-        params=wire.decode_sampling(opening.sampling),
-        **plain | {"ends": frozenset(opening.ends)},
-    )
+    plain = {name: getattr(opening, name) for name in OF_SPEC}
+    plain |= {name: tuple(plain[name]) for name in LISTS} | {"ends": frozenset(opening.ends)}
+    spec = SessionSpec(params=wire.decode_sampling(opening.sampling), **plain)
+    return Open(session, spec, Routing(**{name: getattr(opening, name) for name in OF_ROUTING}))
 
 
 def _decode_proposal(session: str, said: pb.Proposal) -> Proposal:

@@ -5,12 +5,12 @@ import contextlib
 import contextvars
 import logging
 from collections.abc import AsyncIterable, Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 
-from cascade.messages import Close, Failed, Link, Message, Open
+from cascade.messages import Close, Failed, Link, Message, Open, Routing
 from cascade.settings.config import LinkTLS
 from cascade.v1 import link_pb2 as pb
 from cascade.v1 import link_pb2_grpc
@@ -19,7 +19,7 @@ from deployments.links.leases import HeldLease, LeasePool
 from deployments.links.tls import channel
 from deployments.links.uplink import CHANNEL_OPTIONS, Mailbox, authorization, race
 from deployments.ops.metrics.series import Reading
-from deployments.ops.tracing import UNTRACED, SessionSpans, Tracing
+from deployments.ops.tracing import UNTRACED, SessionSpans, Trace, Tracing
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +81,8 @@ class Downlink(Link):
         """`send` from the loop's own thread."""
         for message in messages:
             if isinstance(message, Open):
-                opened = self._routes[message.session] = Route(message.tier)
-                opened.opening = self._start(self._open(self._spans.asked(message), opened))
+                opened = self._routes[message.session] = Route(message.spec.tier)
+                opened.opening = self._start(self._open(message, self._spans.asked(message), opened))
             elif (route := self._routes.get(message.session)) is None:
                 continue
             elif isinstance(message, Close):
@@ -107,16 +107,16 @@ class Downlink(Link):
         """End a session, and keep its lease for the next one if it has been of use."""
         kept = route.answered and route.lease is not None and self.leases.keep(route.lease)
         if route.mailbox is not None:
-            route.mailbox.put([replace(message, keep=kept)])
+            route.mailbox.put([Close(message.session, kept)])
         self._leave(message.session, keep=kept)
 
-    async def _open(self, opening: Open, route: Route) -> None:
+    async def _open(self, opening: Open, trace: Trace, route: Route) -> None:
         """Join a session to a replica; cancelled when the session is closed before."""
         since = self._loop.time()
         try:
-            lease = await self.leases.take(opening)
+            lease = await self.leases.take(opening.spec, opening.routing.affinity)
         except Exception as error:  # whatever Ray raises: the tier cannot be had
-            reason = f"no replica of {opening.tier} could be leased ({type(error).__name__})"
+            reason = f"no replica of {route.tier} could be leased ({type(error).__name__})"
             log.info("Session %s: %s: %s", opening.session, reason, error)
             route.opening = None
             self._fail(opening.session, reason)
@@ -126,11 +126,11 @@ class Downlink(Link):
         route.lease = lease
         self._totals["leases_taken", route.tier] += 1
         if self.leases.prefixes is not None:
-            self.leases.prefixes.sent(opening, lease.address)
+            self.leases.prefixes.sent(opening.spec, opening.routing.affinity, lease.address)
         self._spans.event(opening.session, "leased", server_address=lease.address)
         route.mailbox = self._stream(lease.ticket)
-        # the opening's own lease is that of the session above
-        route.mailbox.put([replace(opening, lease=lease.name), *route.waiting])
+        sent = Open(opening.session, opening.spec, Routing(lease.name, *trace))
+        route.mailbox.put([sent, *route.waiting])
 
     def _leave(self, session: str, reason: str = "", *, lost: bool = False, keep: bool = False) -> None:
         """Forget a session, for a ``reason`` if before its time, and release its lease unless that is kept."""

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 
 from ray.serve.handle import DeploymentHandle
 
-from cascade.messages import Open, mint
+from cascade.messages import SessionSpec, mint
 from deployments.links.affinity import Prefixes
 
 PATIENCE_S = 3.0  # with a lease that is not given, before a second one is asked for
@@ -92,19 +92,19 @@ class LeasePool:
     def num_held(self) -> int:
         return len(self._held)
 
-    async def take(self, opening: Open) -> HeldLease:
+    async def take(self, spec: SessionSpec, affinity: str = "") -> HeldLease:
         """A lease for a session: an unused one, on a preferred replica if there is one, or a new one.
 
         Raises `TimeoutError`, or whatever Serve raises where there is no replica. Serve may choose a replica that is out
         of reach and not know it. So every `PATIENCE_S` a second lease is asked for; the first one keeps its place in the queue.
         """
-        preferred = self.preferred(opening)
-        anywhere = not preferred and (self.prefixes is None or not opening.affinity)
+        preferred = self.preferred(spec, affinity)
+        anywhere = not preferred and (self.prefixes is None or not affinity)
         for lease in reversed(self._held):
-            if lease.tier == opening.tier and (anywhere or lease.address in preferred):
+            if lease.tier == spec.tier and (anywhere or lease.address in preferred):
                 self._held.remove(lease)
                 return lease
-        if opening.affinity:  # all routers agree on a session's replica
+        if affinity:  # all routers agree on a session's replica
             preferred = ()
         asked: list[asyncio.Task[HeldLease]] = []
         try:
@@ -112,7 +112,7 @@ class LeasePool:
                 while not (given := [task for task in asked if task.done()]):
                     if len(asked) == 2:
                         _withdraw(asked.pop())
-                    asked.append(asyncio.create_task(self._ask(opening, () if asked else preferred)))
+                    asked.append(asyncio.create_task(self._ask(spec.tier, () if asked else preferred, affinity)))
                     await asyncio.wait(asked, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
             asked.remove(given[0])
             return given[0].result()
@@ -124,15 +124,15 @@ class LeasePool:
             for task in asked:
                 _withdraw(task)
 
-    async def _ask(self, opening: Open, preferred: Sequence[str]) -> HeldLease:
+    async def _ask(self, tier: str, preferred: Sequence[str], affinity: str) -> HeldLease:
         name, loop = mint(), asyncio.get_running_loop()
-        call = self.lessors[opening.tier](name, preferred, opening.affinity)
+        call = self.lessors[tier](name, preferred, affinity)
         try:
             ticket = await anext(aiter(call))
         except BaseException:
             _cancel(call)
             raise
-        lease = HeldLease(opening.tier, name, call, ticket, loop.time() + self.hold_s)
+        lease = HeldLease(tier, name, call, ticket, loop.time() + self.hold_s)
         if self.hold_s:
             loop.call_at(lease.until, self._drop, lease)
         return lease
@@ -145,9 +145,9 @@ class LeasePool:
         self._held.append(lease)
         return True
 
-    def preferred(self, opening: Open) -> tuple[str, ...]:
+    def preferred(self, spec: SessionSpec, affinity: str = "") -> tuple[str, ...]:
         """Addresses of the replicas that know how the text begins, or had the client's session."""
-        return () if self.prefixes is None else self.prefixes.find(opening)
+        return () if self.prefixes is None else self.prefixes.find(spec, affinity)
 
     def forget(self, address: str) -> None:
         """The replica there is preferred no more, and no lease on it is kept."""

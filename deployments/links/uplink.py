@@ -169,10 +169,10 @@ class LinkServer(link_pb2_grpc.LinkServicer):
     def _hold(self, message: Message, mailbox: Mailbox) -> bool:
         """Whether a message has to wait until its session's grammar is compiled."""
         session = message.session
-        if self._prepare is not None and isinstance(message, Open) and message.params.structured is not None:
+        if self._prepare is not None and isinstance(message, Open) and message.spec.params.structured is not None:
             held: list[Message] = [self._spans.served(message)]
             self._held[session] = held
-            compiling = asyncio.to_thread(self._prepare, message.params.structured)
+            compiling = asyncio.to_thread(self._prepare, message.spec.params.structured)
             task = asyncio.create_task(self._follow(compiling, session, held, mailbox))
             self._preparing.add(task)
             task.add_done_callback(self._preparing.discard)
@@ -210,7 +210,7 @@ class LinkServer(link_pb2_grpc.LinkServicer):
         """Whether the message may reach the tier: its session must have a lease and have been opened over this link."""
         session = message.session
         if isinstance(message, Open):
-            if not self.leases.open(session, message.lease or session):
+            if not self.leases.open(session, message.routing.lease or session):
                 mailbox.put([Failed(session, f"nobody holds a lease for session {session}", self._tier.name)])
                 return False
             sessions.add(session)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ray.serve.handle import DeploymentHandle
 
 from cascade.answer import Completion
-from cascade.messages import Edge, Open
+from cascade.messages import Edge, Routing, SessionSpec
 from cascade.training.reservoir import Sample
 from deployments.gateway.admission.access import Account
 from deployments.gateway.admission.metrics import RouterMetrics
@@ -33,17 +33,19 @@ class Collector:
         self._drifts: dict[tuple[str, str, bool], Drift] = defaultdict(Drift)  # by drafter, verifier, and whether it is greedy
         self._task = asyncio.create_task(self._send())
 
-    def offer(self, opening: Open, tokens: Sequence[int], completion: Completion, account: Account) -> None:
-        """Keep a complete answer, of the ``tokens`` after its opening, if request and key allow it."""
+    def offer(
+        self, spec: SessionSpec, routing: Routing, tokens: Sequence[int], completion: Completion, account: Account
+    ) -> None:
+        """Keep a complete answer, of the ``tokens`` after those of its ``spec``, if request and key allow it."""
         for edge in completion.stats.edges:
             if edge.drafter:
-                self._watch(edge, greedy=not opening.params.temperature)
-        allowed = opening.train and account.limits.train and not opening.cache_salt and not opening.params.adapter
+                self._watch(edge, greedy=not spec.params.temperature)
+        allowed = routing.train and account.limits.train and not spec.cache_salt and not spec.params.adapter
         if not allowed:
             return
         corrected = sum(edge.corrected for edge in completion.stats.edges)
-        text, temperature = (*opening.tokens, *tokens), opening.params.temperature
-        self._held.append(Sample(text, opening.prompt_len, temperature, account.name, corrected, time.time()))
+        text, temperature = (*spec.tokens, *tokens), spec.params.temperature
+        self._held.append(Sample(text, spec.prompt_len, temperature, account.name, corrected, time.time()))
 
     def _watch(self, edge: Edge, *, greedy: bool) -> None:
         drift = self._drifts[edge.drafter, edge.verifier, greedy]

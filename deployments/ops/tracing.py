@@ -8,8 +8,9 @@ import functools
 import os
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import entry_points, version
+from typing import NamedTuple
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -21,7 +22,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import Attributes
 
 from cascade.errors import ConfigError
-from cascade.messages import Open
+from cascade.messages import Open, Routing, SessionSpec
 from deployments.replica import replica_name
 
 PARENT, STATE = "traceparent", "tracestate"
@@ -116,16 +117,17 @@ def parent_of_headers(headers: Iterable[tuple[str, object]]) -> Context:
     return PROPAGATOR.extract(named) if len(named[PARENT]) == 1 else Context()
 
 
-def parent_of(opening: Open) -> Context:
-    """The parent that whoever opened a session names."""
-    return PROPAGATOR.extract({PARENT: opening.traceparent, STATE: opening.tracestate})
+class Trace(NamedTuple):
+    """A span as a session's `Routing` names it."""
 
+    traceparent: str = ""
+    tracestate: str = ""
 
-def within(opening: Open, span: Span) -> Open:
-    """``opening`` as part of ``span``."""
-    carrier: dict[str, str] = {}
-    PROPAGATOR.inject(carrier, set_span_in_context(span))
-    return replace(opening, traceparent=carrier.get(PARENT, ""), tracestate=carrier.get(STATE, ""))
+    @classmethod
+    def of(cls, span: Span) -> "Trace":
+        carrier: dict[str, str] = {}
+        PROPAGATOR.inject(carrier, set_span_in_context(span))
+        return cls(carrier.get(PARENT, ""), carrier.get(STATE, ""))
 
 
 # a router's spans
@@ -160,11 +162,11 @@ class RequestTrace:
 class AnswerTrace:
     """The span of an answer."""
 
-    def __init__(self, request: RequestTrace, opening: Open, index: int) -> None:
-        tracing, params = request.tracing, opening.params
+    def __init__(self, request: RequestTrace, spec: SessionSpec, index: int) -> None:
+        tracing, params = request.tracing, spec.params
         said: dict[str, str | int | float] = {
             "cascade.index": index,
-            "cascade.prompt_tokens": opening.prompt_len,
+            "cascade.prompt_tokens": spec.prompt_len,
             "gen_ai.operation.name": "text_completion",
             "gen_ai.provider.name": "cascade",
             "gen_ai.request.model": params.adapter or tracing.model,
@@ -172,10 +174,10 @@ class AnswerTrace:
             "gen_ai.request.temperature": params.temperature,
             "gen_ai.request.top_p": params.top_p,
             "gen_ai.request.top_k": params.top_k,
-            "gen_ai.usage.input_tokens": opening.prompt_len,
+            "gen_ai.usage.input_tokens": spec.prompt_len,
         }
         self._span = tracing.span("cascade.answer", request.span, attributes=said)
-        self.opening = opening if tracing.tracer is None else within(opening, self._span)  # what to ask the full tier
+        self.context = Trace() if tracing.tracer is None else Trace.of(self._span)  # for its sessions
 
     def turn(self) -> None:
         """It has waited for its turn, and is being written."""
@@ -209,26 +211,28 @@ class SessionSpans:
         self._tracing = tracing
         self._spans: dict[str, Span] = {}
 
-    def asked(self, opening: Open) -> Open:
-        """A session is to be opened below; the message to send, as part of its span."""
+    def asked(self, opening: Open) -> Trace:
+        """A session is to be opened below; its span, for that tier."""
         return self._begin(opening, "open", SpanKind.CLIENT, {})
 
     def served(self, opening: Open) -> Open:
         """A session begins here; the message for its tier, whose sessions below are parts of its span."""
+        spec = opening.spec
         said: dict[str, str | int] = {
             "cascade.replica": self._tracing.replica,
-            "cascade.prompt_tokens": opening.prompt_len,
-            "cascade.known_tokens": len(opening.tokens) - opening.prompt_len,
+            "cascade.prompt_tokens": spec.prompt_len,
+            "cascade.known_tokens": len(spec.tokens) - spec.prompt_len,
         }
-        return self._begin(opening, "session", SpanKind.SERVER, said)
+        return Open(opening.session, spec, Routing("", *self._begin(opening, "session", SpanKind.SERVER, said)))
 
-    def _begin(self, opening: Open, verb: str, kind: SpanKind, said: Mapping[str, str | int]) -> Open:
-        if self._tracing.tracer is None or not opening.traceparent:
-            return opening
-        attributes = {"cascade.tier": opening.tier, "cascade.session": opening.session, **said}
-        span = self._tracing.span(f"cascade.{verb} {opening.tier}", parent_of(opening), kind, attributes)
-        self._spans[opening.session] = span
-        return within(opening, span)
+    def _begin(self, opening: Open, verb: str, kind: SpanKind, said: Mapping[str, str | int]) -> Trace:
+        above = Trace(opening.routing.traceparent, opening.routing.tracestate)
+        if self._tracing.tracer is None or not above.traceparent:
+            return above
+        tier, parent = opening.spec.tier, PROPAGATOR.extract({PARENT: above.traceparent, STATE: above.tracestate})
+        attributes = {"cascade.tier": tier, "cascade.session": opening.session, **said}
+        span = self._spans[opening.session] = self._tracing.span(f"cascade.{verb} {tier}", parent, kind, attributes)
+        return Trace.of(span)
 
     def event(self, session: str, name: str, **attributes: str) -> None:
         """Something happens to it."""

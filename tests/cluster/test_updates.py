@@ -14,7 +14,7 @@ from ray.serve.schema import ServeDeploySchema
 from benchmarks.cluster.devices import Setup
 from cascade import SamplingParams, Speculation
 from cascade.client import Client
-from cascade.messages import Open
+from cascade.messages import SessionSpec
 from cascade.settings.router import ListenConfig
 from cascade.simulation.toy import full_text
 from deployments.app import parse
@@ -125,7 +125,7 @@ def served(cluster: Cluster) -> Iterator[Served]:
     values["router"] = {"listen": listen.model_dump(mode="json"), "held_lease_s": 1.0, "deployment_config": checked}
     values = parse(values).model_dump(mode="json", exclude_none=True)
     toy = Setup().models()[-1]
-    texts = [full_text(toy, Open("x", tuple(PROMPT), len(PROMPT), replace(PARAMS, seed=seed))) for seed in range(SEEDS)]
+    texts = [full_text(toy, SessionSpec(tuple(PROMPT), len(PROMPT), replace(PARAMS, seed=seed))) for seed in range(SEEDS)]
     crowd = Crowd(f"{LOOPBACK}:{listen.grpc_port}", [text[len(PROMPT) :] for text in texts])
     try:
         deploy(values)

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -92,8 +91,7 @@ def tiers(request: pytest.FixtureRequest) -> Iterator[list[Tier]]:
 
 def request(tiers: Sequence[Tier], seed: int, temperature: float, num_tokens: int = 60, **changes: Any) -> Open:
     chain = tuple(tier.name for tier in reversed(tiers[:-1]))
-    first = replace(opening(seed, temperature, num_tokens), chain=chain, drafters=(*INSIDE, "nonsense"))
-    return replace(first, **changes)
+    return opening(seed, temperature, num_tokens, **{"chain": chain, "drafters": (*INSIDE, "nonsense"), **changes})
 
 
 @pytest.mark.parametrize("method", ["begin", "guess", "observe", "cut", "close"])
@@ -128,9 +126,9 @@ def test_a_text_that_repeats_itself_takes_few_passes(asked: tuple[str, ...]) -> 
     """Guards the speed that it is for, through the bends in a text that repeats itself but for a token now and then; and
     `Speculation`: drafters that a request does not name take no part."""
     with alone(Parrot(), drafters=drafters(*INSIDE)) as tier:
-        first = replace(opening(0, 0.0, 200), chain=(), drafters=asked)
+        first = opening(0, 0.0, 200, chain=(), drafters=asked)
         [answer], _ = answered(tier, first)
-    assert answer.tokens == [parrot(p) for p in range(first.prompt_len, first.prompt_len + 200)]
+    assert answer.tokens == [parrot(p) for p in range(first.spec.prompt_len, first.spec.prompt_len + 200)]
     assert tier.stats.passes < 200 / 2.5 or not asked
     assert {edge.drafter for edge in answer.edges} == {"", *asked}
 

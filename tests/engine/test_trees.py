@@ -21,7 +21,7 @@ from cascade.engine.sampling.state import SequenceState
 from cascade.engine.tokenizer import Tokenizer
 from cascade.engine.trees import MAX_READ_AGAIN, Tree, run_trees
 from cascade.engine.vllm.blocks import RESERVED, Blocks, PagedCache
-from cascade.messages import Logprobs, Open
+from cascade.messages import Logprobs, SessionSpec
 from cascade.scorer import BLOCK, MAX_FORKED, Row, RunnerUp, Scored
 from tests import small
 from tests.architectures import VOCAB, build
@@ -65,8 +65,8 @@ class Session:
         self.state = self.new_state(self.text)
 
     def new_state(self, text: Sequence[int]) -> SequenceState | None:
-        opening = Open("s", tuple(text), self.prompt_len, self.params, ENDS)
-        return SequenceState(opening, text, self.constraint()) if self.params.shaped else None
+        spec = SessionSpec(tuple(text), self.prompt_len, self.params, ENDS)
+        return SequenceState(spec, text, self.constraint()) if self.params.shaped else None
 
     def expected(self, path: Sequence[int]) -> tuple[Scored, tuple[Logprobs, ...]]:
         """What a pass over the text with a path says, with a store and a history of its own."""

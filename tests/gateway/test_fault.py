@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-from dataclasses import replace
 
 import pytest
 
@@ -54,7 +53,7 @@ def test_who_is_too_much_for_a_drafter_goes_on_without_it() -> None:
     """Guards the drafts of others: a tier that cannot serve one session is as well as before. That one asks the next tier."""
     sent, names = list[Message](), (f"s{number}" for number in itertools.count())
     drafting: Drafting[None] = Drafting(lambda tier, message: sent.append(message), lambda: next(names), Planner())
-    sessions = [Session(replace(opening(number, 0.0, 50), chain=ALLOWED), "full", 2, 32) for number in range(2)]
+    sessions = [Session(opening(number, 0.0, 50, chain=ALLOWED), "full", 2, 32) for number in range(2)]
     hard, easy = (Slot(session, None, 0.0, 0.0) for session in sessions)
     for slot in (hard, easy):
         drafting.begin(slot, 2, 0.0)

@@ -158,8 +158,8 @@ async def test_starts_and_serves_without_lower_tiers(net: Net) -> None:
     async with started(net) as router:
         response = await router.Complete(request(), Context())
         alone = ToyModel()
-        opening = await router.admit(await TextRequest(request(), {}, router.encode).task())
-        assert [token.id for token in response.tokens] == full_text(alone, opening)[len(PROMPT) :]
+        spec = await router.admit(await TextRequest(request(), {}, router.encode).task())
+        assert [token.id for token in response.tokens] == full_text(alone, spec)[len(PROMPT) :]
         described = await router.Describe(pb.DescribeRequest(), Context())
         assert [(tier.name, tier.replicas, tier.vocab_size) for tier in described.tiers] == [
             ("tiny", 0, 0),
@@ -243,8 +243,8 @@ async def test_handling_reaches_the_tiers(net: Net) -> None:
     async with started(net) as router:
         asked = request()
         asked.priority, asked.cache_salt = -3, "mine"
-        opening = await router.admit(await TextRequest(asked, {}, router.encode).task())
-        assert (opening.priority, opening.cache_salt) == (-3, "mine")
+        spec = await router.admit(await TextRequest(asked, {}, router.encode).task())
+        assert (spec.priority, spec.cache_salt) == (-3, "mine")
 
 
 def asked(**fields: Any) -> pb.GenerateRequest:

@@ -125,7 +125,7 @@ class Net:
 
     async def text(self, request: Open, *, slowly: Callable[[], Any] | None = None) -> tuple[list[int], Answer]:
         """Drive a request as the router does."""
-        answer, current = Answer(request, Silent()), request
+        answer, current = Answer(request.spec, Silent()), request
         while not answer.finished:
             inbox = self._inboxes[current.session] = asyncio.Queue()
             self.router.put([current])
@@ -142,8 +142,8 @@ class Net:
                     self.router.put([commit])
             self.router.put([Close(current.session)])
             del self._inboxes[current.session]
-            current = answer.replay(mint()) if not answer.finished else current
-        return [*request.tokens, *answer.tokens], answer
+            current = Open(mint(), answer.resumed())
+        return [*request.spec.tokens, *answer.tokens], answer
 
     async def settle(self) -> None:
         """Wait until nothing is occupied anywhere."""

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cascade.draft import Draft
-from cascade.messages import Close, Commit, Edge, Failed, Logprobs, Message, Open, Proposal
+from cascade.messages import Close, Commit, Edge, Failed, Logprobs, Message, Open, Proposal, Routing, SessionSpec
 from cascade.params import MAX_SEED, SamplingParams, Structured
 from cascade.v1 import link_pb2 as pb
 from deployments.links.codec import decode, encode
@@ -61,15 +61,15 @@ params = some(
         lambda kind: st.builds(Structured, **{kind: st.text(min_size=1)})
     ),
 )
-opens = some(
-    Open,
+specs = some(
+    SessionSpec,
     tokens=st.lists(ids, min_size=3, max_size=8).map(tuple),
     prompt_len=st.integers(1, 3),
     params=params,
     priority=st.integers(-1000, 1000),
-    affinity=st.just(""),  # which stays at the router, as does the next
-    train=st.just(True),
 )
+routings = some(Routing, affinity=st.just(""), train=st.just(True))  # these two stay at the router
+opens = st.builds(Open, st.text(), specs, routings)
 values = st.floats(-1e6, 0, width=32)
 parents = st.lists(st.integers(0, 99), max_size=8).map(lambda drawn: tuple(n % (node + 1) - 1 for node, n in enumerate(drawn)))
 drafts = parents.flatmap(

@@ -37,7 +37,7 @@ class HoldingNet(Net):
         """A short request, whose text is checked."""
         request = opening(seed, chain=())
         text, _ = await self.text(request)
-        assert text == full_text(ToyModel(), request)
+        assert text == full_text(ToyModel(), request.spec)
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ async def test_few_leases_are_held_for_a_crowd(net: HoldingNet) -> None:
         most = max(most, len(node.server.leases))
         await asyncio.sleep(0.001)
     for request, (text, _) in zip(requests, await running, strict=True):
-        assert text == full_text(ToyModel(), request)
+        assert text == full_text(ToyModel(), request.spec)
     assert most <= len(requests)
     await until(lambda: len(node.server.leases) == MOST_HELD, lambda: node.occupied)
 

@@ -49,7 +49,7 @@ async def test_a_tier_that_cannot_be_leased_is_done_without(net: Net, medium: st
         below.lessors, below.timeout_s = {**below.lessors, "medium": lambda *of: Waiting()}, SHORT_S
     request = opening(7, 0.0, 150, chain=("huge" if medium == "unknown" else "medium", "tiny"))
     text, answer = await net.text(request)
-    assert text == full_text(ToyModel(), request)
+    assert text == full_text(ToyModel(), request.spec)
     assert drafted(answer)["tiny"] > 0
     assert net.nodes["medium"].tier.stats.passes == 0
     await net.settle()
@@ -78,7 +78,7 @@ async def test_a_lease_that_is_not_given_is_asked_for_again(net: Net, monkeypatc
     for seed in range(3):
         request = opening(seed, 0.0, 60)
         text, _ = await net.text(request)
-        assert text == full_text(ToyModel(), request)
+        assert text == full_text(ToyModel(), request.spec)
     assert num_asked == 12 or late_s < 1
     assert net.failures == []
     await net.settle()

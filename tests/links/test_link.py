@@ -28,7 +28,7 @@ async def test_text_is_the_full_models(net: Net, temperature: float) -> None:
     """Guards losslessness over real links, and everything a finished request holds."""
     request = opening(3, temperature, 80)
     text, answer = await net.text(request)
-    assert text == full_text(ToyModel(), request)
+    assert text == full_text(ToyModel(), request.spec)
     assert drafted(answer)["medium"] > 0
     assert any(edge.verifier == "medium" and edge.drafter == "tiny" for edge in answer.edges)
     assert net.failures == []
@@ -40,7 +40,7 @@ async def test_many_sessions_share_a_stream(net: Net) -> None:
     requests = [opening(seed, 0.8, 15, chain=(("medium", "tiny"), ("tiny",), ())[seed % 3]) for seed in range(18)]
     answers = await asyncio.gather(*(net.text(request) for request in requests))
     for request, (text, _) in zip(requests, answers, strict=True):
-        assert text == full_text(ToyModel(), request)
+        assert text == full_text(ToyModel(), request.spec)
     assert len(net.router._mailboxes) == 1
     assert len(net.nodes["full"].downlink._mailboxes) == 2
     assert net.failures == []
@@ -52,12 +52,12 @@ async def test_a_grammar_that_compiles_holds_nobody_up(net: Net) -> None:
     compiled, full = threading.Event(), net.nodes["full"]
     full.server._prepare = lambda structured: compiled.wait(LONG_S)
     plain = opening(4, 0.0, 40)
-    held = replace(opening(3, 0.0, 40), params=replace(plain.params, structured=Structured(regex="a+")))
+    held = opening(params=replace(plain.spec.params, structured=Structured(regex="a+")))
     inbox = net._inboxes[held.session] = asyncio.Queue()
     net.router.put([held])
     await until(lambda: held.session in full.server._held)
     text, _ = await net.text(plain)
-    assert text == full_text(ToyModel(), plain)
+    assert text == full_text(ToyModel(), plain.spec)
     assert inbox.empty()
     compiled.set()
     said = await asyncio.wait_for(inbox.get(), LONG_S)
@@ -80,7 +80,7 @@ async def test_dead_replica_degrades_and_a_new_one_is_used(net: Net) -> None:
     await until(lambda: net.nodes["full"].downlink.num_sessions == 1)
     new = await net.add("medium", pass_s=0.001, agreement=0.8)
     text, answer = await running
-    assert text == full_text(ToyModel(), request)
+    assert text == full_text(ToyModel(), request.spec)
     assert new.tier.stats.own_tokens > 0
     assert drafted(answer).keys() >= {"medium", "tiny"}
     assert net.failures == []
@@ -97,7 +97,7 @@ async def test_dead_full_replica_is_replaced(net: Net) -> None:
     await old.stop()
     await net.add("full", pass_s=0.004)
     text, _ = await running
-    assert text == full_text(ToyModel(), request)
+    assert text == full_text(ToyModel(), request.spec)
     assert net.failures
     assert all(failure.reason for failure in net.failures)
     await net.settle()
@@ -133,7 +133,7 @@ async def test_sessions_leave_a_replica_whose_pass_hangs(empty: Net, monkeypatch
         await anext(old.server.lease("late"))
     await empty.add("full")
     text, _ = await running
-    assert text == full_text(ToyModel(), request)
+    assert text == full_text(ToyModel(), request.spec)
     old.tier.close()  # which does not wait for it
     model.works.set()
     await until(lambda: not old.tier._thread.is_alive())

@@ -37,7 +37,7 @@ async def test_session_without_a_lease_is_refused(net: Net) -> None:
         await peer.say(replace(opening(), session=theirs))
         assert (await peer.answer()).session == theirs
     text, _ = await good
-    assert text == full_text(ToyModel(), opening(13, 0.0, 60))
+    assert text == full_text(ToyModel(), opening(13, 0.0, 60).spec)
     assert net.failures == []
     await net.settle()
 
@@ -73,7 +73,7 @@ async def test_malformed_batch_breaks_its_own_link_only(net: Net, kind: str) -> 
                 while await call.read() is not grpc.aio.EOF:
                     pass
     text, _ = await good
-    assert text == full_text(ToyModel(), request)
+    assert text == full_text(ToyModel(), request.spec)
     assert net.failures == []
     await until(lambda: node.tier.num_sessions == 0)
     assert node.tier.healthy
@@ -91,7 +91,7 @@ async def test_commit_that_does_not_join_ends_its_session_only(net: Net) -> None
             await peer.lease(session)
         good = replace(opening(17, 0.0, 20, chain=()), session="good")
         await peer.say(replace(opening(18, 0.0, 20, window=1), session="bad"), Commit("bad", 4000, (1,)), good)
-        answer, failed = Answer(good, Silent()), None
+        answer, failed = Answer(good.spec, Silent()), None
         while not (answer.finished and failed):
             message = await peer.answer()
             if isinstance(message, Failed):
@@ -100,7 +100,7 @@ async def test_commit_that_does_not_join_ends_its_session_only(net: Net) -> None
                 answer.receive(message)
         assert failed.session == "bad"
         assert "does not join" in failed.reason
-        assert [*PROMPT, *answer.tokens] == full_text(ToyModel(), good)
+        assert [*PROMPT, *answer.tokens] == full_text(ToyModel(), good.spec)
         await peer.say(Close("good"))
         await net.settle()
 
@@ -113,7 +113,7 @@ async def test_links_go_past_proxies_for_the_web(net: Net, monkeypatch: pytest.M
         monkeypatch.delenv(name, raising=False)
     request = opening(23, 0.0, 20)
     text, answer = await net.text(request)
-    assert text == full_text(ToyModel(), request)
+    assert text == full_text(ToyModel(), request.spec)
     assert net.failures == []
     assert drafted(answer)["medium"] > 0
     await net.settle()
@@ -138,7 +138,7 @@ async def test_malformed_answers_cost_only_the_drafter(net: Net, kind: str) -> N
     full.downlink.leases.lessors = {**full.downlink.leases.lessors, "medium": take}
     request = opening(19, 0.0, 40)
     text, answer = await net.text(request)
-    assert text == full_text(ToyModel(), request)
+    assert text == full_text(ToyModel(), request.spec)
     assert rogue.asked
     assert drafted(answer)["tiny"] > 0
     assert net.failures == []

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cascade.messages import Open
+from cascade.messages import SessionSpec
 from cascade.params import SamplingParams
 from cascade.scorer import BLOCK
 from deployments.links.affinity import LEAST_SHARE, PreferringRouter, Prefixes
@@ -23,17 +23,17 @@ PARAMS = SamplingParams(seed=1)
 ONE, OTHER = "10.0.0.1:1", "10.0.0.2:1"
 
 
-def text(tokens: Sequence[int], salt: str = "", params: SamplingParams = PARAMS) -> Open:
-    return Open("s", tuple(tokens), len(tokens), params, cache_salt=salt)
+def text(tokens: Sequence[int], salt: str = "", params: SamplingParams = PARAMS) -> SessionSpec:
+    return SessionSpec(tuple(tokens), len(tokens), params, cache_salt=salt)
 
 
 def test_the_longest_beginning_counts() -> None:
     """Guards conversations: their replica is the one that has their history, not one that has the same instructions."""
     instructions, turn = range(4 * BLOCK), range(900, 900 + 4 * BLOCK)
     prefixes = Prefixes()
-    prefixes.sent(text(instructions), ONE)
+    prefixes.sent(text(instructions), "", ONE)
     assert prefixes.find(text(instructions)) == (ONE,)
-    prefixes.sent(text([*instructions, *turn]), OTHER)
+    prefixes.sent(text([*instructions, *turn]), "", OTHER)
     assert prefixes.find(text([*instructions, *turn, 1, 2, 3])) == (OTHER,)
     assert prefixes.find(text([*instructions, 1, 2, 3])) == (OTHER, ONE)  # both know it
     prefixes.forget(OTHER)
@@ -52,10 +52,10 @@ def test_the_longest_beginning_counts() -> None:
         text(range(BLOCK - 1)),
     ],
 )
-def test_what_is_not_shared_attracts_nobody(other: Open) -> None:
+def test_what_is_not_shared_attracts_nobody(other: SessionSpec) -> None:
     """Guards tenants: where a prompt was answered tells nothing to requests with another salt."""
     prefixes = Prefixes()
-    prefixes.sent(text(range(4 * BLOCK)), ONE)
+    prefixes.sent(text(range(4 * BLOCK)), "", ONE)
     assert prefixes.find(other) == ()
 
 
@@ -63,7 +63,7 @@ def test_a_little_in_common_is_no_reason() -> None:
     """Guards the balance: a template that all prompts begin with would bring all of them to one replica."""
     template, long = range(2 * BLOCK), range(100, 100 + 20 * BLOCK)
     prefixes = Prefixes()
-    prefixes.sent(text(template), ONE)
+    prefixes.sent(text(template), "", ONE)
     assert LEAST_SHARE > 2 / 22
     assert prefixes.find(text([*template, *long])) == ()
 
@@ -74,7 +74,7 @@ def test_memory_is_bounded_and_ends_are_forgotten_first(steps: list[tuple[int, i
     prefixes = Prefixes(most_keys=24)
     for number, blocks, address in steps:
         one = text(range(100 * number, 100 * number + blocks * BLOCK))
-        prefixes.sent(one, address)
+        prefixes.sent(one, "", address)
         assert len(prefixes) <= 24
         assert address in prefixes.find(one)
 
@@ -117,16 +117,16 @@ async def test_preferred_replicas_come_first_unless_they_are_busier() -> None:
 def test_a_clients_session_stays() -> None:
     """Guards sessions that a client names: where the last request went counts, whatever the texts have in common."""
     prefixes, mine = Prefixes(), text(range(4 * BLOCK))
-    prefixes.sent(mine, ONE)
-    session = replace(text([5]), affinity="a")
-    assert prefixes.find(replace(mine, affinity="a")) == ()
-    prefixes.sent(session, OTHER)
-    assert prefixes.find(replace(mine, affinity="a")) == (OTHER,)
-    assert prefixes.find(replace(session, cache_salt="s")) == prefixes.find(replace(session, affinity="b")) == ()
-    prefixes.sent(session, ONE)
-    assert prefixes.find(session) == (ONE,)
+    prefixes.sent(mine, "", ONE)
+    other = text([5])
+    assert prefixes.find(mine, "a") == ()
+    prefixes.sent(other, "a", OTHER)
+    assert prefixes.find(mine, "a") == (OTHER,)
+    assert prefixes.find(text([5], "s"), "a") == prefixes.find(other, "b") == ()
+    prefixes.sent(other, "a", ONE)
+    assert prefixes.find(other, "a") == (ONE,)
     prefixes.forget(ONE)
-    assert prefixes.find(session) == ()
+    assert prefixes.find(other, "a") == ()
 
 
 async def test_routers_agree_on_the_replica_of_a_session() -> None:
@@ -155,7 +155,7 @@ async def test_a_session_that_was_sent_elsewhere_comes_back() -> None:
 
     prefixes, plain = Prefixes(), replace(text(range(4 * BLOCK)), tier="full")
     pool = LeasePool({"full": choose}, prefixes=prefixes)
-    for session in (plain, replace(plain, affinity="a")):
-        prefixes.sent(session, OTHER)
-        await pool.take(session)
+    for affinity in ("", "a"):
+        prefixes.sent(plain, affinity, OTHER)
+        await pool.take(plain, affinity)
     assert asked == [((OTHER,), ""), ((), "a")]

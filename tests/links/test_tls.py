@@ -8,7 +8,6 @@ import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from starlette.responses import PlainTextResponse
 from cascade import SamplingParams
 from cascade.client import Client
 from cascade.errors import ConfigError, Unavailable
-from cascade.messages import Failed, Message
+from cascade.messages import Failed, Message, Open
 from cascade.settings.config import LinkTLS
 from cascade.settings.router import DoorTLS, ListenConfig, RequestLimits
 from cascade.simulation.toy import ToyModel, full_text
@@ -70,7 +69,7 @@ async def test_strangers_get_no_stream_and_harm_nobody(net: Net, ours: Authority
     """Guards replicas against peers without TLS, without a certificate, and with one that another authority signed."""
     address = net.nodes["full"].server.address
     request = opening(4, 0.8, 300, chain=("tiny",))
-    net.router.put([replace(request, session="held")])  # streams stand and work meanwhile
+    net.router.put([Open("held", request.spec)])  # streams stand and work meanwhile
     await until(lambda: net.nodes["full"].tier.num_sessions == 1)
     await refused(grpc.aio.insecure_channel(address), net)
     root = Path(ours.sign("other").authority).read_bytes()
@@ -79,7 +78,7 @@ async def test_strangers_get_no_stream_and_harm_nobody(net: Net, ours: Authority
     forged = theirs.sign("forged").model_copy(update={"authority": ours.sign("other").authority})
     await refused(channel(address, [], forged), net)
     text, _ = await net.text(request)
-    assert text == full_text(ToyModel(), request)
+    assert text == full_text(ToyModel(), request.spec)
     assert net.failures == []
 
 
@@ -128,7 +127,7 @@ async def test_renewed_files_are_used(tidy: None, ours: Authority, theirs: Autho
     net = Net(tls)
     await net.add("full")
     request = opening(6, 0.8, 20, chain=())
-    assert (await net.text(request))[0] == full_text(ToyModel(), request)
+    assert (await net.text(request))[0] == full_text(ToyModel(), request.spec)
     for old, new in zip(tls.model_dump().values(), theirs.sign("process").model_dump().values(), strict=True):
         with contextlib.suppress(FileNotFoundError):  # the name is no file
             shutil.copyfile(new, old)
@@ -138,7 +137,7 @@ async def test_renewed_files_are_used(tidy: None, ours: Authority, theirs: Autho
     again = Downlink(LeasePool({"full": net.lessor("full")}), net._hear, tls=tls)
     await net.router.close()
     net.router = again
-    assert (await net.text(opening(7, 0.8, 20, chain=())))[0] == full_text(ToyModel(), opening(7, 0.8, 20, chain=()))
+    assert (await net.text(opening(7, 0.8, 20, chain=())))[0] == full_text(ToyModel(), opening(7, 0.8, 20, chain=()).spec)
     await net.close()
 
 

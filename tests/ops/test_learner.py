@@ -13,7 +13,7 @@ import pytest
 
 from cascade.answer import Completion, Stats
 from cascade.engine.tokenizer import Tokenizer
-from cascade.messages import Edge, Open
+from cascade.messages import Edge, Routing, SessionSpec
 from cascade.params import SamplingParams
 from cascade.settings.router import KeyLimits
 from cascade.training import reservoir
@@ -133,19 +133,22 @@ class Away:
         return {"answers": len(self.taken), "students": {}}
 
 
-async def offered(monkeypatch: pytest.MonkeyPatch, away: Away, openings: Sequence[tuple[Open, Account]]) -> Collector:
+async def offered(
+    monkeypatch: pytest.MonkeyPatch, away: Away, answers: Sequence[tuple[tuple[SessionSpec, Routing], Account]]
+) -> Collector:
     monkeypatch.setattr(collector, "SEND_S", 0.01)
     metrics = RouterMetrics(Places(1, 1), ("tiny", "full"))
     made = Collector(away, metrics)  # type: ignore[arg-type]
     stats = Stats(1, 1, edges=(Edge("tiny", "full", corrected=3),))
-    for opening, account in openings:
-        made.offer(opening, [7, 8], Completion("", (7, 8), "length", 1, stats), account)
+    for asked, account in answers:
+        made.offer(*asked, [7, 8], Completion("", (7, 8), "length", 1, stats), account)
     await asyncio.sleep(0.1)
     return made
 
 
-def opening(number: int, **changes: Any) -> Open:
-    return Open("s", (number, 2, 3), 3, SamplingParams(seed=1, **changes.pop("params", {})), **changes)
+def asked_for(number: int, train: bool = True, **changes: Any) -> tuple[SessionSpec, Routing]:
+    params = SamplingParams(seed=1, **changes.pop("params", {}))
+    return SessionSpec((number, 2, 3), 3, params, **changes), Routing(train=train)
 
 
 async def test_whoever_forbids_it_is_not_learnt_from(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,11 +156,11 @@ async def test_whoever_forbids_it_is_not_learnt_from(monkeypatch: pytest.MonkeyP
     free, kept_out = Account("alice"), Account("bob", KeyLimits(train=False))
     away = Away()
     asked = [
-        (opening(1), free),
-        (opening(2, cache_salt="mine"), free),
-        (opening(3, train=False), free),
-        (opening(4, params={"adapter": "law"}), free),
-        (opening(5), kept_out),
+        (asked_for(1), free),
+        (asked_for(2, cache_salt="mine"), free),
+        (asked_for(3, train=False), free),
+        (asked_for(4, params={"adapter": "law"}), free),
+        (asked_for(5), kept_out),
     ]
     made = await offered(monkeypatch, away, asked)
     await made.close()
@@ -168,7 +171,7 @@ async def test_a_learner_that_is_away_costs_no_answer(monkeypatch: pytest.Monkey
     """Guards requests and memory: what cannot be sent is held, so many at most, and sent when the learner is back."""
     away = Away()
     away.away = True
-    made = await offered(monkeypatch, away, [(opening(number), Account("alice")) for number in range(600)])
+    made = await offered(monkeypatch, away, [(asked_for(number), Account("alice")) for number in range(600)])
     away.away = False
     await asyncio.sleep(0.2)
     await made.close()
@@ -185,7 +188,7 @@ async def test_a_drafter_that_drifts_is_named(monkeypatch: pytest.MonkeyPatch) -
         edges = (Edge("tiny", "medium", agreed=right, corrected=wrong), Edge("medium", "full", agreed=180, corrected=20))
         stats = Stats(1, 1, edges=edges)
         now[0] += BATCH_S
-        made.offer(opening(1, params={"temperature": 0}), [7], Completion("", (7,), "length", 1, stats), Account("alice"))
+        made.offer(*asked_for(1, params={"temperature": 0}), [7], Completion("", (7,), "length", 1, stats), Account("alice"))
 
     for _ in range(2 * WARM):
         answer(180, 20)

@@ -16,6 +16,7 @@ from opentelemetry.trace import SpanKind, StatusCode, format_span_id, format_tra
 
 from cascade.client.exchange import encode_request
 from cascade.errors import ConfigError
+from cascade.messages import Open, Routing
 from cascade.params import SamplingParams, Speculation
 from cascade.v1 import serving_pb2_grpc
 from deployments.ops import tracing as export
@@ -26,7 +27,6 @@ from deployments.ops.tracing import (
     SessionSpans,
     Tracing,
     exporters,
-    parent_of,
     parent_of_headers,
     tracing,
 )
@@ -187,7 +187,6 @@ def test_unsampled_requests_stay_so(served: House, traces: Traces) -> None:
 def test_what_is_no_context_is_ignored(wrong: str) -> None:
     """Guards against traces that join where W3C Trace Context says they must not; OpenTelemetry's own tests have more cases."""
     assert not parent_of_headers([("traceparent", wrong), ("tracestate", "a=b")])
-    assert not parent_of(replace(opening(), traceparent=wrong, tracestate="a=b"))
 
 
 def test_contexts_as_w3c_has_them() -> None:
@@ -251,9 +250,9 @@ def test_off_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*export.ENDPOINTS, "OTEL_TRACES_EXPORTER"):
         monkeypatch.delenv(name, raising=False)
     assert tracing("router").tracer is None
-    asked = AnswerTrace(RequestTrace.begin(UNTRACED, [("traceparent", GIVEN)], 0.0), opening(), 0).opening
+    asked = AnswerTrace(RequestTrace.begin(UNTRACED, [("traceparent", GIVEN)], 0.0), opening().spec, 0)
     spans = SessionSpans(UNTRACED)
-    assert spans.asked(asked).traceparent == asked.traceparent == ""
+    assert spans.asked(Open("s", opening().spec, Routing("", *asked.context))) == asked.context == ("", "")
     assert not spans._spans
 
 

@@ -308,7 +308,7 @@ def drafting(planner: Planner, num_sessions: int = 1) -> tuple[Drafting[None], l
     """Sessions of the full tier that may use both of the tiers below and have just begun; what these were sent."""
     sent, names = list[Message](), (f"s{number}" for number in itertools.count())
     found: Drafting[None] = Drafting(lambda tier, message: sent.append(message), lambda: next(names), planner)
-    asked = replace(opening(1, 0.0, 50), chain=ALLOWED, adaptive=True)
+    asked = opening(1, 0.0, 50, chain=ALLOWED, adaptive=True)
     slots: list[Slot[None]] = [Slot(Session(asked, "full", 2, 32), None, 0.0, 0.0) for _ in range(num_sessions)]
     for slot in slots:
         found.begin(slot, num_sessions, 0.0)
@@ -379,7 +379,7 @@ def test_reading_for_others_says_nothing_of_who_drafts(reading_s: float) -> None
     )  # fmt: skip
     profile.token_s = reading_s / PREFILL_TOKENS
     for prompt_len in (1, PREFILL_TOKENS + 1):
-        asked = replace(opening(1, 0.0, 50), tokens=(1,) * prompt_len, prompt_len=prompt_len, adaptive=True)
+        asked = opening(1, 0.0, 50, tokens=(1,) * prompt_len, prompt_len=prompt_len, adaptive=True)
         loop.receive(asked, [], now)
         batch, _ = loop.schedule(512, now)
         now += PASS_S + reading_s * (len(batch) - 1)

@@ -8,7 +8,7 @@ from ray import serve
 from benchmarks.cluster.devices import Setup
 from cascade import SamplingParams, Speculation
 from cascade.client import Client
-from cascade.messages import Open
+from cascade.messages import SessionSpec
 from cascade.settings.config import CascadeConfig
 from cascade.simulation.toy import full_text
 from deployments.ops.launch import Server
@@ -42,7 +42,7 @@ def test_a_draft_tier_comes_when_it_is_asked_for_and_goes_when_it_is_not(server:
     """Guards scaling to zero: no answer waits for a tier without replicas or changes, and no GPU is held for nobody."""
     assert num_replicas() == 0
     *_, full = Setup().models()
-    expected = full_text(full, Open("x", tuple(PROMPT), len(PROMPT), PARAMS))[len(PROMPT) :]
+    expected = full_text(full, SessionSpec(tuple(PROMPT), len(PROMPT), PARAMS))[len(PROMPT) :]
     with Client(server.address) as client:
 
         def drafted() -> bool:

@@ -6,7 +6,7 @@ import pytest
 
 from cascade.draft import Draft
 from cascade.errors import InvalidRequest
-from cascade.messages import Commit, Edge, Open, Proposal, origin, origin_replaced
+from cascade.messages import Commit, Edge, Open, Proposal, SessionSpec, origin, origin_replaced
 from cascade.params import SamplingParams
 from cascade.planner.acceptance import Calibration, RunAhead
 from cascade.scorer import Scored
@@ -18,8 +18,8 @@ VOCAB = 12
 
 def opening(max_tokens: int = 24, **changes: object) -> Open:
     params = SamplingParams(max_tokens=max_tokens, temperature=0, seed=1)
-    plain = Open("s", (1, 2, 3), 3, params, tier="full", window=1000, draft_window=5)
-    return replace(plain, **changes)  # type: ignore[arg-type]
+    plain = SessionSpec((1, 2, 3), 3, params, tier="full", window=1000, draft_window=5)
+    return Open("s", replace(plain, **changes))  # type: ignore[arg-type]
 
 
 def fed(work: Work) -> list[int]:
@@ -58,7 +58,7 @@ def test_proposals_are_few_and_hold_back_little() -> None:
 def drafting() -> Session:
     """A session with a drafter whose session is called d."""
     session = Session(opening(), "full", 1, VOCAB)
-    session.attach("tiny", "d", ())
+    session.attach(("tiny",), "d")
     return session
 
 
@@ -137,7 +137,7 @@ def test_totals_of_two_drafters_are_kept_apart() -> None:
     session.propose(Proposal("d", 3, Draft((4,), bytes(1)), (Edge("", "tiny", passes=2, emitted=2),)))
     session.propose(Proposal("d", 3, Draft((4,), bytes(1)), (Edge("", "tiny", passes=1, emitted=1),)))
     session.advance(session.work(10), Scored([4, 5]))
-    session.attach("medium", "e", ())
+    session.attach(("medium",), "e")
     session.advance(session.work(10), Scored([6]))
     session.propose(Proposal("e", 3, Draft((4,), bytes(1)), (Edge("", "medium", passes=1, emitted=1),)))
     totals = {(edge.drafter, edge.verifier): (edge.passes, edge.accepted, edge.emitted) for edge in session.edges}
@@ -196,7 +196,7 @@ def test_correction_names_the_guesser() -> None:
     """Guards the tier below against blame for what a drafter inside the tier guessed: a page drew crosses for a tier that had
     not drafted."""
     session = Session(opening(), "full", 2, VOCAB)
-    session.attach("medium", "m", ())
+    session.attach(("medium",), "m")
     session.hint([Hint("suffix", Calibration(), Draft((4, 5), bytes([origin(0)] * 2)))])
     session.advance(session.work(10), Scored([6]))
     session.propose(Proposal("m", 4, Draft((7, 8), bytes([origin(0), origin(1)]))))
@@ -210,7 +210,7 @@ def test_correction_names_the_guesser() -> None:
 def test_drafter_that_is_corrected_runs_less_far_ahead() -> None:
     """Guards shared devices: passes for tokens that will hardly be kept take time from tiers that need it."""
     params = SamplingParams(max_tokens=500, temperature=0, seed=0)
-    session = Session(Open("s", (1,), 1, params, window=16), "tiny", 0, 32)
+    session = Session(Open("s", SessionSpec((1,), 1, params, window=16)), "tiny", 0, 32)
     assert session.window == 16
     for _ in range(30):  # the tier above keeps one token and corrects the next
         while not session.stalled:
@@ -271,4 +271,4 @@ def test_a_commit_beyond_the_vocabulary_changes_nothing() -> None:
         with pytest.raises(InvalidRequest, match="tier tiny has 32 token ids and the text has others"):
             session.commit(session.committed, (before[session.committed], token))
     assert session.text == before
-    assert session.committed == session.opening.prompt_len
+    assert session.committed == session.spec.prompt_len

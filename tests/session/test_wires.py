@@ -43,17 +43,17 @@ def fed(work: Work) -> list[int]:
 class Chain:
     """The loops of tiers bottom to top, with toy models, and the messages that are on their way."""
 
-    def __init__(self, models: Sequence[ToyModel], first: Open, step_s: float = 10.0) -> None:
+    def __init__(self, models: Sequence[ToyModel], opening: Open, step_s: float = 10.0) -> None:
         self.models = models
         self.top = len(models) - 1
-        self.first = replace(first, chain=NAMES[: self.top][::-1])
+        self.name, self.first = opening.session, replace(opening.spec, chain=NAMES[: self.top][::-1])
         self.down: list[deque[tuple[Message, int]]] = [deque() for _ in models]  # to the tier of that level, from another
         self.up: list[list[tuple[int, Proposal]]] = [[] for _ in models]  # from that level, to another
         self.passes = self.chunks = 0  # of the full tier, and those of them that gave no token
         self.num_opened = 0
         self.now, self.step_s = 0.0, step_s  # that a pass takes: longer than any tier waits, or no time
         self.loops = [self.loop(level) for level in range(len(models))]
-        self.loops[-1].receive(self.first, len(models), self.now)
+        self.loops[-1].receive(Open(self.name, self.first), len(models), self.now)
 
     def loop(self, level: int) -> Loop[int]:
         def send_up(above: int, message: Message) -> None:
@@ -72,7 +72,7 @@ class Chain:
 
     @property
     def full(self) -> Session:
-        return self.loops[-1].slots[self.first.session].session
+        return self.loops[-1].slots[self.name].session
 
     def slots(self, level: int) -> list[Slot[int]]:
         return list(self.loops[level].slots.values())
@@ -92,7 +92,7 @@ class Chain:
         if level < self.top:
             self.loops[above].receive(proposal, None, self.now)
         elif tokens := proposal.draft.tokens[self.full.committed - proposal.start :]:
-            self.down[level].append((Commit(self.first.session, self.full.committed, tokens), above))
+            self.down[level].append((Commit(self.name, self.full.committed, tokens), above))
 
     def fail(self, level: int) -> None:
         """The drafter of a tier says that it has failed; it is asked again later, and others meanwhile."""
@@ -125,7 +125,7 @@ class Chain:
                     self.obey(level)
                 while self.up[level]:
                     self.hear(level, 0)
-        texts = {slot.session.opening.session: slot.session for level in range(self.top) for slot in self.slots(level)}
+        texts = {slot.session.name: slot.session for level in range(self.top) for slot in self.slots(level)}
         for level in range(1, self.top + 1):
             for above in (slot.session for slot in self.slots(level)):
                 if (below := texts.get(above.drafter_session)) is not None:
@@ -152,7 +152,7 @@ class Chain:
 def check_slot(slot: Slot[int], model: ToyModel) -> None:
     """What must hold between any two messages."""
     session = slot.session
-    first, text = session.opening, session.text
+    first, text = session.spec, session.text
     assert first.prompt_len <= session.committed <= len(text)
     assert 0 <= session.kv_len < len(text)
     if slot.allocation is not None:
@@ -220,7 +220,7 @@ class Wires(RuleBasedStateMachine):
         """A line or tree that no drafter made; the first ``num_right`` guesses are true."""
         session, model, text = slot.session, self.chain.models[slot.session.level], list(slot.session.text)
         for p in range(len(text), len(text) + num_right):
-            text.append(model.own(tuple(text[max(0, p - model.order) :]), p, session.opening.params))
+            text.append(model.own(tuple(text[max(0, p - model.order) :]), p, session.spec.params))
         tokens = text[len(session.text) :] + tokens
         parents = () if back is None else tuple(max(-1, node - back) for node in range(len(tokens)))
         return Draft(tuple(tokens), bytes(len(tokens)), bytes(len(tokens)), parents)

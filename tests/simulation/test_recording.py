@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cascade.errors import ConfigError
-from cascade.messages import Open
+from cascade.messages import SessionSpec
 from cascade.params import SamplingParams
 from cascade.scorer import RunnerUp
 from cascade.simulation.recording import RecordedText, RecordedTier, Recording, fake
@@ -26,12 +26,12 @@ PROMPTS = (tuple(range(20)), tuple(range(30, 58)))
 def recorded(seed: int, prompt: tuple[int, ...]) -> RecordedText:
     """Of toys with the noise of another request: texts that the tiers of a recording do not write by themselves."""
     toys = [ToyTier(VOCAB, (0.6, 0.8)[level:]) for level in range(3)]
-    opening = Open("text", prompt, len(prompt), SamplingParams(max_tokens=30, temperature=0, seed=seed))
-    text = full_text(toys[-1], opening)
+    spec = SessionSpec(prompt, len(prompt), SamplingParams(max_tokens=30, temperature=0, seed=seed))
+    text = full_text(toys[-1], spec)
     places = range(len(prompt), len(text))
     return RecordedText(
         prompt,
-        tuple(tuple(tuple(toy.ranked(tuple(text[p - 3 : p]), p, opening.params, 3)) for p in places) for toy in toys),
+        tuple(tuple(tuple(toy.ranked(tuple(text[p - 3 : p]), p, spec.params, 3)) for p in places) for toy in toys),
         category="chat",
     )
 

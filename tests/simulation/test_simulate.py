@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cascade.messages import Open
+from cascade.messages import SessionSpec
 from cascade.params import MOST_BRANCHES, SamplingParams
 from cascade.planner.choice import Policy
 from cascade.simulation.scenario import Death, Faults, PassCost, Request, Scenario, SimTier
@@ -42,7 +42,7 @@ def reference(scenario: Scenario) -> tuple[tuple[int, ...], ...]:
     assert isinstance(model, ToyModel)
     texts = []
     for request in scenario.requests:
-        first = Open("s", request.prompt, len(request.prompt), request.params, request.ends)
+        first = SessionSpec(request.prompt, len(request.prompt), request.params, request.ends)
         texts.append(tuple(full_text(model, first)[len(request.prompt) :]))
     return tuple(texts)
 

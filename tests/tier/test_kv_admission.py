@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from cascade.engine.model import Model
 from cascade.engine.network.contiguous import Contiguous
 from cascade.engine.sampling.state import state_maker
 from cascade.errors import ModelError
-from cascade.messages import Open, Proposal
+from cascade.messages import Open, Proposal, SessionSpec
 from cascade.params import SamplingParams
 from cascade.scorer import BLOCK, TILE, Row
 from cascade.session.session import Session
@@ -35,7 +34,7 @@ LONG = tuple(7 * i % 32 for i in range(100))
 
 
 def prompted(tokens: tuple[int, ...], **options: object) -> Open:
-    return replace(opening(3, 0.0, 10, chain=()), tokens=tokens, prompt_len=len(tokens), **options)  # type: ignore[arg-type]
+    return opening(3, 0.0, 10, chain=(), tokens=tokens, prompt_len=len(tokens), **options)
 
 
 @pytest.mark.parametrize("blocks", [4, 7, 60])
@@ -77,12 +76,12 @@ def test_prompts_are_recited_in_any_order_of_events() -> None:
         assert isinstance(said, Proposal)
         written(tier, prompted(LONG[::-1]))
         assert tier.kv_admission.preempted == 1
-        answer = Answer(idler, Silent())
+        answer = Answer(idler.spec, Silent())
         _, commit = answer.receive(said)
         assert commit is not None
         tier.post([commit])
         finish(tier, inbox, {idler.session: answer})
-        assert [*LONG, *answer.tokens] == full_text(ToyModel(), idler)
+        assert [*LONG, *answer.tokens] == full_text(ToyModel(), idler.spec)
         [again], _ = written(tier, prompted(LONG, params=params))
     assert again.prompt == answer.prompt
     assert [token.id for token in again.prompt] == list(LONG)
@@ -110,13 +109,13 @@ def test_reuse_from_a_session_that_is_still_writing() -> None:
     """Guards reuse among requests at the same time, and the writing one against those that copy from it."""
     with alone(ToyModel(pass_s=0.001)) as tier:
         inbox, long = Inbox(), prompted(LONG, params=SamplingParams(max_tokens=400, temperature=0, seed=3))
-        answer = Answer(long, Silent())
+        answer = Answer(long.spec, Silent())
         tier.post([long], inbox)
         answer.receive(inbox.messages.get(timeout=LONG_S))  # type: ignore[arg-type]
         written(tier, prompted((*LONG[:80], 5, 6)))
         assert tier.kv_admission.block_manager.reused == 80
         finish(tier, inbox, {long.session: answer})
-        assert [*LONG, *answer.tokens] == full_text(ToyModel(), long)
+        assert [*LONG, *answer.tokens] == full_text(ToyModel(), long.spec)
 
 
 def test_spoilt_sessions_leave_nothing() -> None:
@@ -269,10 +268,10 @@ def test_texts_of_real_models_do_not_depend_on_memory(name: str) -> None:
     for seed in range(8):
         tokens = tuple(common[: rng.choice([20, 33, 40])] + rng.choices(range(96), k=rng.randint(1, 9)))
         params = SamplingParams(max_tokens=40, temperature=(0.0, 0.8)[seed % 2], seed=seed)
-        asked.append(Open(f"s{seed}", tokens, len(tokens), params, window=100))
+        asked.append(Open(f"s{seed}", SessionSpec(tokens, len(tokens), params, window=100)))
     tier = Tier("full", 0, model, max_pass_tokens=24)
     tier.start()
-    inbox, answers = Inbox(), {request.session: Answer(request, Silent()) for request in asked}
+    inbox, answers = Inbox(), {request.session: Answer(request.spec, Silent()) for request in asked}
     done = dict(answers)
     tier.post(asked, inbox)
     finish(tier, inbox, answers)
@@ -283,8 +282,8 @@ def test_texts_of_real_models_do_not_depend_on_memory(name: str) -> None:
     tier.close()
     alone = Model(build(name))
     for request in asked:
-        text, store = list(request.tokens), alone.new_cache()
-        while len(text) < request.prompt_len + 40:
-            known = len(text) - 1 if len(text) > request.prompt_len else 0
-            text += alone.run([Row(store, known, text[known:], 1, request.params)])[0].own
-        assert [*request.tokens, *done[request.session].tokens] == text
+        text, store = list(request.spec.tokens), alone.new_cache()
+        while len(text) < request.spec.prompt_len + 40:
+            known = len(text) - 1 if len(text) > request.spec.prompt_len else 0
+            text += alone.run([Row(store, known, text[known:], 1, request.spec.params)])[0].own
+        assert [*request.spec.tokens, *done[request.session].tokens] == text

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from cascade.draft import Draft
 from cascade.errors import InvalidRequest
-from cascade.messages import Open
+from cascade.messages import Open, SessionSpec
 from cascade.params import Handling, SamplingParams
 from cascade.planner.choice import Policy
 from cascade.planner.cost import Profile
@@ -30,8 +30,8 @@ def profile(pass_s: float = 0.01, token_s: float = 0.0) -> Profile:
 
 def slot(pending: int, guesses: int = 0, *, since: float = 0.0, opened: float = 0.0, priority: int = 0) -> Slot[None]:
     """A session with so many positions to catch up with, and so many guesses after them."""
-    opening = Open("s", (1,) * pending, pending, GREEDY, window=10**6, draft_window=64, priority=priority)
-    session = Session(opening, "full", 1, 32)
+    spec = SessionSpec((1,) * pending, pending, GREEDY, window=10**6, draft_window=64, priority=priority)
+    session = Session(Open("s", spec), "full", 1, 32)
     session.guesses.draft = Draft((1,) * guesses, bytes(guesses))
     return Slot(session, None, since, opened)
 
@@ -137,7 +137,7 @@ def test_those_who_waited_longest_come_first() -> None:
 def test_a_session_that_waits_for_guesses_joins_a_pass() -> None:
     """Guards batches: the pass that another session starts costs it less than the next."""
     waiting, ready = slot(1, since=1.0), slot(1, since=1.0)
-    waiting.session.attach("tiny", "below", ())
+    waiting.session.attach(("tiny",), "below")
     waiting.session.guesses.stats.guesses = 30.0  # while one pass runs: it is worth waiting for some
     batch, again_at = schedule([waiting], POLICY, profile(), 512, 1.0)
     assert not batch

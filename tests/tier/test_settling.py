@@ -1,11 +1,10 @@
 """What a pass decided is told while the next one runs."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 
-from cascade.messages import Close, Link, Message
+from cascade.messages import Close, Link, Message, Open
 from cascade.planner.choice import Policy
 from cascade.planner.cost import Profile
 from cascade.scorer import Row
@@ -54,7 +53,7 @@ def test_sessions_that_leave_before_they_are_told_harm_nobody(others: int) -> No
         "full", 2, Limits(model.vocab_size, 4096, Policy()), KVAdmission(ToyCache, 1 << 20), Profile(),
         send_up=lambda up, message: sent.append(message), send_down=lambda tier, message: None, mint=lambda: "below",
     )  # fmt: skip
-    first, *rest = (replace(opening(adaptive=True), session=str(number)) for number in range(1 + others))
+    first, *rest = (Open(str(number), opening(adaptive=True).spec) for number in range(1 + others))
     for one in (first, *rest):
         loop.receive(one, "router", 0.0)
     batch, _ = loop.schedule(512, 0.0)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cascade.answer import Answer
-from cascade.messages import Close, Failed, Link, Message, Open, Proposal, mint
+from cascade.messages import Close, Failed, Link, Message, Open, Proposal, SessionSpec, mint
 from cascade.params import SamplingParams
 from cascade.scorer import Row
 from cascade.simulation.toy import ToyCache, ToyModel, full_text
@@ -110,7 +110,8 @@ def tiers(models: list[CountingModel]) -> Iterator[list[Tier]]:
 def opening(seed: int = 1, temperature: float = 1.0, max_tokens: int = 40, **options: object) -> Open:
     params = SamplingParams(seed=seed, temperature=temperature, max_tokens=max_tokens)
     fields: dict[str, object] = {"chain": ("medium", "tiny"), "window": 4096, "draft_window": 8, **options}
-    return Open(mint(), PROMPT, len(PROMPT), params, **fields)  # type: ignore[arg-type]
+    spec = SessionSpec(PROMPT, len(PROMPT), params)
+    return Open(mint(), replace(spec, **fields))  # type: ignore[arg-type]
 
 
 def finish(tier: Tier, inbox: Inbox, answers: dict[str, Answer]) -> None:
@@ -122,7 +123,7 @@ def finish(tier: Tier, inbox: Inbox, answers: dict[str, Answer]) -> None:
             continue
         if isinstance(message, Failed):
             del answers[message.session]
-            again = answer.replay(mint())
+            again = Open(mint(), answer.resumed())
             answers[again.session] = answer
             tier.post([again], inbox)
             continue
@@ -137,7 +138,7 @@ def finish(tier: Tier, inbox: Inbox, answers: dict[str, Answer]) -> None:
 
 def answered(tier: Tier, *requests: Open) -> tuple[list[Answer], Inbox]:
     """The answers to requests that come at once, and where they came."""
-    inbox, answers = Inbox(), [Answer(request, Silent()) for request in requests]
+    inbox, answers = Inbox(), [Answer(request.spec, Silent()) for request in requests]
     tier.post(requests, inbox)
     finish(tier, inbox, {request.session: answer for request, answer in zip(requests, answers, strict=True)})
     return answers, inbox
@@ -147,8 +148,8 @@ def written(tier: Tier, *requests: Open) -> tuple[list[Answer], Inbox]:
     """The same, each with the text that the full toy writes alone."""
     answers, inbox = answered(tier, *requests)
     for request, answer in zip(requests, answers, strict=True):
-        whole = [*request.tokens[: request.prompt_len], *answer.tokens]
-        assert whole == full_text(ToyModel(), replace(request, tokens=request.tokens[: request.prompt_len]))
+        whole = [*request.spec.tokens[: request.spec.prompt_len], *answer.tokens]
+        assert whole == full_text(ToyModel(), request.spec.after(()))
     return answers, inbox
 
 
@@ -185,7 +186,7 @@ def test_companions_share_passes(tiers: list[Tier], models: list[CountingModel])
     chains, before = (("medium", "tiny"), ("tiny",), ("medium",), ()), models[-1].passes
     asked = [opening(seed, (0.0, 0.8, 1.5)[seed % 3], 30, chain=chains[seed % 4]) for seed in range(24)]
     for request, answer in zip(asked, written(tiers[-1], *asked)[0], strict=True):
-        assert {edge.drafter for edge in answer.edges if edge.verifier == "full"} <= {"", *request.chain[:1]}
+        assert {edge.drafter for edge in answer.edges if edge.verifier == "full"} <= {"", *request.spec.chain[:1]}
     assert models[-1].passes - before < 24 * 30 / 4
 
 
@@ -205,13 +206,13 @@ def test_leaving_in_the_middle_frees_every_tier(tiers: list[Tier], dropped: bool
 def test_poisonous_row_harms_only_itself(tiers: list[Tier], models: list[CountingModel]) -> None:
     """Guards companions of a request whose row breaks the pass."""
     good = opening(1, 0.0, 20)
-    good_text = full_text(ToyModel(), good)
+    good_text = full_text(ToyModel(), good.spec)
     poison = next(token for token in range(32) if token not in good_text)
-    bad = replace(opening(2, 0.0, 20), tokens=(1, poison), prompt_len=2)
+    bad = opening(2, 0.0, 20, tokens=(1, poison), prompt_len=2)
     models[-1].poison = poison
     inbox = Inbox()
     tiers[-1].post([good, bad], inbox)
-    failed, answer = None, Answer(good, Silent())
+    failed, answer = None, Answer(good.spec, Silent())
     while not (failed and answer.finished):
         message = inbox.messages.get(timeout=LONG_S)
         if isinstance(message, Failed):
@@ -234,7 +235,7 @@ def test_poisonous_row_harms_only_itself(tiers: list[Tier], models: list[Countin
 )
 def test_impossible_opens_fail_with_a_sentence(tiers: list[Tier], request_fields: dict[str, object], words: str) -> None:
     """Guards the model against rows that would break it, and the caller against silence, and replicas against a tenth try."""
-    request = replace(opening(), **{"prompt_len": 2, **request_fields})  # type: ignore[arg-type]
+    request = opening(**{"prompt_len": 2, **request_fields})  # type: ignore[arg-type]
     message = refusal(tiers[-1], request)
     assert words in message.reason
     assert message.fault
@@ -253,7 +254,7 @@ def test_long_prompt_is_scored_in_chunks(models: list[CountingModel]) -> None:
     """Guards chunked prefill: the bound on tokens of a pass holds, and the text is the same."""
     model = models[-1]
     with alone(model, max_pass_tokens=64) as tier:
-        written(tier, replace(opening(3, 0.0, 10, chain=()), tokens=tuple(i % 32 for i in range(1000)), prompt_len=1000))
+        written(tier, opening(3, 0.0, 10, chain=(), tokens=tuple(i % 32 for i in range(1000)), prompt_len=1000))
     assert model.tokens == 1000 + 9
     assert model.passes >= 1000 // 64
 
@@ -265,7 +266,7 @@ def test_broken_model_is_told_from_bad_rows(models: list[CountingModel]) -> None
         for token, healthy in ((7, True), (0, False)):
             model.poison = token  # 0 is in the canary's row
             for _ in range(5):
-                refusal(tier, replace(opening(), tokens=(1, token), prompt_len=2, chain=()))
+                refusal(tier, opening(tokens=(1, token), prompt_len=2, chain=()))
             assert tier.healthy == healthy
     assert model.leaks == 0
 
@@ -276,7 +277,7 @@ def test_failures_far_apart_are_no_broken_model(models: list[CountingModel]) -> 
     with alone(model) as tier:
         for _ in range(5):
             model.poison = 0  # in the canary's row, too
-            refusal(tier, replace(opening(), tokens=(1, 0), prompt_len=2, chain=()))
+            refusal(tier, opening(tokens=(1, 0), prompt_len=2, chain=()))
             model.poison = None
             written(tier, opening(chain=()))
         assert tier.healthy
@@ -324,9 +325,10 @@ def test_what_is_too_much_for_a_pass_is_scored_in_smaller_ones(
     """Guards a long prompt, or a crowd, against a device without memory for all of it: nobody fails, and few passes do."""
     models[-1].room = room
     prompt = tuple(random.Random(1).choices(range(16), k=prompt_len))
-    requests = [opening(seed, max_tokens=30, chain=()) for seed in range(count)]
+    spec = {"tokens": prompt, "prompt_len": prompt_len, "chain": ()}
+    requests = [opening(seed, max_tokens=30, **spec) for seed in range(count)]
     with alone(models[-1], max_pass_tokens=256) as tier:
-        _, inbox = written(tier, *(replace(one, tokens=prompt, prompt_len=prompt_len) for one in requests))
+        _, inbox = written(tier, *requests)
         assert inbox.failures == []
         assert 0 < tier.stats.failures < tier.stats.passes / 2
         assert tier.healthy

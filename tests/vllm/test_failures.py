@@ -71,7 +71,7 @@ async def test_sessions_leave_a_replica_whose_pass_hangs(
     request = opening(6, 1.0, 60, chain=())
     with Cascade([pair.own], Tokenizer.from_pretrained(small.paths()[-1])) as alone:
         params = SamplingParams(temperature=1.0, seed=6, max_tokens=60, ignore_eos=True)
-        expected = alone.generate(list(request.tokens), params)
+        expected = alone.generate(list(request.spec.tokens), params)
     old = empty.nodes["full"] = Node(2, pair.vllm, {})  # type: ignore[arg-type]
     await old.start()
     running = asyncio.create_task(empty.text(request))
@@ -82,7 +82,7 @@ async def test_sessions_leave_a_replica_whose_pass_hangs(
     new = empty.nodes["full"] = Node(2, pair.own, {})  # type: ignore[arg-type]
     await new.start()
     text, _ = await running
-    assert text == [*request.tokens, *expected.token_ids]
+    assert text == [*request.spec.tokens, *expected.token_ids]
     old.tier.close()  # which does not wait for it
     answers.set()
     await until(lambda: not old.tier._thread.is_alive())

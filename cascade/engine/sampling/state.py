@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cascade.errors import InvalidRequest
-from cascade.messages import Logprobs, Open
+from cascade.messages import Logprobs, SessionSpec
 from cascade.params import Structured
 
 if TYPE_CHECKING:
@@ -25,15 +25,15 @@ class SequenceState:
     ``text`` is the session's own list, which grows and is cut while this history looks at it.
     """
 
-    def __init__(self, opening: Open, text: Sequence[int], constraint: "Matcher | None" = None) -> None:
-        params = opening.params
-        self.prompt_len = opening.prompt_len
+    def __init__(self, spec: SessionSpec, text: Sequence[int], constraint: "Matcher | None" = None) -> None:
+        params = spec.params
+        self.prompt_len = spec.prompt_len
         self.text = text
         self.constraint = constraint
         self.alters = params.penalised or bool(params.biases or params.min_tokens or params.structured)
         self._params = params
-        self._end_ids = sorted(opening.ends)
-        self._begin = len(opening.tokens)  # of the tokens that this session picks itself
+        self._end_ids = sorted(spec.ends)
+        self._begin = len(spec.tokens)  # of the tokens that this session picks itself
         self._logprobs: list[Logprobs] = []  # from _begin on
         self._prompt: list[Logprobs] = []  # from position 1 on
         self._counted: list[int] = []  # output tokens in _counts
@@ -115,15 +115,17 @@ def _add(counts: Tensor, tokens: Sequence[int], what: float) -> None:
     counts.index_add_(0, ids, torch.full((len(tokens),), what, device=counts.device))
 
 
-def state_maker(matcher: Callable[[Structured], "Matcher"] | None = None) -> Callable[[Open, Sequence[int]], SequenceState]:
+def state_maker(
+    matcher: Callable[[Structured], "Matcher"] | None = None,
+) -> Callable[[SessionSpec, Sequence[int]], SequenceState]:
     """What makes the states of a tier's sessions; ``matcher`` compiles what texts have to be, and raises `InvalidRequest`."""
 
-    def make(opening: Open, text: Sequence[int]) -> SequenceState:
-        structured = opening.params.structured
+    def make(spec: SessionSpec, text: Sequence[int]) -> SequenceState:
+        structured = spec.params.structured
         if structured is None:
-            return SequenceState(opening, text)
+            return SequenceState(spec, text)
         if matcher is None:
             raise InvalidRequest("this tier cannot follow a grammar: its model came without a tokenizer")
-        return SequenceState(opening, text, matcher(structured))
+        return SequenceState(spec, text, matcher(structured))
 
     return make

@@ -6,11 +6,11 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from cascade.answer import Chunk
 from cascade.errors import CascadeError, InvalidRequest, TooLarge
-from cascade.messages import Open, mint
+from cascade.messages import Routing, SessionSpec, mint
 from cascade.settings.config import CascadeConfig
 from cascade.tier.scheduler import PRIORITY_S
 from deployments.gateway.admission.access import Access, Account
@@ -50,6 +50,7 @@ class ActiveRequest:
     lifetime: Lifetime
     since: float  # when it arrived
     affinity: str = ""  # of the client's own session
+    train: bool = True  # drafters may learn from its answers
     outcomes: list[str] = field(default_factory=list)  # of its answers that are over
     num_read: int = 0  # tokens of prompts
     num_written: int = 0
@@ -95,21 +96,23 @@ class Admission:
         account: Account,
         id: str | None,
         timeout_s: float | None,
-        openings: Sequence[Open],
+        specs: Sequence[SessionSpec],
         *,
         since: float,
         headers: Collection[tuple[str, object]] = (),
+        train: bool = True,
     ) -> Iterator[ActiveRequest]:
-        """Hold places for the answers to ``openings`` of a request that came at ``since`` with ``headers``, or metadata.
+        """Hold places for the answers to ``specs`` of a request that came at ``since`` with ``headers``, or metadata.
 
         Raises `PermissionDenied`, `InvalidRequest`, `Overloaded`, `Unavailable` or `DeadlineExceeded` at once.
         """
-        num_answers = len(openings)
-        for priority in {opening.priority for opening in openings}:
+        num_answers = len(specs)
+        for priority in {spec.priority for spec in specs}:
             account.check_priority(priority)
         affinity = next((str(value) for name, value in headers if name == SESSION), "")
-        request = ActiveRequest(mint() if id is None else request_id(id), account, Lifetime.of(timeout_s), since, affinity)
-        request.lifetime.check()
+        lifetime = Lifetime.of(timeout_s)
+        request = ActiveRequest(mint() if id is None else request_id(id), account, lifetime, since, affinity, train)
+        lifetime.check()
         with account.admitted(num_answers), self.places.admitted(num_answers):
             self._active.add(request)
             request.trace = RequestTrace.begin(self.tracing, headers, since)
@@ -156,14 +159,14 @@ class Admission:
             request.lifetime.abort(leaving=True)
 
     @contextlib.asynccontextmanager
-    async def answering(self, opening: Open, request: ActiveRequest, index: int) -> AsyncIterator["AnswerRecord"]:
+    async def answering(self, spec: SessionSpec, request: ActiveRequest, index: int) -> AsyncIterator["AnswerRecord"]:
         """Wait for the turn of an answer, and hold it; count, charge, log and trace what becomes of the answer."""
-        record, account, read = AnswerRecord(opening, request, index, self.metrics), request.account, len(opening.tokens)
+        record, account, read = AnswerRecord(spec, request, index, self.metrics), request.account, len(spec.tokens)
         account.charge(read)
-        known = read - opening.prompt_len  # tokens of the answer that the client has
+        known = read - spec.prompt_len  # tokens of the answer that the client has
         if known:
             self.metrics.counters["resumed_answers"].inc()
-        most, rank = opening.params.max_tokens - known, request.since + PRIORITY_S * opening.priority  # as at the tiers
+        most, rank = spec.params.max_tokens - known, request.since + PRIORITY_S * spec.priority  # as at the tiers
         try:
             turn = self.places.turn(request.lifetime, account.name, account.limits.weight, read, most, rank)
             async with turn as record.ticket:
@@ -177,21 +180,21 @@ class Admission:
             record.outcome = error.code
             raise
         finally:
-            self.metrics.ended(record.outcome, opening.prompt_len, len(record.tokens))
+            self.metrics.ended(record.outcome, spec.prompt_len, len(record.tokens))
             request.outcomes.append(record.outcome)
-            request.num_read += opening.prompt_len
+            request.num_read += spec.prompt_len
             request.num_written += len(record.tokens)
             record.trace.end(record.outcome, len(record.tokens))
 
 
 class AnswerRecord:
-    """What is counted of one answer while it is written; ``opening`` is what to ask the full tier."""
+    """What is counted of one answer while it is written; ``routing`` is that of its sessions at the full tier."""
 
     ticket: Ticket
 
-    def __init__(self, opening: Open, request: ActiveRequest, index: int, metrics: RouterMetrics) -> None:
-        self.trace = AnswerTrace(request.trace, opening, index)
-        self.opening = replace(self.trace.opening, affinity=request.affinity)
+    def __init__(self, spec: SessionSpec, request: ActiveRequest, index: int, metrics: RouterMetrics) -> None:
+        self.trace = AnswerTrace(request.trace, spec, index)
+        self.routing = Routing("", *self.trace.context, request.affinity, request.train)
         self.tokens: list[int] = []  # sent
         self.outcome = "failed"
         self._request = request

@@ -23,7 +23,7 @@ from cascade.engine.grammar import unenforced
 from cascade.engine.spelling import Spelling
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import KINDS, CascadeError, InvalidRequest, NotFound, Unavailable
-from cascade.messages import Open
+from cascade.messages import SessionSpec
 from cascade.params import MAX_SEED, SamplingParams
 from deployments.gateway.admission.admission import ActiveRequest, Admission
 from deployments.gateway.admission.metrics import CONTENT_TYPE
@@ -99,13 +99,13 @@ class Backend(Protocol):
 
     async def encode(self, prompt: str | Sequence[int]) -> Sequence[int]: ...
 
-    async def admit(self, task: Task) -> Open: ...
+    async def admit(self, task: Task) -> SessionSpec: ...
 
-    async def known(self, openings: Sequence[Open]) -> list[Chunk]: ...
+    async def known(self, specs: Sequence[SessionSpec]) -> list[Chunk]: ...
 
     async def metrics(self) -> bytes: ...
 
-    def chunks(self, opening: Open, request: ActiveRequest, index: int = 0) -> AsyncGenerator[Chunk, None]: ...
+    def chunks(self, spec: SessionSpec, request: ActiveRequest, index: int = 0) -> AsyncGenerator[Chunk, None]: ...
 
 
 class Api:
@@ -274,17 +274,18 @@ class Api:
         """Admit all answers at once, then write them; a header names the fields without effect, ``unread`` among them."""
         if body.answers > self._admission.limits.max_n:
             raise InvalidRequest(f"n is {body.answers}: this server takes at most {self._admission.limits.max_n}", "n")
-        openings = await self._openings(body, params, ids)
-        resumes = any(len(opening.tokens) > opening.prompt_len for opening in openings)
-        writer = reply(await self._backend.known(openings) if resumes else [])
-        cut = body.given_limits if any(opening.params.max_tokens < params.max_tokens for opening in openings) else ()
+        specs = await self._specs(body, params, ids)
+        resumes = any(len(spec.tokens) > spec.prompt_len for spec in specs)
+        writer = reply(await self._backend.known(specs) if resumes else [])
+        cut = body.given_limits if any(spec.params.max_tokens < params.max_tokens for spec in specs) else ()
         warning = warned({"No effect here": (*body.ignored, *unread), "Cut to what the context leaves": cut})
         asked = caller.request
         with contextlib.ExitStack() as held:
-            limits = asked.state.account, caller.id, caller.timeout_s, openings
-            admitted = self._admission.admitted(*limits, since=asked.state.since, headers=asked.headers.items())
+            limits = asked.state.account, caller.id, caller.timeout_s, specs
+            since, train = asked.state.since, body.handling.train
+            admitted = self._admission.admitted(*limits, since=since, headers=asked.headers.items(), train=train)
             active = held.enter_context(admitted)
-            sources = [self._backend.chunks(opening, active, index // body.answers) for index, opening in enumerate(openings)]
+            sources = [self._backend.chunks(spec, active, index // body.answers) for index, spec in enumerate(specs)]
             if not body.writes:
                 sources = [unwritten(source) for source in sources]
             if not body.stream:
@@ -293,17 +294,17 @@ class Api:
             first = await attended(asked.receive, anext(events))  # so that what fails at once has its own status
             return Events(events, first, held.pop_all(), warning)
 
-    async def _openings(self, body: SamplingBody, params: SamplingParams, ids: Sequence[Sequence[int]]) -> list[Open]:
+    async def _specs(self, body: SamplingBody, params: SamplingParams, ids: Sequence[Sequence[int]]) -> list[SessionSpec]:
         """One for each answer, as long as there is room for; several answers have consecutive seeds."""
-        params, openings, known = params.seeded(), list[Open](), iter(body.known(len(ids) * body.answers))
+        params, specs, known = params.seeded(), list[SessionSpec](), iter(body.known(len(ids) * body.answers))
         assert params.seed is not None
         for prompt in ids:
             left = room(len(prompt), self._backend.max_model_len, body.PROMPT)
             for index in range(body.answers):
                 seed, most = (params.seed + index) % (MAX_SEED + 1), min(params.max_tokens, left)
                 task = Task(prompt, replace(params, seed=seed, max_tokens=most), body.drafts, body.handling, next(known))
-                openings.append(await self._backend.admit(task))
-        return openings
+                specs.append(await self._backend.admit(task))
+        return specs
 
     async def _echo(self, prompt: str | Sequence[int], ids: Sequence[int], params: SamplingParams) -> Echo:
         """The prompt to repeat, with the offsets of its tokens if log-probabilities are asked for."""

@@ -20,7 +20,7 @@ from transformers import (
 from cascade import InvalidRequest, SamplingParams, Structured
 from cascade.engine.sampling.processors import shape
 from cascade.engine.sampling.state import SequenceState, state_maker
-from cascade.messages import Edge, Open, mint
+from cascade.messages import Edge, Open, SessionSpec, mint
 from cascade.scorer import Row, Scored
 from cascade.simulation.toy import ToyModel, full_text
 from cascade.tier.tier import Tier
@@ -72,7 +72,7 @@ def reference(
 def opening_of(params: SamplingParams, **options: Any) -> Open:
     ends = frozenset({0, *params.stop_token_ids})
     fields = {"window": 4096, "ends": ends, **options}
-    return Open(mint(), fields.pop("tokens", PROMPT), len(PROMPT), params, **fields)
+    return Open(mint(), SessionSpec(fields.pop("tokens", PROMPT), len(PROMPT), params, **fields))
 
 
 @settings(max_examples=examples(2))
@@ -81,9 +81,9 @@ def test_every_position_sees_the_guesses_before_it(params: SamplingParams, seed:
     """Guards counts that are kept from pass to pass against guesses, cuts and failed passes: each position is as if alone."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
-    opening = opening_of(params)
+    spec = opening_of(params).spec
     text = list(PROMPT)
-    state = SequenceState(opening, text) if params.shaped else None
+    state = SequenceState(spec, text) if params.shaped else None
     kept = 0  # positions whose tokens have not changed since they were fed
     for _ in range(6):
         start = rng.randint(0, min(kept, len(text) - 1))
@@ -96,7 +96,7 @@ def test_every_position_sees_the_guesses_before_it(params: SamplingParams, seed:
         row = Row(None, start, text[start:] + guesses, len(logits), params, state)
         untouched = logits.clone()
         for found, raw, i in zip(shape(logits, [row])[0], logits, itertools.count()):
-            expected = reference(raw, params, PROMPT, text[len(PROMPT) :] + guesses[:i], set(opening.ends))
+            expected = reference(raw, params, PROMPT, text[len(PROMPT) :] + guesses[:i], set(spec.ends))
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
         assert torch.equal(logits, untouched)
         kept = len(text)
@@ -112,7 +112,7 @@ def test_companions_keep_their_logits() -> None:
     """Guards rows without such parameters in the same pass: they are not even rounded."""
     logits = torch.randn(4, VOCAB, dtype=torch.bfloat16)
     plain, biased = SamplingParams(temperature=0, seed=1), SamplingParams(logit_bias={3: 1.0}, seed=1)
-    state = SequenceState(opening_of(biased), list(PROMPT))
+    state = SequenceState(opening_of(biased).spec, list(PROMPT))
     rows = [Row(None, 0, PROMPT, 2, plain), Row(None, 0, PROMPT, 1, biased, state), Row(None, 0, PROMPT, 1, plain)]
     found, known = shape(logits, rows)
     assert known == [2, 1, 1]
@@ -155,7 +155,7 @@ def test_text_is_the_full_models(
     """Guards the promise for every parameter: any tiers, windows and drafts give the text of the full model alone."""
     request = opening_of(params, chain=chain, draft_window=window)
     [answer], _ = answered(cascades[which][-1], request)
-    expected = full_text(ToyModel(VOCAB), request)
+    expected = full_text(ToyModel(VOCAB), request.spec)
     assert [*PROMPT, *answer.tokens] == expected
     assert len(answer.tokens) >= min(params.min_tokens, params.max_tokens)
     assert len(answer.logprobs) == (0 if params.logprobs is None else len(answer.tokens))

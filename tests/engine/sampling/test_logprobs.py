@@ -13,7 +13,7 @@ from cascade import Cascade, Completion, SamplingParams, Structured
 from cascade.answer import Answer, PromptToken
 from cascade.client import Client
 from cascade.engine.sampling.state import state_maker
-from cascade.messages import Proposal, mint
+from cascade.messages import Open, Proposal, mint
 from cascade.scorer import Row
 from cascade.session.session import MAX_PROMPT_SCORED
 from cascade.simulation.toy import ToyModel
@@ -169,7 +169,7 @@ def test_replay_keeps_logprobs() -> None:
     params = SamplingParams(max_tokens=40, temperature=1.0, seed=4, logprobs=2)
 
     request = opening_of(params, ends=frozenset())
-    inbox, answer = Inbox(), Answer(request, Silent())
+    inbox, answer = Inbox(), Answer(request.spec, Silent())
     with alone(ToyModel(VOCAB), new_state=state_maker()) as first:
         first.post([request], inbox)
         while answer.num_tokens < 15:
@@ -178,7 +178,7 @@ def test_replay_keeps_logprobs() -> None:
             answer.receive(Proposal(message.session, message.start, message.draft.first(20), logprobs=message.logprobs[:20]))
         first.drop(inbox)
     with alone(ToyModel(VOCAB), new_state=state_maker()) as second:
-        again = answer.replay(mint())
+        again = Open(mint(), answer.resumed())
         second.post([again], inbox)
         finish(second, inbox, {again.session: answer})
         [whole], _ = answered(second, replace(request, session=mint()))

@@ -38,7 +38,7 @@ class Asker(Guesser):
     def __init__(self, drafter: InPass, *, gives_up: bool) -> None:
         self._drafter = drafter
         self._origin = bytes([origin(drafter.level)])
-        self._said = NO_DRAFT  # by the last pass
+        self._draft = NO_DRAFT  # by the last pass
         self._right = max(1.0, drafter.right)  # mean of right guesses in a row, the latest counting most
         self._gave_up = gives_up
 
@@ -48,19 +48,19 @@ class Asker(Guesser):
 
     def observe(self, last: int, draft: Draft, scored: Scored) -> None:
         """Count how many guesses of the last pass were scored and right, and take those of this one."""
-        if self._said:
+        if self._draft:
             new = draft.walk(scored.own)[0]
-            right = min(len(self._said.find(new)), len(draft.find(new)))
+            right = min(len(self._draft.find(new)), len(draft.find(new)))
             self._right = MEMORY * self._right + (1 - MEMORY) * right
             self._drafter.right = SHARED * self._drafter.right + (1 - SHARED) * right
             self._gave_up |= self._right < LEAST
-        self._said = scored.draft
+        self._draft = scored.draft
 
     def guess(self, text: Sequence[int], since: int, most: int) -> Draft:
         """What the pass has guessed; nothing where the text has been cut since."""
-        said = self._said
-        return replace(said, origins=self._origin * len(said)) if said else NO_DRAFT
+        draft = self._draft
+        return replace(draft, origins=self._origin * len(draft)) if draft else NO_DRAFT
 
     def cut(self) -> None:
         """The text goes on otherwise than the last pass has said."""
-        self._said = NO_DRAFT
+        self._draft = NO_DRAFT

@@ -83,8 +83,8 @@ class Window(Guesser):
         self._tokens += text[len(text) - missing :] if missing > 0 else ()
         self._trails += [()] * (len(self._tokens) - len(self._trails))
         window = self._line(self._tokens[:most], REFINED)
-        found = self._line(self._pool.get(text[-1], ())[:most], FOUND)
-        return found.union(window)[0]
+        line = self._line(self._pool.get(text[-1], ())[:most], FOUND)
+        return line.union(window)[0]
 
     def _line(self, tokens: Sequence[int], confidence: int) -> Draft:
         return Draft(tuple(tokens), self._origin * len(tokens), bytes([confidence]) * len(tokens))

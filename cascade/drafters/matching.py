@@ -67,30 +67,30 @@ class Matcher(Guesser):
         own.extend(list(text[len(own) :]))
         if most <= 0:
             return NO_DRAFT
-        found = self._found(own, most) + self._found(self._others, most)
-        found.sort(key=lambda match: -match[0])  # stable: of equals the text's own goes first
-        return self._draft(found)
+        matches = self._matches(own, most) + self._matches(self._others, most)
+        matches.sort(key=lambda match: -match[0])  # stable: of equals the text's own goes first
+        return self._draft(matches)
 
     def close(self, text: Sequence[int]) -> None:
         if self._keeps:
             self._others.extend(list(text[-MOST_OF_TEXT:]))
 
-    def _found(self, texts: Matches, most: int) -> list[tuple[int, list[int]]]:
+    def _matches(self, texts: Matches, most: int) -> list[tuple[int, list[int]]]:
         """Matches in ``texts``: their lengths, and the tokens after them."""
         place, same, other, other_same = texts.find(self.own)
-        found = []
+        matches = []
         if place >= 0:
-            found.append((same, self._behind(texts, place, most)))
+            matches.append((same, self._behind(texts, place, most)))
         if other >= 0:
-            found.append((other_same, self._behind(texts, other, min(most, BESIDE))))
-        return found
+            matches.append((other_same, self._behind(texts, other, min(most, BESIDE))))
+        return matches
 
-    def _draft(self, found: Sequence[tuple[int, list[int]]]) -> Draft:
+    def _draft(self, matches: Sequence[tuple[int, list[int]]]) -> Draft:
         """A tree of the matches, the longest as its trunk. A match that another one contradicts counts less."""
-        if not found:
+        if not matches:
             return NO_DRAFT
-        same, trunk = found[0]
-        other = next(((size, tokens) for size, tokens in found[1:] if tokens[0] != trunk[0]), None)
+        same, trunk = matches[0]
+        other = next(((size, tokens) for size, tokens in matches[1:] if tokens[0] != trunk[0]), None)
         confidence = kind(same, other[0] if other else 0)
         if other is None:
             return Draft(tuple(trunk), self._origin * len(trunk), bytes([confidence]) * len(trunk))
@@ -106,9 +106,9 @@ class Matcher(Guesser):
 
     def _behind(self, texts: Matches, place: int, most: int) -> list[int]:
         """The next tokens. Where the own text ends before ``most``, they are repeated: it may have a period."""
-        known: list[int] = texts.tokens[place + 1 : place + 1 + most].tolist()
-        period = len(known)
-        return [known[i % period] for i in range(most)] if texts is self.own and period < most else known
+        behind: list[int] = texts.tokens[place + 1 : place + 1 + most].tolist()
+        period = len(behind)
+        return [behind[i % period] for i in range(most)] if texts is self.own and period < most else behind
 
 
 def kind(same: int, contradicted: int) -> int:

@@ -22,7 +22,7 @@ class AdapterFolder:
 
     def names(self) -> list[str]:
         """Names of all adapters that are there."""
-        return sorted(one.parent.name for one in self._path.glob(f"*/{CONFIG}") if NAME.fullmatch(one.parent.name))
+        return sorted(file.parent.name for file in self._path.glob(f"*/{CONFIG}") if NAME.fullmatch(file.parent.name))
 
     def has(self, name: str) -> bool:
         """Whether an adapter is there."""

@@ -38,9 +38,9 @@ def render(
         raise ValueError("the conversation is empty")
     if continue_final_message and add_generation_prompt:
         raise ValueError("a last message that goes on leaves no place for the beginning of another")
-    said = [_message(message) for message in messages]
-    last = _marked(said[-1], source) if continue_final_message else ""
-    given = {"messages": said, "tools": _plain(tools), "documents": None, "add_generation_prompt": add_generation_prompt}
+    shaped = [_message(message) for message in messages]
+    last = _marked(shaped[-1], source) if continue_final_message else ""
+    given = {"messages": shaped, "tools": _plain(tools), "documents": None, "add_generation_prompt": add_generation_prompt}
     text = _compiled(source).render(**given, **_plain(values))
     return _cut(text, last) if continue_final_message else text
 
@@ -53,9 +53,9 @@ def variables(source: str) -> frozenset[str]:
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """A copy without fields that are null, its thoughts under both names that templates read."""
-    said: dict[str, Any] = {name: _plain(value) for name, value in message.items() if value is not None}
-    thoughts = next((said[name] for name in THOUGHTS if name in said), None)
-    return said if thoughts is None else {"thinking": thoughts, **said, "reasoning_content": thoughts}
+    fields: dict[str, Any] = {name: _plain(value) for name, value in message.items() if value is not None}
+    thoughts = next((fields[name] for name in THOUGHTS if name in fields), None)
+    return fields if thoughts is None else {"thinking": thoughts, **fields, "reasoning_content": thoughts}
 
 
 def _plain(value: Any) -> Any:

@@ -119,22 +119,22 @@ def _weight_bytes(network: PreTrainedModel, dtype: torch.dtype, quantization: st
 
 def _cache_size(network: PreTrainedModel, text: PreTrainedConfig) -> int:
     """Keys and values of a token in all layers, as a count of numbers; raises `ModelError` if a layer has its own attention."""
-    found = Survey()
+    survey = Survey()
     layers = int(text.num_hidden_layers)
     ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
     try:
         network.set_attn_implementation(SIZES)
         if network.config.get_text_config()._attn_implementation == SIZES:  # else the model keeps an attention of its own
             with torch.inference_mode():
-                network(input_ids=ids, use_cache=False, cascade_pass=found)
+                network(input_ids=ids, use_cache=False, cascade_pass=survey)
     except (RuntimeError, NotImplementedError):  # dynamic RoPE and routers read numbers, which are not there
-        sizes = _sizes(found)
+        sizes = _sizes(survey)
         return sum(sizes) * layers // len(sizes) if sizes else _nominal_size(text)
     except (TypeError, AttributeError, LookupError, ValueError) as error:
         raise ModelError(
             f"{type(network).__name__} cannot be served: it does not take packed rows ({reason(error)})"
         ) from error
-    if len(sizes := _sizes(found)) != layers:
+    if len(sizes := _sizes(survey)) != layers:
         raise ModelError(
             f"{type(network).__name__} cannot be served: {len(sizes)} of its {layers} layers "
             "use the attention interface of Transformers"
@@ -142,9 +142,9 @@ def _cache_size(network: PreTrainedModel, text: PreTrainedConfig) -> int:
     return sum(sizes)
 
 
-def _sizes(found: Survey) -> list[int]:
+def _sizes(survey: Survey) -> list[int]:
     """Numbers that each layer keeps for a token."""
-    return [kv_heads * (key_size + value_size) for _, kv_heads, key_size, value_size in found.heads.values()]
+    return [kv_heads * (key_size + value_size) for _, kv_heads, key_size, value_size in survey.heads.values()]
 
 
 def _nominal_size(text: PreTrainedConfig) -> int:

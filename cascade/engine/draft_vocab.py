@@ -71,9 +71,9 @@ def draft_ids(source: str, revision: str | None = None) -> list[int]:
     try:
         path = cached_file(source, FILE, revision=revision)
         assert path is not None
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        ids = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{source!r} has a draft vocabulary by its config, but no readable file {FILE}: {error}") from error
-    if not isinstance(found, list) or not all(type(token) is int for token in found):
+    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
         raise ModelError(f"{FILE} of {source!r} must be a list of token ids: export it anew")
-    return found
+    return ids

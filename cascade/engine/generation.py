@@ -31,12 +31,12 @@ def sampling_defaults(source: str, choice: str = AUTO, *, revision: str | None =
         raise ModelError(f"generation_config is {choice!r}: it must be 'auto', 'vllm', or a folder with {GENERATION_CONFIG}")
     origin = source if choice == AUTO else choice
     values = _read(origin, GENERATION_CONFIG, revision if choice == AUTO else None)
-    found = {ours: values[theirs] for theirs, ours in SAMPLING.items() if values.get(theirs) is not None}
+    defaults = {ours: values[theirs] for theirs, ours in SAMPLING.items() if values.get(theirs) is not None}
     try:
-        SamplingParams(**found)
+        SamplingParams(**defaults)
     except InvalidRequest as error:
         raise ModelError(f"{GENERATION_CONFIG} of {origin!r}: {error}; mend it, or set generation_config to 'vllm'") from None
-    return found
+    return defaults
 
 
 def with_room(defaults: Mapping[str, Any], room: int | None) -> dict[str, Any]:

@@ -94,10 +94,10 @@ def converted(source: str, dtype: str | None = None) -> str:
 
 def _place(file: Path) -> Path:
     """Of the folders of a file as it is now."""
-    known = file.stat()
+    status = file.stat()
     path = file.resolve()
     name = hashlib.sha256(os.fsencode(path)).hexdigest()[:12]
-    return cache_folder() / "gguf" / f"{path.stem}-{name}" / f"{FORM}-{known.st_size:x}-{known.st_mtime_ns:x}"
+    return cache_folder() / "gguf" / f"{path.stem}-{name}" / f"{FORM}-{status.st_size:x}-{status.st_mtime_ns:x}"
 
 
 def _made(source: str, folder: Path, make: Callable[[str, Path], None]) -> Path:
@@ -229,8 +229,8 @@ def _unread(reader: Any, config: Any) -> str | None:
             return f"it scales positions by the tensor {tensor.name}"
     prefix = f"{_value(reader, 'general.architecture')}.rope.scaling"
     kind, factor = _value(reader, f"{prefix}.type", "none"), _value(reader, f"{prefix}.factor")
-    known = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    if kind == "none" or (known.get("rope_type") == kind and known.get("factor") == factor):
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    if kind == "none" or (rope.get("rope_type") == kind and rope.get("factor") == factor):
         return None
     return f"it scales positions by {prefix}.type {kind!r}"
 

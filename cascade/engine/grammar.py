@@ -67,12 +67,12 @@ class Grammars:
     def matcher(self, structured: Structured) -> "Matcher":
         """A matcher at the beginning of a text; raises `InvalidRequest`."""
         with self._lock:
-            known = self._compiled.get(structured)
-        if known is None:  # others go on meanwhile
+            entry = self._compiled.get(structured)
+        if entry is None:  # others go on meanwhile
             fresh = self._compile(structured)
-            known = fresh, self._first(fresh)
+            entry = fresh, self._first(fresh)
         with self._lock:
-            compiled, first = self._compiled.setdefault(structured, known)
+            compiled, first = self._compiled.setdefault(structured, entry)
             self._compiled.move_to_end(structured)
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
@@ -223,10 +223,10 @@ class Matcher:
 def _unpack(masks: Sequence[bytes], num_rows: int, vocab_size: int) -> NDArray[np.bool_]:
     """Bits to booleans; rows and ids beyond the masks are allowed and forbidden."""
     bits = np.frombuffer(b"".join(masks), dtype=np.uint8).reshape(len(masks), -1)
-    known = np.unpackbits(bits, axis=1, count=min(vocab_size, 8 * bits.shape[1]), bitorder="little").view(np.bool_)
+    bits = np.unpackbits(bits, axis=1, count=min(vocab_size, 8 * bits.shape[1]), bitorder="little").view(np.bool_)
     allowed = np.zeros((num_rows, vocab_size), dtype=np.bool_)
     allowed[len(masks) :] = True
-    allowed[: len(masks), : known.shape[1]] = known
+    allowed[: len(masks), : bits.shape[1]] = bits
     return allowed
 
 
@@ -251,21 +251,21 @@ def compilable(schema: Any) -> Any:
     are unique is left out: no grammar can say it, see `unenforced`.
     """
     if isinstance(schema, list):
-        return [compilable(one) for one in schema]
+        return [compilable(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    said = {name: value for name, value in schema.items() if not (name == UNIQUE and isinstance(value, bool))}
-    said = {name: value if name in VALUES else compilable(value) for name, value in said.items()}
-    pattern = said.get("pattern")
+    cleaned = {name: value for name, value in schema.items() if not (name == UNIQUE and isinstance(value, bool))}
+    cleaned = {name: value if name in VALUES else compilable(value) for name, value in cleaned.items()}
+    pattern = cleaned.get("pattern")
     if isinstance(pattern, str) and pattern.startswith(MORE_THAN_SIGNS):
-        said["pattern"] = "^" + pattern.removeprefix(MORE_THAN_SIGNS)
-        said["allOf"] = [*said.get("allOf", ()), {"pattern": "[^+.-]"}]
-    return said
+        cleaned["pattern"] = "^" + pattern.removeprefix(MORE_THAN_SIGNS)
+        cleaned["allOf"] = [*cleaned.get("allOf", ()), {"pattern": "[^+.-]"}]
+    return cleaned
 
 
 def unenforced(*structured: Structured | None) -> tuple[str, ...]:
     """Keywords of JSON schemas that texts are not held to."""
-    schemas = [one.schema for one in structured if one is not None and one.json_schema is not None]
+    schemas = [entry.schema for entry in structured if entry is not None and entry.json_schema is not None]
     return (UNIQUE,) if any(IS_UNIQUE.search(schema) for schema in schemas) else ()
 
 

@@ -55,15 +55,15 @@ def published(source: str, *, revision: str | None = None, trust_remote_code: bo
     if place is not None and place.is_dir():
         facts = json.loads((place / FACTS).read_text(encoding="utf-8"))
         backend = FastTokenizer.from_file(str(place / BACKEND))
-        found = backend, Facts(**facts)
+        parts = backend, Facts(**facts)
     else:
-        found = _facts(pretrained(source, revision=revision, trust_remote_code=trust_remote_code))
+        parts = _facts(pretrained(source, revision=revision, trust_remote_code=trust_remote_code))
         # files of a model that was not on this machine are by now
         place = place or _place(source, revision, trust_remote_code)
         if place is not None:
-            _keep(place, *found)
-    found[0].encode_special_tokens = found[1].splits_special_tokens
-    return found
+            _keep(place, *parts)
+    parts[0].encode_special_tokens = parts[1].splits_special_tokens
+    return parts
 
 
 def pretrained(source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":

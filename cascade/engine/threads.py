@@ -80,8 +80,8 @@ class Threads:
         for num_tokens in SIZES if limit > 1 else ():
             if min(_time(partial(run, num_tokens), [1], clock, rounds=2)[1]) > LONG_S * limit:
                 break
-            found = _time(partial(run, num_tokens), counts, clock)
-            best = {count: min(seconds) for count, seconds in found.items()}
+            timed = _time(partial(run, num_tokens), counts, clock)
+            best = {count: min(seconds) for count, seconds in timed.items()}
             fewest = next(n for n in counts if all(best[n] <= GAIN * best[more] for more in counts if more > n))
             if fewest == limit:
                 break
@@ -121,7 +121,7 @@ def _time(
     run: Callable[[], object], counts: Sequence[int], clock: Callable[[], float], rounds: int = ROUNDS
 ) -> dict[int, list[float]]:
     """Seconds of passes by number of threads: at least one round, and no more than the budget allows."""
-    found: dict[int, list[float]] = {count: [] for count in counts}
+    timed: dict[int, list[float]] = {count: [] for count in counts}
     end = clock() + BUDGET_S
     for turn in range(rounds):
         for count in counts:
@@ -131,5 +131,5 @@ def _time(
                 run()  # threads that were not there are made now
                 begin = clock()
                 run()
-                found[count].append(clock() - begin)
-    return found
+                timed[count].append(clock() - begin)
+    return timed

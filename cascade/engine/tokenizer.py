@@ -44,9 +44,9 @@ class Tokenizer:
         folder = described(source)
         check_source(folder)
         backend, facts = published(folder, revision=revision, trust_remote_code=trust_remote_code)
-        found = cls(backend, frozenset(), facts.special_tokens, facts.chat_template, folder)
-        found.end_ids = configured_ends(source, revision=revision) | _own_ends(found)
-        return found
+        tokenizer = cls(backend, frozenset(), facts.special_tokens, facts.chat_template, folder)
+        tokenizer.end_ids = configured_ends(source, revision=revision) | _own_ends(tokenizer)
+        return tokenizer
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model expects around it."""
@@ -147,9 +147,9 @@ def _own_ends(tokenizer: Tokenizer) -> frozenset[int]:
 
 def _end_of_turn(tokenizer: Tokenizer) -> int | None:
     """The special token that the chat template writes behind what the assistant says; ``None`` if it writes none."""
-    said = [{"role": "user", "content": "probe_question"}, {"role": "assistant", "content": PROBE_ANSWER}]
+    messages = [{"role": "user", "content": "probe_question"}, {"role": "assistant", "content": PROBE_ANSWER}]
     try:
-        text = tokenizer.apply_chat_template(said)
+        text = tokenizer.apply_chat_template(messages)
     except Exception:  # there is no template, or it wants other conversations; templates are programs
         return None
     _, answer, after = text.rpartition(PROBE_ANSWER)

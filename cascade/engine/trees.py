@@ -34,8 +34,8 @@ class Line(NamedTuple):
     def own_after(self, scored: Scored) -> Iterator[tuple[int, tuple[int, Sequence[RunnerUp]]]]:
         """The own token and runner-ups after each of its nodes, as far as they are known."""
         first = self.row.num_scored - len(self.nodes)
-        found = zip(scored.own, scored.runner_ups or [()] * len(scored.own), strict=True)
-        return zip(self.nodes, list(found)[first:], strict=False)
+        results = zip(scored.own, scored.runner_ups or [()] * len(scored.own), strict=True)
+        return zip(self.nodes, list(results)[first:], strict=False)
 
 
 class Tree:
@@ -74,12 +74,12 @@ class Tree:
         if row.draft.is_line or row.num_own != 1:
             self.reported = [scored[0].own]
             return scored[0]
-        found: dict[int, tuple[int, Sequence[RunnerUp]]] = {}
+        results: dict[int, tuple[int, Sequence[RunnerUp]]] = {}
         for line, result in zip(self.lines, scored, strict=True):
-            found.update(line.own_after(result))
-        known = list(takewhile(found.__contains__, range(-1, len(row.draft))))
-        others = [found[node][1] for node in known] if row.runner_ups else ()
-        whole = Scored([found[node][0] for node in known], runner_ups=others)
+            results.update(line.own_after(result))
+        nodes = list(takewhile(results.__contains__, range(-1, len(row.draft))))
+        others = [results[node][1] for node in nodes] if row.runner_ups else ()
+        whole = Scored([results[node][0] for node in nodes], runner_ups=others)
         self._follow(whole.own)
         self.reported = [()] * len(self.lines)
         self.reported[self.followed] = scored[self.followed].own

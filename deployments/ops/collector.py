@@ -50,8 +50,8 @@ class Collector:
     def _watch(self, edge: Edge, *, greedy: bool) -> None:
         drift = self._drifts[edge.drafter, edge.verifier, greedy]
         if drift.observe(*judged(edge), time.monotonic()):
-            said = (edge.drafter, edge.verifier, drift.recent, drift.level, "has fallen" if drift.alarm else "is back")
-            log.warning("%s agrees with %s on %.2f of its tokens, on %.2f in the long run: its acceptance %s", *said)
+            values = (edge.drafter, edge.verifier, drift.recent, drift.level, "has fallen" if drift.alarm else "is back")
+            log.warning("%s agrees with %s on %.2f of its tokens, on %.2f in the long run: its acceptance %s", *values)
 
     async def close(self) -> None:
         """Send nothing more."""
@@ -66,8 +66,8 @@ class Collector:
             self._held.clear()
             try:
                 async with asyncio.timeout(TIMEOUT_S):
-                    said = await self._learner.take.remote(self._router, sent, drifting)
-                self._metrics.learning(said)
+                    progress = await self._learner.take.remote(self._router, sent, drifting)
+                self._metrics.learning(progress)
             except Exception as error:  # whatever Ray raises: the learner is gone, and comes back
                 log.info("The learner does not answer: %s", error or type(error).__name__)
                 self._held.extendleft(reversed(sent[len(self._held) :]))  # the oldest go first

@@ -169,9 +169,9 @@ def listening(given: ListenConfig, host: str | None, port: int | None, grpc_port
     if host == "":
         raise ConfigError("host is '': give an address to listen at, such as 127.0.0.1, or leave it out")
     ports = {"http_port": port, "grpc_port": 0 if grpc_port is None and port == 0 else grpc_port}
-    said: dict[str, Any] = {name: number or free_port() for name, number in ports.items() if number is not None}
+    numbers: dict[str, Any] = {name: number or free_port() for name, number in ports.items() if number is not None}
     try:
-        chosen = ListenConfig.model_validate(given.model_dump() | said | ({} if host is None else {"host": host}))
+        chosen = ListenConfig.model_validate(given.model_dump() | numbers | ({} if host is None else {"host": host}))
     except ValidationError as error:
         raise ConfigError(sentence(error)) from None
     for name, option, taken in (("gRPC", "--grpc-port", chosen.grpc_port), ("HTTP", "--port", chosen.http_port)):
@@ -216,8 +216,8 @@ def _cause(error: Exception, application: str) -> str:
         states = serve.status().applications[application].deployments.items()
         text = next((f"{name}: {state.message}" for name, state in states if "rror" in state.message), text)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    kind, colon, said = lines[-1].partition(": ") if lines else ("", "", "")
-    return said if colon and "." in kind and " " not in kind else (lines or [type(error).__name__])[-1]
+    kind, colon, sentence = lines[-1].partition(": ") if lines else ("", "", "")
+    return sentence if colon and "." in kind and " " not in kind else (lines or [type(error).__name__])[-1]
 
 
 def _line(error: Exception) -> str:

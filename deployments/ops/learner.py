@@ -158,7 +158,7 @@ class Learner:
         self._learnt_at, self._learnt_rows, self._saved_at = time.monotonic(), self._answers.num_added, time.monotonic()
         self._forgotten, self._closed = threading.Event(), threading.Event()
         work = (self._learn, *(rollout.step for rollout in self._rollouts))
-        self._tasks = [asyncio.create_task(self._again(one)) for one in work]
+        self._tasks = [asyncio.create_task(self._again(step)) for step in work]
 
     async def take(self, router: str, samples: Sequence[Sample], drifting: Sequence[str]) -> dict[str, Any]:
         """A router sends answers, and the drafters whose acceptance has fallen; what there is to be told."""
@@ -169,7 +169,9 @@ class Learner:
 
     def progress(self) -> dict[str, Any]:
         """By student: rounds, agreement, replicas that got other weights."""
-        told = {rollout.student: (self._rounds[rollout.student], rollout.swaps, rollout.dropped) for rollout in self._rollouts}
+        rollouts = {
+            rollout.student: (self._rounds[rollout.student], rollout.swaps, rollout.dropped) for rollout in self._rollouts
+        }
         return {
             "answers": len(self._answers),
             "students": {
@@ -181,7 +183,7 @@ class Learner:
                     "share": rounds.share,
                     "swaps": swaps,
                 }
-                for name, (rounds, swaps, dropped) in told.items()
+                for name, (rounds, swaps, dropped) in rollouts.items()
             },
         }
 

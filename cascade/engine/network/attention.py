@@ -84,10 +84,10 @@ class Native:
 
     same_bits = True
 
-    def __init__(self, found: Survey, dtype: torch.dtype) -> None:
+    def __init__(self, survey: Survey, dtype: torch.dtype) -> None:
         """Keys and values are held in bfloat16 if that is the network's ``dtype``, and in float32 otherwise."""
         self._dtype = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
-        self._shapes = {layer: Shape(*heads[1:]) for layer, heads in found.heads.items()}
+        self._shapes = {layer: Shape(*heads[1:]) for layer, heads in survey.heads.items()}
 
     def new_cache(self) -> BlockedCache:
         return BlockedCache(self._shapes, self._dtype)

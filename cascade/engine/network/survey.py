@@ -30,14 +30,14 @@ class Survey:
         """Of a loaded network, left with this attention; raises `ModelError` if it cannot be served with another."""
         network.set_attn_implementation(SURVEY)
         ids = torch.zeros(1, 2, dtype=torch.long, device=network.device)
-        found = cls()
-        network(input_ids=ids, use_cache=False, cascade_pass=found)
+        survey = cls()
+        network(input_ids=ids, use_cache=False, cascade_pass=survey)
         layers = network.config.get_text_config().num_hidden_layers
-        if len(found.windows) != layers:
-            raise ModelError(f"{len(found.windows)} of its {layers} layers use the attention interface of Transformers")
-        if found.strange:
+        if len(survey.windows) != layers:
+            raise ModelError(f"{len(survey.windows)} of its {layers} layers use the attention interface of Transformers")
+        if survey.strange:
             raise ModelError("it has layers that are neither full nor sliding attention")
-        return found
+        return survey
 
 
 def survey(
@@ -81,20 +81,20 @@ def probe_texts(vocab_size: int) -> list[list[int]]:
     return [[(7919 * place + 104729 * text + 1) % vocab_size for place in range(10)] for text in (1, 2)]
 
 
-def agree(network: PreTrainedModel, found: Tensor, expected: Tensor) -> bool:
+def agree(network: PreTrainedModel, logits: Tensor, expected: Tensor) -> bool:
     """Whether logits ``[texts, n, vocab_size]`` are those expected of the last ``n`` positions, at most positions of each text.
 
     Not at all of them: where rounding makes a mixture choose another expert, two runs of the model itself differ.
     """
     in_4_bits = getattr(network, "is_loaded_in_4bit", False)  # whose products are in bfloat16 whatever the network's dtype
     tolerance = COARSE if in_4_bits else TOLERANCE.get(network.dtype, COARSE)
-    expected = expected[:, -found.shape[1] :]
-    said = expected > torch.finfo(expected.dtype).min  # a draft head gives the lowest number to what it never says
-    if not torch.equal(said, found > torch.finfo(found.dtype).min):
+    expected = expected[:, -logits.shape[1] :]
+    predicted = expected > torch.finfo(expected.dtype).min  # a draft head gives the lowest number to what it never says
+    if not torch.equal(predicted, logits > torch.finfo(logits.dtype).min):
         return False
-    found, expected = (part.float().masked_fill(~said, 0.0) for part in (found, expected))
+    logits, expected = (part.float().masked_fill(~predicted, 0.0) for part in (logits, expected))
     size = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1).clamp(min=1e-9)
-    errors = (found - expected).norm(dim=-1) / size
+    errors = (logits - expected).norm(dim=-1) / size
     return bool((errors.median(dim=-1).values <= tolerance).all())  # false for what is not a number
 
 

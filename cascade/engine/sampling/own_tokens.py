@@ -47,14 +47,14 @@ def own_tokens_and_next(logits: Tensor, rows: Sequence[Asked], number: int) -> T
     every, (size, device) = len(noisy) == len(logits), (logits.shape[-1], logits.device)
     scores = adjust(logits if every else logits[list(places)], params)
     if device.type == "cpu" and number < min(ROOM, size):
-        found = _best_by_bounds(scores, noises, number)
+        best = _best_by_bounds(scores, noises, number)
     else:
         positions, seeds = torch.tensor(noises).T.to(device, non_blocking=True)
-        found = _best(scores + gumbel(noise_bits(seeds, positions, size)), number)
+        best = _best(scores + gumbel(noise_bits(seeds, positions, size)), number)
     if every:
-        return found
+        return best
     whole = _best(logits, number)
-    whole[:, list(places)] = found
+    whole[:, list(places)] = best
     return whole
 
 
@@ -88,15 +88,15 @@ def _best_by_bounds(scores: Tensor, noises: Sequence[tuple[int, int]], number: i
         values, order = perturbed.sort(dim=-1, descending=True, stable=True)  # of equal ones the first, as argmax
         values, order = values[:, : 1 + number], order[:, : 1 + number]
         gaps = (values[:, :1] - values[:, 1:]).view(torch.int32).long()
-        found = torch.cat([tokens.gather(1, order), gaps], 1).T
+        best = torch.cat([tokens.gather(1, order), gaps], 1).T
     else:
-        found = tokens.gather(1, perturbed.argmax(-1, keepdim=True)).T
+        best = tokens.gather(1, perturbed.argmax(-1, keepdim=True)).T
     for row, count in enumerate(counts):
         if not 0 < count <= tokens.shape[1]:  # too many are close, or the scores are not numbers
             position, seed = noises[row]
             noise = gumbel(noise_bits(seed, torch.tensor([position]), scores.shape[-1]))
-            found[:, row] = _best(scores[row : row + 1] + noise, number)[:, 0]
-    return found
+            best[:, row] = _best(scores[row : row + 1] + noise, number)[:, 0]
+    return best
 
 
 def with_runner_ups(own: Tensor, scores: Tensor, number: int) -> Tensor:
@@ -167,20 +167,20 @@ def filtered(scores: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
     numbers = torch.tensor([params.top_k if 0 < params.top_k < size else 0 for params in rows])
     limits = torch.tensor([params.top_p for params in rows], dtype=torch.float64)
     shares = [0.0 if number else limit for number, limit in zip(numbers.tolist(), limits.tolist(), strict=True)]
-    found = leading(scores, shares, numbers.tolist())
-    held, order = found.scores.sort(dim=-1, descending=True, stable=True)
+    likeliest = leading(scores, shares, numbers.tolist())
+    held, order = likeliest.scores.sort(dim=-1, descending=True, stable=True)
     least = held.gather(1, (numbers - 1).clamp(0, held.shape[1] - 1)[:, None])
     held = held.masked_fill((held < least) & (numbers > 0)[:, None], -torch.inf)
     exact = held.double().exp()
-    probabilities = exact / torch.where(numbers > 0, exact.sum(-1), found.totals)[:, None]
+    probabilities = exact / torch.where(numbers > 0, exact.sum(-1), likeliest.totals)[:, None]
     before, limit = probabilities.cumsum(-1) - probabilities, limits[:, None]
     beyond = (before >= limit) & (limit < 1)
     unsure = ((before - limit).abs() < UNSURE) & (limit < 1) & held.isfinite()
     unsure[:, 1:] |= (held[:, 1:] == held[:, :-1]) & (beyond[:, 1:] != beyond[:, :-1])  # which of them is in is by chance
     out = scores.new_full((len(scores), size + 1), -torch.inf)
-    out.scatter_(1, found.tokens.gather(1, order), held.masked_fill(beyond, -torch.inf))
+    out.scatter_(1, likeliest.tokens.gather(1, order), held.masked_fill(beyond, -torch.inf))
     out = out[:, :size]
-    for place in (unsure.any(-1) | (torch.tensor(found.counts) > found.tokens.shape[1])).nonzero().flatten().tolist():
+    for place in (unsure.any(-1) | (torch.tensor(likeliest.counts) > likeliest.tokens.shape[1])).nonzero().flatten().tolist():
         out[place] = ordered(scores[place : place + 1], rows[place : place + 1])[0]
     return out
 

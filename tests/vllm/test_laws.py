@@ -166,6 +166,36 @@ def test_shaped_requests_are_shaped(cascades: tuple[Cascade, Cascade]) -> None:
         assert found.logprob == pytest.approx(expected.logprob, abs=1e-2)
 
 
+def test_passes_that_run_from_their_launch_write_the_same(
+    cascades: tuple[Cascade, Cascade], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards what GPUs do: a tier tells what the last pass decided, log-probabilities too, when the next one has run."""
+    model = cascades[0].tiers[-1]._runner._model
+    assert isinstance(model, VllmModel)
+    monkeypatch.setattr(model, "_ahead", True)
+    prompts = ["def read(path):\n", "import os\n\nclass Shape:\n", "for name in"]
+    shapes: list[dict[str, Any]] = [{}, {"logprobs": 2, "repetition_penalty": 1.2}]
+    for shaped in shapes:
+        params = SamplingParams(temperature=0.8, seed=4, max_tokens=32, **shaped)
+        one, other = (each.generate(prompts, params) for each in cascades)
+        assert [each.text for each in one] == [each.text for each in other]
+        assert [len(each.logprobs or ()) for each in one] == [len(each.logprobs or ()) for each in other]
+
+
+def test_nothing_is_left_to_compute_after_a_launch(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards GPUs against waiting for Python: a pass that is launched ahead needs no worker to be collected."""
+    store = pair.vllm.new_cache()
+    row = Row(store, 0, [3, 4, 5], 1, SamplingParams(temperature=0.8, seed=5), draft=Draft((6, 7), bytes(2)), runner_ups=1)
+    expected = pair.vllm.run([row])
+    monkeypatch.setattr(pair.vllm, "_ahead", True)
+    launched = pair.vllm.launch([row])
+    with monkeypatch.context() as without:
+        without.setattr(pair.vllm, "_engine", None)
+        found = pair.vllm.collect(launched)
+    store.free()
+    assert found == expected
+
+
 def test_texts_do_not_depend_on_memory(tmp_path: Path, pair: Pair) -> None:
     """Guards preemption and prefix reuse: with room for two of eight sessions each writes what it writes alone."""
     source = saved("llama", tmp_path)

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -23,18 +23,18 @@ from cascade.engine.gguf import converted
 from cascade.engine.memory import GIB, host_memory
 from cascade.engine.model_config import read_config
 from cascade.engine.sampling.processors import report
-from cascade.engine.scoring import Packed, asked, scored, unpacked
+from cascade.engine.scoring import Packed, Report, asked, scored, unpacked
 from cascade.engine.trees import run_trees
 from cascade.engine.vllm import batch_invariant, installed
 from cascade.engine.vllm.blocks import RESERVED, Blocks, PagedCache
 from cascade.engine.vllm.heads import readers, reading, speculative_config, with_drafts
-from cascade.engine.vllm.worker import Batch, Facts
+from cascade.engine.vllm.worker import Batch, Coming, Facts
 from cascade.engine.weights import shapes
 from cascade.errors import ConfigError, InvalidRequest, ModelError, reason
 from cascade.scorer import Row, Runs, Scored
 
 _running: list[Any] = []  # engines of this process
-_closed: list[Any] = []  # engines that wait until all are closed, see `_end`
+_closed: list[Any] = []  # engines that wait until all are closed, see `_shut_down`
 CHOSEN = {  # engine arguments that a tier sets
     "skip_tokenizer_init": True,
     "worker_extension_cls": "cascade.engine.vllm.worker.CascadeWorker",
@@ -78,6 +78,14 @@ def check_architectures(names: Sequence[str]) -> None:
         raise ConfigError(
             f"vLLM has no model for {names[0]}: set engine to 'cascade', or model_impl to 'transformers' for vLLM to try theirs"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A pass under way, or one that `VllmModel.collect` begins."""
+
+    rows: Sequence[Row]
+    found: Any = None  # logits, own tokens, or own tokens that are `Coming`
 
 
 class VllmModel(Runs):
@@ -129,7 +137,7 @@ class VllmModel(Runs):
             for name, adapter in (adapters or {}).items():
                 self._add(name, adapter)
         except ModelError:
-            _end(self._engine)
+            _shut_down(self._engine)
             raise
         config = self._engine.vllm_config
         self._ranks: int = config.parallel_config.world_size
@@ -143,6 +151,8 @@ class VllmModel(Runs):
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))  # for weights and caches
+        # with several ranks results come through pipes, which `launch` would wait for
+        self._ahead = self.device.type == "cuda" and self._ranks == 1
         self._blocks = Blocks(facts.num_blocks, facts.block)
         self.cache_tokens = (facts.num_blocks - RESERVED) * facts.block
         self.healthy = True
@@ -213,33 +223,45 @@ class VllmModel(Runs):
         except Exception as error:  # of any library
             raise ModelError(f"vLLM cannot take the weights of {source!r}: {reason(error)}") from error
 
-    def launch(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """See `cascade.scorer.Scorer`."""
-        return rows
+    def launch(self, rows: Sequence[Row]) -> Launched:
+        """See `cascade.scorer.Scorer`. A GPU works by itself from here on, processors in `collect`."""
+        if not self._ahead or self._several(rows) or any(row.draft.parents for row in rows):
+            return Launched(rows)
+        with torch.cuda.stream(self._stream):
+            return self._begin(rows)
 
-    def collect(self, launched: Sequence[Row]) -> list[Scored]:
+    def collect(self, launched: Launched) -> list[Scored]:
         """Own tokens of each row, see `cascade.scorer.Scorer`. One host read; more if the adapters do not fit into one pass."""
-        rows = launched
-        if self._folder is not None:
-            names = [*dict.fromkeys(row.params.adapter for row in rows if row.params.adapter)]
-            if len(names) > self._most:
-                first = {"", *names[: self._most]}
-                fitting = iter(self.run([row for row in rows if row.params.adapter in first]))
-                others = iter(self.run([row for row in rows if row.params.adapter not in first]))
-                return [next(fitting if row.params.adapter in first else others) for row in rows]
-            self._need(rows)
+        rows = launched.rows
+        if launched.found is None and self._several(rows):
+            first = {"", *[*dict.fromkeys(row.params.adapter for row in rows if row.params.adapter)][: self._most]}
+            fitting = iter(self.run([row for row in rows if row.params.adapter in first]))
+            others = iter(self.run([row for row in rows if row.params.adapter not in first]))
+            return [next(fitting if row.params.adapter in first else others) for row in rows]
         with torch.cuda.stream(self._stream):  # nothing on a CPU
-            trees = any(row.draft.parents for row in rows)
-            found = run_trees(rows, self._pass, shares_pass=False) if trees else self._pass(rows)
+            if any(row.draft.parents for row in rows):
+                found = run_trees(rows, lambda lines, seen: self._end(self._begin(lines), seen), shares_pass=False)
+            else:
+                found = self._end(launched if launched.found is not None else self._begin(rows), report)
             return self._guess(rows, found) if self.drafter else found
 
-    def _pass(self, rows: Sequence[Row], on_scored: Any = report) -> list[Scored]:
-        number = max((row.runner_ups for row in rows), default=0)
-        simple = self._ranks > 1 and all(row.state is None for row in rows)
-        found = self._run(rows, number, simple=simple)
-        if simple:
-            return list(unpacked(found, rows, [row.num_scored for row in rows]))
-        return scored(found, rows, on_scored)
+    def _several(self, rows: Sequence[Row]) -> bool:
+        """Whether the adapters of these rows do not fit into one pass."""
+        return self._folder is not None and len({row.params.adapter for row in rows} - {""}) > self._most
+
+    def _begin(self, rows: Sequence[Row]) -> Launched:
+        """Begin a pass; where no row has a state, which `settle` of a tier may still read, own tokens are chosen, too."""
+        if self._folder is not None:
+            self._need(rows)
+        return Launched(rows, self._run(rows, choose=all(row.state is None for row in rows)))
+
+    def _end(self, launched: Launched, on_scored: Report) -> list[Scored]:
+        """Wait for a pass."""
+        rows, found = launched.rows, launched.found
+        if isinstance(found, Tensor):
+            return scored(found, rows, on_scored)
+        packed: list[list[int]] = found.read() if isinstance(found, Coming) else found
+        return list(unpacked(packed, rows, [row.num_scored for row in rows]))
 
     def _guess(self, rows: Sequence[Row], found: list[Scored]) -> list[Scored]:
         """Let the head read what a pass has read, and guess after rows that ask for it."""
@@ -251,9 +273,11 @@ class VllmModel(Runs):
 
     def logits(self, rows: Sequence[Row]) -> Tensor:
         """Logits ``[sum of num_scored, vocab_size]`` of the rows' last positions."""
-        return self._run(rows, 0, simple=False)
+        found: Tensor = self._run(rows, choose=False)
+        return found
 
-    def _run(self, rows: Sequence[Row], number: int, *, simple: bool) -> Any:
+    def _run(self, rows: Sequence[Row], *, choose: bool) -> Any:
+        """Logits, or own tokens if the workers are to ``choose``, see `cascade.engine.vllm.worker.CascadeWorker`."""
         packed = Packed.of(rows)
         for row in rows:
             row.cache.prepare(row.start, row.start + len(row.input_ids))
@@ -267,8 +291,8 @@ class VllmModel(Runs):
             tables=[row.cache.table[: -(-(row.start + len(row.input_ids)) // self._blocks.block)] for row in rows],
             keep=packed.keep,
             adapters=[numbers[row.params.adapter] for row in rows] if self._most else [],
-            asked=asked(rows) if simple else None,
-            runner_ups=number,
+            asked=asked(rows) if choose else None,
+            runner_ups=max((row.runner_ups for row in rows), default=0),
         )
         with self._busy:
             if self._blocks.copies:  # once, even if the pass is tried again: it may write into their sources
@@ -281,10 +305,10 @@ class VllmModel(Runs):
         """End the other ranks; give memory back, once all models of this process are closed."""
         if self.healthy:
             self.healthy = False
-            _end(self._engine)
+            _shut_down(self._engine)
 
 
-def _end(engine: Any) -> None:
+def _shut_down(engine: Any) -> None:
     """Shut an engine down, its groups of ranks only once no engine runs: vLLM shares these within a process."""
     _running.remove(engine)
     _closed.append(engine)

@@ -5,8 +5,10 @@ all ranks. Neither vLLM's scheduler nor its sampler takes part. Tried with vLLM 
 """
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -48,6 +50,31 @@ class Facts:
     problem: str | None  # why the model cannot be a tier
 
 
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """What a pass says, on its way to the host."""
+
+    values: Tensor  # int64 on the host, void until ``there``
+    there: torch.cuda.Event | None  # None: they are there already
+
+    @classmethod
+    def sent(cls, values: Tensor) -> Self:
+        """Begin to copy ``values`` of a device; nobody waits."""
+        if values.device.type != "cuda":
+            return cls(values, None)
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+        there = torch.cuda.Event()
+        there.record()
+        return cls(host, there)
+
+    def read(self) -> list[list[int]]:
+        """Wait for them."""
+        if self.there is not None:
+            self.there.synchronize()
+        found: list[list[int]] = self.values.tolist()
+        return found
+
+
 class CascadeWorker:
     """Methods that every vLLM worker gets."""
 
@@ -86,8 +113,11 @@ class CascadeWorker:
                 cache[target * parts : (target + 1) * parts] = cache[source * parts : (source + 1) * parts]
 
     @torch.inference_mode()
-    def cascade_score(self, batch: Batch) -> Tensor | list[list[int]] | None:
-        """One forward: logits ``[len(keep), vocab_size]``, or what `own_tokens_and_next` says of them; None on other ranks."""
+    def cascade_score(self, batch: Batch) -> Tensor | Coming | list[list[int]] | None:
+        """One forward: logits ``[len(keep), vocab_size]``, or what `own_tokens_and_next` says of them; None on other ranks.
+
+        With one rank nobody waits for a GPU here.
+        """
         ranks = self.vllm_config.parallel_config
         with _PASSING:
             logits = self._forward(batch)
@@ -95,7 +125,8 @@ class CascadeWorker:
                 return None
             if batch.asked is None:
                 return logits if ranks.world_size == 1 else logits.cpu()
-            return own_tokens_and_next(logits, batch.asked, batch.runner_ups).tolist()
+            own = own_tokens_and_next(logits, batch.asked, batch.runner_ups)
+            return Coming.sent(own) if ranks.world_size == 1 else own.tolist()
 
     @torch.inference_mode()
     def cascade_propose(self, asked: Reading) -> list[list[list[int]]]:
@@ -103,7 +134,7 @@ class CascadeWorker:
         runner, (hidden, places_of) = self.model_runner, self._read
         block = runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         positions, slots = _places(asked, block)
-        sent = torch.tensor([*positions, *slots, *(places_of[slot] for slot in slots)]).to(runner.device, non_blocking=True)
+        sent = _on(runner.device, [*positions, *slots, *(places_of[slot] for slot in slots)])
         places, slot_mapping, read = sent.split(len(slots))
         with _PASSING:
             return propose(runner.drafter, asked, hidden[read], self._common(asked, slot_mapping, places))
@@ -117,7 +148,7 @@ class CascadeWorker:
         fill = [0] * (padded - n)
         # one copy to the device for all four
         sent = [*batch.tokens, *fill, *positions, *fill, *slots, *[PADDING_SLOT] * len(fill), *batch.keep]
-        on_device = torch.tensor(sent).to(runner.device, non_blocking=True)
+        on_device = _on(runner.device, sent)
         ids, places, slot_mapping, keep = on_device.split([padded, padded, padded, len(batch.keep)])
         ids = ids.to(torch.int32)
         if fill or mode.value:  # graphs read where they were captured
@@ -154,25 +185,29 @@ class CascadeWorker:
 
         runner, rows = self.model_runner, len(batch.starts)
         ends = [start + length for start, length in zip(batch.starts, batch.lengths, strict=True)]
-        bounds = torch.tensor([0, *batch.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        bounds = [0, *accumulate(batch.lengths)]
         width = max(map(len, batch.tables))
-        tables = torch.tensor([table + [0] * (width - len(table)) for table in batch.tables], dtype=torch.int32)
-        lengths = torch.tensor(ends, dtype=torch.int32)
+        tables = [table + [0] * (width - len(table)) for table in batch.tables]
         return CommonAttentionMetadata(
-            query_start_loc=bounds.to(runner.device, non_blocking=True),
-            query_start_loc_cpu=bounds,
-            seq_lens=lengths.to(runner.device, non_blocking=True),
-            seq_lens_cpu_upper_bound=lengths.clone(),  # proposers count both up
+            query_start_loc=_on(runner.device, bounds, torch.int32),
+            query_start_loc_cpu=torch.tensor(bounds, dtype=torch.int32),
+            seq_lens=_on(runner.device, ends, torch.int32),
+            seq_lens_cpu_upper_bound=torch.tensor(ends, dtype=torch.int32),  # proposers count both up
             num_reqs=rows,
             num_actual_tokens=len(batch.tokens),
             max_query_len=max(batch.lengths),
             max_seq_len=max(ends),
-            block_table_tensor=tables.to(runner.device, non_blocking=True),
+            block_table_tensor=_on(runner.device, tables, torch.int32),
             slot_mapping=slots,
             causal=True,
             positions=positions,
             is_prefilling=torch.zeros(rows, dtype=torch.bool),
         )
+
+
+def _on(device: torch.device, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+    """Integers on a device; from memory that a GPU copies by itself, so that nobody waits."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _problem(runner: Any) -> str | None:

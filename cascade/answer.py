@@ -13,7 +13,7 @@ from cascade.messages import Commit, Edge, Logprobs, Proposal, SessionSpec
 FinishReason = Literal["stop", "length"]
 Undrafted = Literal["disabled", "load", "low_acceptance", "no_replica", "short", "late"]
 
-SHORT_PASSES = 4  # of the full tier, in which the first guesses cannot be missed yet
+SHORT_PASSES = 4  # passes of the full tier; so early no guess can be late
 
 
 class TextDecoder(Protocol):
@@ -29,11 +29,11 @@ class Stats:
     """What it took to write a text."""
 
     prompt_tokens: int
-    completion_tokens: int  # as counted by the full tier, an ending token included
+    completion_tokens: int  # the full tier's count, with an ending token
     edges: tuple[Edge, ...] = ()  # the full tier's first
-    first_token_s: float | None = None  # from the request to the full tier's first token, seconds
+    first_token_s: float | None = None  # seconds from the request to the full tier's first token
     undrafted: Undrafted | None = None  # why no guess was scored at the full tier, see `undrafted`
-    cached_tokens: int = 0  # of the prompt, whose keys and values the full tier had of texts before
+    cached_tokens: int = 0  # tokens of the prompt whose keys and values the full tier held already
 
     @property
     def full_passes(self) -> int:
@@ -75,10 +75,10 @@ class Completion:
     seed: int
     stats: Stats
     origins: bytes = b""  # history of each token, see `cascade.messages.origin`
-    index: int = 0  # of the prompt, in a batch
+    index: int = 0  # the prompt's place in its batch
     logprobs: tuple[Logprobs, ...] = ()  # one a token if the request asked for them
     prompt: tuple[PromptToken, ...] = ()  # if the request asked for log-probabilities of it
-    stop_string: str | None = None  # before which the text was cut
+    stop_string: str | None = None  # the text ends before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +89,11 @@ class Chunk:
     token_ids: tuple[int, ...]
     ends: tuple[int, ...]  # characters of `text` up to the end of each token
     origins: bytes  # history of each token, see `cascade.messages.origin`
-    completion: Completion | None = None  # with the last piece
-    index: int = 0  # of the prompt, in a batch
+    completion: Completion | None = None  # set on the last piece
+    index: int = 0  # the prompt's place in its batch
     logprobs: tuple[Logprobs, ...] = ()  # one a token if the request asked for them
-    prompt: tuple[PromptToken, ...] = ()  # with the first piece, if the request asked for log-probabilities of it
-    seed: int | None = None  # of the shared noise, with the first piece
+    prompt: tuple[PromptToken, ...] = ()  # set on the first piece, if the request asks for log-probabilities of the prompt
+    seed: int | None = None  # the shared noise's seed, set on the first piece
 
 
 @dataclass(slots=True)
@@ -110,9 +110,9 @@ class Answer:
     elapsed: Callable[[], float] | None = None  # seconds since the request came
     finish_reason: FinishReason | None = None
     tokens: list[int] = field(default_factory=list)  # output of the full tier so far
-    _num_known: int = 0  # of these tokens, known to the client
+    _num_known: int = 0  # how many of them the client has
     _origins: bytearray = field(default_factory=bytearray)  # one a token, 0 if known
-    logprobs: list[Logprobs] = field(default_factory=list)  # of tokens that are not known, if asked for
+    logprobs: list[Logprobs] = field(default_factory=list)  # one for each token that the client has not, if asked for
     prompt: tuple[PromptToken, ...] = ()
     _ends: list[int] = field(default_factory=list)  # characters of _text up to the end of each token
     _text: str = ""
@@ -121,7 +121,7 @@ class Answer:
     _num_sent_tokens: int = 0
     edges: tuple[Edge, ...] = ()
     _first_token_s: float | None = None
-    _skip_reason: str = ""  # of the full tier, see `Proposal`
+    _skip_reason: str = ""  # the full tier's, see `Proposal`
     _num_cached: int = 0
     _stop_string: str | None = None
 

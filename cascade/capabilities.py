@@ -14,7 +14,7 @@ SEED_MISSING = "resume has tokens and seed is missing: give the seed that came w
 class Task:
     """What a request asks for, as tokens and parameters."""
 
-    ids: Sequence[int]  # of the prompt
+    ids: Sequence[int]  # the prompt
     params: SamplingParams
     speculation: Speculation = field(default_factory=Speculation)
     handling: Handling = field(default_factory=Handling)
@@ -25,17 +25,17 @@ class Task:
 class Capabilities:
     """What a cascade can serve, and what a request gets where it says nothing. The library and the router admit by it."""
 
-    names: tuple[str, ...]  # of the drafters inside tiers and the tiers, bottom to top
+    names: tuple[str, ...]  # drafters inside tiers and tiers, bottom to top
     vocab_size: int
     context_len: int  # positions of prompt and output together
     end_ids: frozenset[int]  # tokens that end a text, unless `ignore_eos`
-    adapters: tuple[str, ...]  # of the full tier
+    adapters: tuple[str, ...]  # the full tier's
     # raises `InvalidRequest` if it cannot be compiled, or does not allow these tokens
     check_grammar: Callable[[Structured, Sequence[int]], object]
     window: int  # tokens that a tier may run ahead of the one above, unless the request says otherwise
     answer_window: int  # tokens that the full tier may write before the client takes them
-    drafters: tuple[str, ...] = ()  # of these names, those inside tiers
-    max_tokens: int | None = None  # of an answer
+    drafters: tuple[str, ...] = ()  # those of ``names`` that are inside tiers
+    max_tokens: int | None = None  # the limit of an answer
 
     def check(self, params: SamplingParams, known: Sequence[int] = ()) -> None:
         """Raise `InvalidRequest` if a parameter cannot be honoured, after the tokens of the answer that the client has.

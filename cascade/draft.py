@@ -23,7 +23,7 @@ class Draft:
     tokens: tuple[int, ...] = ()  # one a node
     origins: bytes = b""  # one a node, see `origin`
     confidences: bytes = b""  # one a node, its gap, see `cascade.planner.acceptance`; 0 if nobody knows; or none at all
-    parents: tuple[int, ...] = ()  # of each node, -1 for the text; empty for a line, whose parents are -1, 0, 1, ...
+    parents: tuple[int, ...] = ()  # the parent of each node, -1 for the text; empty for a line, whose parents are -1, 0, 1, ...
 
     def __post_init__(self) -> None:
         size = len(self.tokens)

@@ -24,7 +24,7 @@ from cascade.settings.section import did_you_mean
 Messages: TypeAlias = Sequence[Mapping[str, Any]]  # as in OpenAI's API, oldest first
 # a text, token ids, also of NumPy or PyTorch, or one of both as vLLM's {"prompt": ...} or {"prompt_token_ids": ...}
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or one for each
+Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None  # one for all prompts, or one for each
 
 
 @dataclass(frozen=True, slots=True)

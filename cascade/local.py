@@ -36,7 +36,7 @@ from cascade.tier.runner import measure
 from cascade.tier.tier import Tier
 
 Prompt: TypeAlias = str | Sequence[int]
-Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or one for each
+Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None  # one for all prompts, or one for each
 Batch: TypeAlias = Sequence[str] | Sequence[Sequence[int]]
 Drafters: TypeAlias = str | DrafterSpec | Iterable[str | DrafterSpec] | None
 
@@ -88,8 +88,8 @@ class Cascade:
         self.names = (*kinds, *names)  # bottom to top
         self.tokenizer = tokenizer
         self.default_params = default_params or SamplingParams()
-        self._loaded: Sequence[Model | VllmModel] = ()  # by `from_pretrained`, which nobody else closes
-        self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}  # of those that wait for answers
+        self._loaded: Sequence[Model | VllmModel] = ()  # models that `from_pretrained` has loaded, and nobody else closes
+        self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}  # the mailboxes of those who wait for answers
         grammars = Grammars(tokenizer)
         self.tiers = tuple(
             Tier(

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from cascade.draft import Draft
 from cascade.params import SamplingParams
 
-MAX_POSITIONS = 16  # of a draft that are counted one by one
-RUNNER_UPS = 2  # of an own token that are offered
+MAX_POSITIONS = 16  # positions of a draft that are counted one by one
+RUNNER_UPS = 2  # runner-ups that are offered for an own token
 MAX_RANKS = 1 + RUNNER_UPS  # kinds of guesses: own tokens of the drafter, first and second runner-ups
 
 
@@ -24,9 +24,9 @@ class Edge:
 
     drafter: str  # "" if the verifier went alone
     verifier: str
-    passes: int = 0  # that gave own tokens
+    passes: int = 0  # passes that gave own tokens
     proposed: int = 0  # guesses that the passes scored
-    accepted: int = 0  # of these, equal to the verifier's own tokens
+    accepted: int = 0  # those equal to the verifier's own tokens
     emitted: int = 0  # own tokens
     waited_s: float = 0.0  # time the verifier waited for guesses, seconds
     accepted_by_position: tuple[int, ...] = ()  # passes that accepted their 1st, 2nd, ... guess; at most MAX_POSITIONS
@@ -34,8 +34,8 @@ class Edge:
     accepted_by_rank: tuple[int, ...] = ()  # guesses: own tokens of the drafter, its runner-ups; at most MAX_RANKS
     proposed_by_rank: tuple[int, ...] = ()
     corrected: int = 0  # times that the verifier said another token than the drafter's own
-    prefetched: int = 0  # of these, times that the drafter had written after the correction before it heard of it
-    prefetched_tokens: int = 0  # that it had written there, together
+    prefetched: int = 0  # corrections behind which the drafter had written before it heard of them
+    prefetched_tokens: int = 0  # tokens that it had written there, in all
     undrafted_passes: int = 0  # passes that scored no guess
     agreed: int = 0  # own tokens of the drafter that the verifier said too, scored or too late for that
 
@@ -80,7 +80,7 @@ def add_edges(totals: Mapping[tuple[str, str], Edge], edges: Iterable[Edge]) -> 
 class Logprobs:
     """Log-probabilities at one position, of the full model's logits before any sampling parameter."""
 
-    logprob: float  # of the token of the text
+    logprob: float  # the log-probability of the text's token
     top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens and theirs, likeliest first
 
 
@@ -90,9 +90,9 @@ class SessionSpec:
 
     tokens: tuple[int, ...]
     prompt_len: int
-    params: SamplingParams  # with a seed
+    params: SamplingParams  # the seed is set
     ends: frozenset[int] = frozenset()  # token ids that end the text
-    tier: str = ""  # that shall serve it
+    tier: str = ""  # the tier that shall serve it
     chain: tuple[str, ...] = ()  # tiers to use below that one, top to bottom
     window: int = 16  # tokens this session may run ahead of what is committed
     draft_window: int = 16  # the same for the sessions below
@@ -130,7 +130,7 @@ class SessionSpec:
 class Routing:
     """How a session travels. Routers and links read it; a tier hands it on to the sessions below."""
 
-    lease: str = ""  # by which the session holds its replica; its own name if empty
+    lease: str = ""  # the lease that holds the session's replica; named like the session if empty
     traceparent: str = ""  # the span that the session is part of, as W3C Trace Context has it
     tracestate: str = ""  # likewise
     affinity: str = ""  # requests with the same one go to the same replica; stays at the router
@@ -180,7 +180,8 @@ class Proposal:
     edges: tuple[Edge, ...] = field(default=(), compare=False)
     logprobs: tuple[Logprobs, ...] = field(default=(), compare=False)  # one a token where the session was opened with them
     skip_reason: str = field(default="", compare=False)  # why the sender's planner leaves out the tiers below, if it does
-    prompt_logprobs: tuple[Logprobs, ...] = field(default=(), compare=False)  # of the prompt's tokens but the first, likewise
+    # one for each token of the prompt but the first, likewise
+    prompt_logprobs: tuple[Logprobs, ...] = field(default=(), compare=False)
     cached: int = field(default=0, compare=False)  # positions of the prompt whose keys and values the sender had already
 
 
@@ -190,7 +191,7 @@ class Failed:
 
     session: str
     reason: str
-    tier: str = ""  # that failed, if known
+    tier: str = ""  # the tier that failed, if known
     fault: bool = False  # the request is to blame: it would fail on every replica of that tier
 
 

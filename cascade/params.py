@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, cast
 from cascade.errors import InvalidRequest
 
 MAX_SEED = 2**63 - 1
-DRAWN_BITS = 53  # of seeds drawn at random: JavaScript rounds larger numbers
+DRAWN_BITS = 53  # bits of seeds drawn at random: JavaScript rounds larger numbers
 RANDOM_SEED = -1  # asks for a random one, as no seed does
 MAX_TOP_K = 2**31 - 1
 MAX_STOPS = 16
@@ -23,11 +23,11 @@ MAX_GRAMMAR_CHARS = 1 << 16
 MAX_CHOICES = 1024
 MAX_WINDOW = 256
 DEFAULT_WINDOW = 32  # twice what one pass scores: while it runs, the guesses for the next one are made
-MOST_BRANCHES = 8  # that a tier may offer and prepare, where a request does not say
-MAX_BRANCHES = 32  # that a request may ask for
+MOST_BRANCHES = 8  # branches that a tier may offer and prepare, where a request does not say
+MAX_BRANCHES = 32  # the most that a request may ask for
 MAX_PRIORITY = 1000
 MAX_SALT_CHARS = 256
-RANGES: dict[str, tuple[float, float]] = {  # of sampling parameters
+RANGES: dict[str, tuple[float, float]] = {  # allowed values of sampling parameters
     "temperature": (0, 100),
     "min_p": (0, 1),
     "presence_penalty": (-2, 2),
@@ -35,7 +35,7 @@ RANGES: dict[str, tuple[float, float]] = {  # of sampling parameters
     "repetition_penalty": (0.01, 100),
 }
 STRUCTURED_KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
-NOT_HERE = {  # of vLLM's parameters, and what does the same
+NOT_HERE = {  # vLLM's parameters that are not here, and what does the same
     "n": "give the prompt as often as you want answers, each with a SamplingParams and seed of its own",
     "best_of": "leave it out",
     "structured_outputs": "it is structured",
@@ -152,7 +152,7 @@ class SamplingParams:
     top_k: int = 0  # keep the k likeliest tokens; 0 keeps all, and -1, which is kept as 0
     top_p: float = 1.0  # keep the smallest set of likeliest tokens with this probability
     min_p: float = 0.0  # keep tokens at least this share as likely as the likeliest
-    seed: int | None = None  # of the shared noise; drawn at random if None, or -1, which is kept as None, and reported
+    seed: int | None = None  # the shared noise's seed; drawn at random if None, and reported; -1 is kept as None
     stop: tuple[str, ...] = ()  # the text ends before the first of these strings
     stop_token_ids: tuple[int, ...] = ()  # the text ends with the first of these tokens
     ignore_eos: bool = False  # continue after the model's end-of-text token

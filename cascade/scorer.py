@@ -12,7 +12,7 @@ from cascade.params import SamplingParams
 BLOCK = 16  # positions
 TILE = 64  # positions that attention reads at once, see `cascade.engine.network.contiguous`
 MAX_FORKED = 32  # positions of a fork, see `Store.fork`
-UNIT = 1 / 16  # of gaps on the wire, in nats
+UNIT = 1 / 16  # a gap of 1 on the wire, in nats
 UNREAD = -1  # `Row.guesses` where no drafter reads the model
 GROWTH = 16  # a full allocation grows by at least 1/16 of itself: so little is copied, and little held in vain
 
@@ -77,7 +77,7 @@ class RunnerUp(NamedTuple):
     """A token of the next lower perturbed logit: under shared noise what a verifier most likely says instead of the own one."""
 
     token: int
-    gap: float  # in nats, from its perturbed logit to the own token's; at least 0
+    gap: float  # nats from its perturbed logit to the own token's; at least 0
 
 
 def gap_byte(gap: float) -> int:
@@ -98,11 +98,11 @@ class Row:
     start: int  # absolute position of tokens[0]; all positions before are in the store
     tokens: Sequence[int]
     num_own: int  # trailing positions of tokens whose own token is wanted; 0 for a prefill chunk that does not end the text
-    params: SamplingParams  # with a seed
+    params: SamplingParams  # the seed is set
     state: Any = None  # a `RowState` of the model that runs the pass, if the parameters are `SamplingParams.shaped`
     draft: Draft = NO_DRAFT  # guesses after tokens; the own token after each of its nodes is wanted, too
     runner_ups: int = 0  # wanted with each own token
-    guesses: int = 0  # that a drafter which reads the model may make after the text, or `UNREAD`
+    guesses: int = 0  # guesses that a drafter which reads the model may make after the text, or `UNREAD`
     input_ids: Sequence[int] = field(init=False, repr=False, compare=False)  # all that the pass reads: tokens and draft
 
     def __post_init__(self) -> None:
@@ -118,9 +118,10 @@ class Row:
 class Scored:
     """What a pass says of a row."""
 
-    own: Sequence[int] = ()  # after the last `Row.num_own` tokens, then after each node of its draft, as far as is known
+    # own tokens after the last `Row.num_own` tokens, then after each node of the draft, as far as is known
+    own: Sequence[int] = ()
     draft: Draft = NO_DRAFT  # guesses after these by a drafter that reads the model, if `Row.guesses` asked for any
-    runner_ups: Sequence[Sequence[RunnerUp]] = ()  # of each of ``own``, if any were asked for: the nearest first
+    runner_ups: Sequence[Sequence[RunnerUp]] = ()  # runner-ups of each of ``own``, if any were asked for: the nearest first
 
 
 class Scorer(Protocol):

@@ -25,9 +25,9 @@ from deployments.ray_compat import versioned
 from deployments.versions import packages
 
 ROUNDING = 1e-6  # sums of decimal shares are not exact: 3 x 0.2 + 0.3 + 0.1 is more than 1
-LEARNER_END_S = 5.0  # that a learner has to end
+LEARNER_END_S = 5.0  # seconds that a learner has to end
 SURGE_PERCENT = 20  # rounded up to whole replicas
-RESOURCES = {"num_cpus": "CPU", "num_gpus": "GPU"}  # of Ray, by the options that ask for them
+RESOURCES = {"num_cpus": "CPU", "num_gpus": "GPU"}  # Ray's names, by the options that ask for them
 
 SECTIONS = {"autoscaling_config": AutoscalingConfig, "request_router_config": RequestRouterConfig}
 
@@ -190,7 +190,7 @@ def _deployment(kind: type, options: Mapping[str, Any], owner: str) -> Deploymen
     """A deployment; raises `ConfigError`, which names ``owner``, if Ray Serve does not take its options."""
     for section, known in SECTIONS.items():
         unknown = set(options.get(section, ())) - set(known.model_fields)
-        if unknown:  # which Ray Serve would ignore
+        if unknown:  # Ray Serve would ignore them
             near = did_you_mean(min(unknown), known.model_fields) or ": mend its spelling or remove it"
             raise ConfigError(f"{section} of {owner} has the unknown key {min(unknown)!r}{near}")
     try:

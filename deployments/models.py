@@ -22,7 +22,7 @@ from deployments.replica import join_serves
 
 CARRIED = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers")
 LIST = "/v1/models"
-BOUNDS = ("max_body_bytes", "body_timeout_s")  # of a body, before it is known which router it is for
+BOUNDS = ("max_body_bytes", "body_timeout_s")  # limits of a body, before it is known which router it is for
 
 
 class Models:
@@ -98,7 +98,7 @@ class Models:
             try:
                 said = json.loads(body)
             except (ValueError, RecursionError):
-                said = None  # which a router tells
+                said = None  # a router tells it
             name = said.get("model") if isinstance(said, dict) else None
             if name is None and isinstance(said, dict):
                 raise InvalidRequest(f"model is missing: this server has {self._names}", "model")

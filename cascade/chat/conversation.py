@@ -19,8 +19,8 @@ PLAIN_KINDS = ("str", "int", "float", "bool")  # as pydantic names them
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 MAX_TOOLS = 128
 MAX_MESSAGES = 4096
-MAX_PARTS = 4096  # of a message
-MAX_FIELDS = 128  # of one object: each unknown one would be an error of its own
+MAX_PARTS = 4096  # the limit of a message
+MAX_FIELDS = 128  # the limit of an object: each unknown field would be an error of its own
 
 
 def parsed_object(text: str) -> dict[str, Any]:
@@ -149,7 +149,7 @@ class CallBody(Body):
     id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None  # of streamed answers that are sent back as they came
+    index: int | None = None  # a streamed answer that is sent back has it
 
 
 class ChatMessage(Kept):

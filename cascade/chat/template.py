@@ -17,7 +17,7 @@ MessageDict = dict[str, Any]
 
 OPEN, CLOSE = "<think>", "</think>"  # around thoughts
 CUT = "INVALID_JSON"  # the member of an object that has arguments that are none
-OWN_NAMES = {  # of every template, not for clients
+OWN_NAMES = {  # every template has them; clients do not set them
     *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "raise_exception", "strftime_now"),
     *DEFAULT_NAMESPACE,
 }

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cascade.settings.config import CascadeConfig
 
 SERVING = "deployments"  # package with all that runs on Ray
-LEAST_SHARE = 0.1  # of a GPU that several models share, for the smallest of them
+LEAST_SHARE = 0.1  # the smallest model's share of a GPU that it shares
 # the argument and the options that `configured` takes
 model_options = adding(
     (

@@ -28,7 +28,7 @@ AGAIN: Sequence[Message] = tuple(json.loads((FOLDER / "again.json").read_text(en
 PARAMS = SamplingParams(max_tokens=96, temperature=0, seed=1)
 MODES = {"full model alone": Speculation("off"), "cascade": Speculation()}
 COMPARED = ("code", "mathematics", "rewrite")  # kinds of the questions that both modes answer, at each temperature
-COMPARED_TOKENS, AGAIN_TOKENS = 64, 192  # of an answer at most: the whole is to be over in two minutes, on two cores
+COMPARED_TOKENS, AGAIN_TOKENS = 64, 192  # limits of answers: the demo ends within two minutes on two cores
 WARM_TOKENS = 16  # likewise of the first answer of each mode, which does not count
 
 

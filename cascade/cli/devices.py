@@ -24,7 +24,7 @@ from cascade.simulation.recording import Recording
 from cascade.simulation.trio import H100, TRIO
 
 FRAMES_S = 0.05  # between two pictures
-LINES = 14  # of a pane
+LINES = 14  # a pane's height
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Simulated:
 
     alone: list[tuple[float, ...]]
     cascade: list[tuple[float, ...]]
-    agreement: tuple[float, ...]  # of tiny and medium with the full model
+    agreement: tuple[float, ...]  # tiny's and medium's with the full model
 
     @property
     def speeds(self) -> tuple[float, float]:

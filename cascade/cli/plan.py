@@ -174,7 +174,7 @@ def _computed(model: str | None, drafts: Sequence[str], devices: Sequence[str], 
     for source, device in zip(models, each, strict=True):
         text, weights = read_config(source).get_text_config(), anatomy(source, sizes_only=True)
         embedding = 0 if getattr(text, "tie_word_embeddings", False) else text.vocab_size * text.hidden_size
-        parameters = weights.parameters - embedding  # of an input embedding a pass reads a row for each token
+        parameters = weights.parameters - embedding  # a pass reads one row of the input embedding for each token
         read_bytes = round(weights.weight_bytes * parameters / weights.parameters)
         load = Load(read_bytes, parameters, int(text.num_hidden_layers), weights.cache_bytes_per_token)
         costs.append(load.profile(ACCELERATORS[device], ranks if source == model else 1))

@@ -49,7 +49,7 @@ class Answer:
     def __init__(self, *, plain: bool = False, after: str = "") -> None:
         """``after`` is what stands before it on the screen."""
         self._plain = plain
-        self._word = Text()  # that may go on
+        self._word = Text()  # the last word, which may go on
         self._column = cell_len(after.rpartition("\n")[2]) % console.width  # cells of the line that are taken
 
     def show(self, chunk: Chunk) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from deployments.ops.launch import Server
 
 
-KEYS = "CASCADE_API_KEYS"  # of a router's environment: NAME=KEY
+KEYS = "CASCADE_API_KEYS"  # a router's environment variable, NAME=KEY
 
 
 @click.command()

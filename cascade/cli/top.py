@@ -20,7 +20,7 @@ from cascade.errors import CascadeError
 class Frame:
     """What a server said at one time; where a door did not answer, its part is ``None`` and ``problems`` says why."""
 
-    time_s: float  # of `time.monotonic`
+    time_s: float  # on the clock of `time.monotonic`
     info: Any = None  # `cascade.client.ServerInfo`; not imported here, because it needs gRPC, which starts slowly
     scrape: Scrape | None = None
     problems: list[str] = field(default_factory=list)

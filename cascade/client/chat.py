@@ -74,7 +74,7 @@ class TurnPiece:
     content: str
     calls: tuple[ToolCall, ...]
     chunk: Chunk
-    turn: Turn | None = None  # with the last piece
+    turn: Turn | None = None  # set on the last piece
     reasoning_content: str = ""
 
 

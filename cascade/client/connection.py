@@ -15,7 +15,7 @@ import grpc
 from cascade.errors import KINDS, CascadeError, ConfigError, DeadlineExceeded, Overloaded, Unauthenticated, Unavailable
 from cascade.v1 import serving_pb2_grpc
 
-SECURE = "grpcs://"  # before the address of a server that speaks TLS
+SECURE = "grpcs://"  # the prefix of a server's address that speaks TLS
 OTHER_SCHEMES = ("http://", "https://", "grpc://")
 API_KEY = "CASCADE_API_KEY"  # environment variable of the key
 NO_KEY = f"The server asks for an API key and this client has none: set {API_KEY}, or give api_key"
@@ -71,7 +71,7 @@ class Attempts:
     _start: float = field(default_factory=time.monotonic)
     _last: float = field(default_factory=time.monotonic)  # when the last message came
     _num_failed: int = 0  # calls
-    _num_in_vain: int = 0  # of them, since the last message
+    _num_in_vain: int = 0  # attempts since the last message
     _reason: CascadeError | None = None  # why the first of these failed
 
     @property
@@ -117,7 +117,7 @@ class Server:
 
     channel: Any
     stub: Any
-    avoided_until: float = 0.0  # of `time.monotonic`; a call failed there
+    avoided_until: float = 0.0  # on the clock of `time.monotonic`; a call failed there
 
 
 class Connection:
@@ -143,7 +143,7 @@ class Connection:
         self._patience_s = patience_s
         self._servers = [self._open(address, authority) for address in addresses]
         self._num_calls = 0
-        self._answered = False  # by any server, ever
+        self._answered = False  # whether any server ever has
         self._closed = False
 
     def _open(self, address: str, authority: str | None) -> Server:

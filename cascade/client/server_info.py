@@ -22,9 +22,9 @@ class TierInfo:
     device: str
     pass_cost: tuple[tuple[int, float], ...] = ()  # tokens and seconds, the points of `cascade.planner.cost.Profile`
     context_s: float = 0.0  # seconds that each position held by the sessions of a pass adds to it
-    worth: tuple[Worth, ...] = ()  # of the tiers below, as the replica that answered has measured it
-    dtype: str = ""  # of its weights
-    engine: str = ""  # that runs its passes: "cascade" or "vllm"
+    worth: tuple[Worth, ...] = ()  # what the tiers below are worth, as the answering replica has measured it
+    dtype: str = ""  # its weights' dtype
+    engine: str = ""  # what runs its passes: "cascade" or "vllm"
     same_bits: bool | None = None  # whether a text's logits have the same bits in every pass; None if the server does not say
 
 
@@ -32,11 +32,11 @@ class TierInfo:
 class KeyInfo:
     """What the requests of one API key may ask for; ``None`` is any."""
 
-    name: str = ""  # of the key; empty if the server does not say
+    name: str = ""  # the key's name; empty if the server does not say
     min_priority: int | None = None  # lowest, which is served soonest
     weight: float = 1.0  # share of the tokens beside those of other keys, where requests wait
     max_running: int | None = None  # answers at once
-    tokens_per_minute: int | None = None  # of prompts and answers
+    tokens_per_minute: int | None = None  # prompts and answers together
     train: bool = True  # drafters may learn from its answers, where the server lets them
 
 
@@ -47,11 +47,11 @@ class ServerInfo:
     tiers: tuple[TierInfo, ...]
     max_model_len: int  # longest prompt and output together, tokens
     window: int  # tokens a tier may run ahead unless a request says otherwise
-    version: str  # of cascade
+    version: str  # cascade's version
     drafters: tuple[str, ...] = ()  # inside tiers; in levels they come before the tiers
     branches: int = 0  # branches beside its text that a tier may write unless a request says otherwise
     key: KeyInfo = KeyInfo()  # the caller's
-    defaults: SamplingParams = field(default_factory=SamplingParams)  # of requests without parameters, as the model has them
+    defaults: SamplingParams = field(default_factory=SamplingParams)  # what a request without parameters gets
 
 
 def read_server_info(response: pb.DescribeResponse) -> ServerInfo:

@@ -50,7 +50,7 @@ _BASE_CAPACITY, _KEYS, _VALUES, _BASE_KEYS, _BASE_VALUES = range(6, 11)
 FIELDS = 11
 LEAST = -87.0  # the exponential of a smaller number is denormal
 LOWEST = -3.4028235e38
-LARGEST = 3.3895314e38  # of bfloat16
+LARGEST = 3.3895314e38  # the largest bfloat16
 _LOG2E, _LN2_HIGH, _LN2_LOW = 1.44269504, 0.693359375, -2.12194440e-4
 
 
@@ -256,7 +256,7 @@ class Spans:
     """The rows of a pass for the kernel, ``[rows, FIELDS]``, with the addresses of one layer."""
 
     table: npt.NDArray[np.int64]
-    address: int  # of the table
+    address: int  # the table's address
     longest: int  # positions of the longest row
     halves: bool = False  # keys and values are bfloat16
 

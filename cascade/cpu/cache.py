@@ -38,9 +38,9 @@ class BlockedCache:
         self.shapes = shapes
         self.dtype = dtype
         self.capacity = 0  # positions from the origin on
-        self._memory = torch.zeros(0)  # of all layers
+        self._memory = torch.zeros(0)  # one buffer for all layers
         self._layers: list[tuple[Tensor, Tensor]] = []  # views of it, see `layers`
-        self.addresses: npt.NDArray[np.int64] = np.zeros((len(shapes), 2), dtype=np.int64)  # of keys and values
+        self.addresses: npt.NDArray[np.int64] = np.zeros((len(shapes), 2), dtype=np.int64)  # one row a layer: keys, values
 
     def prepare(self, positions: int) -> None:
         """Make room for ``positions``, with some to spare."""

@@ -29,11 +29,11 @@ from cascade.cpu.jit import (
 )
 
 ROOM = 4096  # tokens of a row
-_BLOCK = 64  # that are looked at together
-_CHAIN = 128  # that are added up in float32
+_BLOCK = 64  # tokens that are looked at together
+_CHAIN = 128  # terms that are added up in float32
 _LOWEST = 31  # powers of two below the likeliest token that a bound may lie
 _FIELDS = 8  # arguments before those of rows
-_MARGIN = 2.0**-12  # of a share: more than sums of float32 are rounded by
+_MARGIN = 2.0**-12  # part of a share; sums of float32 are rounded by less
 
 
 @swept

@@ -25,7 +25,7 @@ from cascade.cpu.processor import has_pairs
 from cascade.cpu.tile import LANES, group_of, multiply
 
 MADV_COLLAPSE = 25
-PAGE_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")  # of huge ones
+PAGE_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")  # the size of huge pages
 CHAIN = 512  # terms that are summed in one chain: rounding errors grow with its length
 
 

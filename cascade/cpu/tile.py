@@ -17,7 +17,7 @@ from cascade.cpu.processor import has_avx512
 
 LANES = 16  # columns of a block
 _MANY_REGISTERS = has_avx512()
-ROWS = 12 if _MANY_REGISTERS else 6  # of a tile at most: their sums stay in registers
+ROWS = 12 if _MANY_REGISTERS else 6  # the most rows of a tile: their sums stay in registers
 WIDE = (1, 4, 4 if _MANY_REGISTERS else 2, 2)  # blocks side by side, by rows; one of more rows
 
 VECTOR = ir.VectorType(F32, LANES)

@@ -32,7 +32,7 @@ class DrafterSpec:
     """One drafter. Raises `ConfigError`."""
 
     kind: str
-    source: str = ""  # of a corpus a file of plain text, of a head with weights of its own a path or hub id
+    source: str = ""  # a corpus's file of plain text; the path or hub id of a head's weights
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

@@ -11,7 +11,7 @@ MOST_STEPS = 6  # guesses that a pass makes after a text, one after another
 MEMORY = 0.9  # weight of earlier guesses of a text
 SHARED = 0.99  # the same of all texts together
 LEAST = 0.2  # mean of right guesses in a row below which a text goes on without guesses
-TRY = 8  # of so many texts one asks all the same when others have given up
+TRY = 8  # one text in so many asks when the others have given up
 
 
 class InPass:
@@ -38,7 +38,7 @@ class Asker(Guesser):
     def __init__(self, drafter: InPass, *, gives_up: bool) -> None:
         self._drafter = drafter
         self._origin = bytes([origin(drafter.level)])
-        self._draft = NO_DRAFT  # by the last pass
+        self._draft = NO_DRAFT  # the last pass's guesses
         self._right = max(1.0, drafter.right)  # mean of right guesses in a row, the latest counting most
         self._gave_up = gives_up
 

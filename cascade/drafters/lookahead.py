@@ -16,7 +16,7 @@ from cascade.scorer import Guesser, Scored
 
 WINDOW = 7  # tokens behind a text that passes refine
 GRAM = 4  # tokens of an n-gram
-MAX_GRAMS = 2**14  # of a tenant
+MAX_GRAMS = 2**14  # the limit of a tenant
 REFINED, FOUND = 1, 2  # confidences: a token of the window, and one of an n-gram
 
 Pool = OrderedDict[int, tuple[int, ...]]  # the latest n-gram by its first token: the tokens after it
@@ -46,7 +46,7 @@ class Window(Guesser):
         self._origin = bytes([origin(level)])
         self._pool = pool
         self._tokens: list[int] = []  # behind the text
-        self._trails: list[tuple[int, ...]] = []  # of each, the tokens before it in earlier passes
+        self._trails: list[tuple[int, ...]] = []  # the tokens before each in earlier passes
 
     def observe(self, last: int, draft: Draft, scored: Scored) -> None:
         """Go on with the own tokens behind the window's, as far as they lie behind the new text."""

@@ -14,7 +14,7 @@ from cascade.messages import origin
 from cascade.scorer import Guesser
 
 MAX_HELD = 2**16  # tokens of a tenant's texts
-MAX_TENANTS = 16  # whose texts are kept: the most recent ones
+MAX_TENANTS = 16  # tenants whose texts are kept: the most recent ones
 MOST_OF_TEXT = 2**13  # last tokens of a text that are kept for others
 BESIDE = 4  # tokens of the second branch, at most
 

@@ -26,7 +26,7 @@ PACKED = {"fp8": 1.02, "bitsandbytes": 0.57}  # bytes of a weight of linear laye
 @dataclass(frozen=True, slots=True)
 class Anatomy:
     parameters: int
-    weight_bytes: int  # in this dtype and the quantisation asked for
+    weight_bytes: int  # bytes in this dtype and quantisation
     dtype: torch.dtype
     widened: torch.dtype | None  # the checkpoint's dtype, if the device holds it in a wider one and none was asked for
     cache_bytes_per_token: int  # keys and values of all layers
@@ -81,7 +81,7 @@ def check_files(folder: Path) -> None:
         try:
             with safe_open(file, framework="pt"):
                 pass
-        except Exception as error:  # of safetensors
+        except Exception as error:  # safetensors raises what it likes
             raise ModelError(
                 f"The file {file.name} of the checkpoint {str(folder)!r} is damaged ({reason(error)}): download it again"
             ) from error
@@ -104,7 +104,7 @@ def _skeleton(config: PreTrainedConfig, source: str, trust_remote_code: bool) ->
     try:
         with torch.device("meta"):
             network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
-    except Exception as error:  # of any library or downloaded code
+    except Exception as error:  # a library or downloaded code may raise anything
         raise ModelError(f"No causal language model can be built from the config of {source!r}: {reason(error)}") from error
     network.tie_weights()
     return network.eval()

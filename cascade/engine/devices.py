@@ -11,9 +11,10 @@ from cascade.engine.memory import GIB, host_memory
 from cascade.errors import ModelError
 from cascade.scorer import BLOCK
 
-HOST_SHARE = 1 / 8  # of the memory a host has left, for each model: there are up to five, and other programs
-UTILIZATION = 0.9  # of a GPU's memory, by weights and caches; as in `cascade.settings.config`, which does without torch
-PASSES = 0.1  # of a GPU's memory, left to passes unless more of it is asked for
+HOST_SHARE = 1 / 8  # each model's share of the memory that a host has left: there are up to five, and other programs
+# the share of a GPU's memory that weights and caches take; as in `cascade.settings.config`, which does without torch
+UTILIZATION = 0.9
+PASSES = 0.1  # the share of a GPU's memory left to passes, unless more of it is asked for
 
 # GiB of one accelerator by Ray's names for them, as far as these say it
 ACCELERATORS = {

@@ -74,7 +74,7 @@ def _read(source: str, name: str, revision: str | None) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{name} of {source!r} is not JSON ({reason(error)}): mend it or download it again") from None
-    except Exception as error:  # of the network, of the hub, of the disk
+    except Exception as error:  # network, hub or disk
         raise ModelError(f"{name} of {source!r} cannot be read: {reason(error)}") from error
     if not isinstance(values, dict):
         raise ModelError(f"{name} of {source!r} must hold a JSON object: mend it or download it again")

@@ -25,11 +25,11 @@ from cascade.errors import ModelError, reason
 
 MAGIC = b"GGUF"
 SUFFIX = ".gguf"
-FORM = 1  # of the folders: another one where they are made in another way
+FORM = 1  # the folders' version: it changes when they are made in another way
 CACHE = "CASCADE_CACHE"
 TEXT, MODEL = "text", "model"
 PARTIAL = "partial-"
-END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of tokenizer.ggml, tokens that end a text
+END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")  # keys under tokenizer.ggml of tokens that end a text
 NARROW = {"BF16": "bfloat16", "F16": "float16"}  # kinds of tensors that files in 16 bits have beside F32
 
 log = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ def _read(source: str) -> Any:
         reader = GGUFReader(source)
         parts = int(_value(reader, "split.count", 1))
         architecture = str(_value(reader, "general.architecture", ""))
-    except Exception as error:  # of a library that was given anything
+    except Exception as error:  # the file may hold anything
         raise ModelError(f"The GGUF file {source!r} is damaged ({reason(error)}): download it again") from error
     if parts > 1:
         raise ModelError(f"The GGUF file {source!r} is one of {parts} parts: join them, with llama-gguf-split --merge")
@@ -214,7 +214,7 @@ def _explained(source: str, reader: Any) -> Iterator[None]:
     """Turn what Transformers raises into a `ModelError` of one sentence."""
     try:
         yield
-    except Exception as error:  # of any library
+    except Exception as error:  # a library may raise anything
         architecture = _value(reader, "general.architecture")
         raise ModelError(
             f"The GGUF file {source!r} cannot be converted: Transformers does not take its model of the architecture "

@@ -49,12 +49,12 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocabulary: LLTokenizer | None = None
         self._building = threading.Lock()
-        self._compiled: OrderedDict[Structured, tuple[LLMatcher, list[int]]] = OrderedDict()  # with `_first`
+        self._compiled: OrderedDict[Structured, tuple[LLMatcher, list[int]]] = OrderedDict()  # each with its `_first`
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
         """Build the table of tokens that all grammars need, which takes up to a second in which no other thread goes on."""
-        with contextlib.suppress(InvalidRequest):  # which requests are told that need it
+        with contextlib.suppress(InvalidRequest):  # requests that need it are told
             self._build()
 
     def check(self, structured: Structured, output: Sequence[int] = ()) -> None:
@@ -95,7 +95,7 @@ class Grammars:
         vocabulary = self._build()
         try:
             grammar = source(structured)
-        except Exception as error:  # of the parser of GBNF, which raises what it likes
+        except Exception as error:  # the parser of GBNF raises what it likes
             raise _refusal(structured, str(error)) from None
         compiled = LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
         if not compiled.is_error():
@@ -114,7 +114,7 @@ class Grammars:
             if self._vocabulary is None:
                 try:
                     self._vocabulary = LLTokenizer(self._tokenizer.backend.to_str(), eos_token=end_ids)
-                except Exception as error:  # of kinds of tokenizers that it does not know
+                except Exception as error:  # it does not know all kinds of tokenizers
                     reason = _one_line(str(error))
                     raise InvalidRequest(
                         f"structured cannot be honoured with the tokenizer of this model: {reason}", "structured"
@@ -135,8 +135,8 @@ class Matcher:
         self._first = first  # a token that the grammar allows at the beginning
         self._renew = renew
         self._machine = compiled.deep_copy()
-        self._consumed: list[int] = []  # of the output, by the machine
-        self._num_same = 0  # of them that are still the output's
+        self._consumed: list[int] = []  # output tokens that the machine has read
+        self._num_same = 0  # how many of them are still the output's
         self._guesses = True  # whether they may be tried
 
     def rewind(self, num_tokens: int) -> None:
@@ -155,7 +155,7 @@ class Matcher:
         if not guesses or not self._guesses:
             return _unpack([mask], 1, vocab_size)
         masks, num_rows = self._try(mask, guesses)
-        if self._broken:  # from which mask on is not known
+        if self._broken:  # it is not known since which mask
             return _unpack([mask], 1, vocab_size)
         return _unpack(masks, num_rows, vocab_size)
 
@@ -214,7 +214,7 @@ class Matcher:
             step = list(tokens[begin : begin + most])
             num_consumed = self._machine.try_consume_tokens(step)
             self._consumed += step[:num_consumed]
-            mask = self._machine.compute_bitmask()  # which also fuels the next step
+            mask = self._machine.compute_bitmask()  # this also fuels the next step
             if num_consumed < len(step):
                 break
         return mask

@@ -54,7 +54,7 @@ def load(
         raise ModelError(f"The weights of {source!r} do not fit into the memory of {place}: {_ADVICE}") from error
     except ModelError:
         raise
-    except Exception as error:  # of any library or downloaded code
+    except Exception as error:  # a library or downloaded code may raise anything
         raise ModelError(f"No model can be loaded from {source!r} on {place}: {reason(error)}") from error
     if missing := sorted(report["missing_keys"]):  # Transformers made them up
         raise ModelError(f"The checkpoint {source!r} lacks {len(missing)} weights of its model, such as {missing[0]}")

@@ -29,7 +29,7 @@ from cascade.params import SamplingParams
 from cascade.scorer import Row, Runs, Scored
 
 SCORED = 16  # own tokens of a timed pass, at most
-RENEWAL_SHARE = 0.2  # of a core, that new weights take while passes run
+RENEWAL_SHARE = 0.2  # the share of a core that new weights take while passes run
 
 
 class Model(Runs):
@@ -191,7 +191,7 @@ class Model(Runs):
         memo |= {id(kept): None for module in here.modules() if (kept := vars(module).get("forward")) is not None}
         network = copy.deepcopy(here, memo)
         for module in network.modules():
-            vars(module).pop("forward", None)  # by our kernels, on the weights before
+            vars(module).pop("forward", None)  # our kernels' forward, on the weights before
         wanted = {name: part.shape for name, part in here.state_dict().items()}
         given = {name: part.shape for name, part in weights.items()}
         head = here.get_output_embeddings()

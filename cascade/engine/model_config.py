@@ -7,7 +7,7 @@ from cascade.engine.tokenizer import check_source
 from cascade.errors import ModelError, reason
 
 NO_LIMIT = 2**20  # positions of a model that names none
-LAYER_TYPES = {"full_attention", "sliding_attention"}  # that are served
+LAYER_TYPES = {"full_attention", "sliding_attention"}  # the types that are served
 
 
 def read_config(source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -16,7 +16,7 @@ def read_config(source: str, *, revision: str | None = None, trust_remote_code: 
     check_source(folder)
     try:
         return AutoConfig.from_pretrained(folder, revision=revision, trust_remote_code=trust_remote_code)
-    except Exception as error:  # of any library or downloaded code
+    except Exception as error:  # a library or downloaded code may raise anything
         raise ModelError(f"{source!r} has no readable config: {reason(error)}") from error
 
 

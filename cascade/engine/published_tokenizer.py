@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 ChatTemplates: TypeAlias = str | dict[str, str]  # one for all conversations, or by name
 
-FORM = 1  # of what is kept: another one where something else is
+FORM = 1  # the version of what is kept: it changes with it
 BACKEND, FACTS = "tokenizer.json", "facts.json"
-NAMED = ("tokenizer_config.json", "config.json")  # of which every model has one
-SUFFIXES = {".json", ".jinja", ".model", ".tiktoken", ".txt", ".py"}  # of files that a tokenizer can be made of
+NAMED = ("tokenizer_config.json", "config.json")  # every model has one of them
+SUFFIXES = {".json", ".jinja", ".model", ".tiktoken", ".txt", ".py"}  # files that a tokenizer can be made of
 
 TEMPLATES = "additional_chat_templates"  # a folder of them
 
@@ -109,7 +109,7 @@ def _state(source: str, revision: str | None) -> Iterator[bytes]:
                 yield file.read_bytes()
         return
     for name in NAMED:
-        with contextlib.suppress(Exception):  # of the network, of the hub: Transformers finds words for them
+        with contextlib.suppress(Exception):  # network or hub: Transformers finds words for them
             yield Path(hf_hub_download(source, name, revision=revision)).parent.name.encode()
             return
 
@@ -129,5 +129,5 @@ def _keep(place: Path, backend: FastTokenizer, facts: Facts) -> None:
                 shutil.rmtree(other, ignore_errors=True)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-    except Exception as error:  # of the disk; of tokenizers, parts of which are Python
+    except Exception as error:  # the disk, or a tokenizer whose parts are Python
         log.warning("A tokenizer cannot be kept in %s, so every start makes it anew: %s", place, error)

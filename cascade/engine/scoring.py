@@ -19,7 +19,7 @@ class Packed(NamedTuple):
     tokens: list[int]
     positions: list[int]
     keep: list[int]  # indices whose logits are wanted
-    spans: list[Span]  # of each row
+    spans: list[Span]  # one for each row
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Self:

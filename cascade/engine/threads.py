@@ -17,7 +17,7 @@ import torch
 
 SIZES = (1, 8, 32, 128)  # tokens of the passes that are timed; larger ones take all threads
 ROUNDS = 5
-BUDGET_S = 0.25  # for all rounds of a size, if one round takes no longer
+BUDGET_S = 0.25  # seconds for all rounds of a size, if one round takes no longer
 GAIN = 1.1  # times faster at least that more threads must be
 LONG_S = 0.1  # what a thread computes in a pass that is worth all threads: far longer than they take to meet
 
@@ -47,7 +47,7 @@ class Pace:
     """For work that is in no hurry: the calling thread rests between steps, so that it takes only a share of a core."""
 
     def __init__(self, share: float) -> None:
-        self._rests = 1 / share - 1  # as long as the work
+        self._rests = 1 / share - 1  # rests for each unit of work
         self._begin = time.thread_time()
 
     def rest(self) -> None:

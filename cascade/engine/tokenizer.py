@@ -23,9 +23,9 @@ from cascade.engine.published_tokenizer import ChatTemplates, published
 from cascade.errors import InvalidRequest, ModelError
 from cascade.params import LONE_SURROGATE, is_text
 
-CONNECT_S = 5.0  # to the hub
-PRIMING_TOKENS = 8  # of the prompt that a decoder sees first, so that leading spaces come out right
-PROBE_ANSWER = "probe_answer"  # of an assistant, behind which a chat template writes the end of its turn
+CONNECT_S = 5.0  # the patience with the hub
+PRIMING_TOKENS = 8  # the prompt's last tokens, which a decoder sees first, so that leading spaces come out right
+PROBE_ANSWER = "probe_answer"  # an assistant's words: the template writes the end of a turn behind them
 
 
 @dataclass

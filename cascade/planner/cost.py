@@ -26,7 +26,7 @@ class Profile:
         self.context_s = context_s
         self.pass_s = self.predict(1)  # mean of recent passes without prefill
         self.token_s = 0.0  # added to such a pass by each token of prefill; 0 until there was some
-        self.between_s = 0.0  # from the end of a pass to the start of the next one, if that waits for nothing
+        self.between_s = 0.0  # seconds from the end of a pass to the start of the next one, if that waits for nothing
 
     @property
     def points(self) -> tuple[tuple[int, float], ...]:

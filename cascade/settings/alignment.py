@@ -35,7 +35,7 @@ class AlignmentConfig(Section):
     round_s: Seconds = 300.0  # seconds of training of each drafter in a round
     min_rows: Count = 128  # new answers before a round
     canary_s: Annotated[float, Field(ge=0)] = 60.0  # seconds that one replica serves new weights before the others do
-    device: str | None = None  # of the learner, such as cuda:0; by default the GPU if there is one
+    device: str | None = None  # the learner's, such as cuda:0; by default the GPU if there is one
     num_workers: Count = 1  # processes that train a drafter together, by Ray Train; each is given `ray_actor_options`
     # of the learner, or of each worker if there are several: `num_cpus`, 1 by default, `num_gpus`, `resources`, `runtime_env`
     ray_actor_options: dict[str, Any] = Field(default_factory=dict)

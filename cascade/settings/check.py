@@ -23,7 +23,7 @@ from cascade.errors import ConfigError, ModelError
 from cascade.settings.config import CascadeConfig, TierConfig
 from cascade.settings.engine import generation_folder
 
-MIN_TOKENS = 4096  # of cache, or the model's context if that is shorter: with less a tier is of no use
+MIN_TOKENS = 4096  # cache positions, or the model's context if that is shorter: with less a tier is of no use
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Need:
     ranks: int  # devices that share the weights and the cache
     drafter_weights: int  # numbers of its head, beside the model's
     device: str  # such as cuda, cpu or H100
-    device_bytes: int  # of each rank, for weights and cache; on a device of this machine what is free now
+    device_bytes: int  # each rank's memory for weights and cache; what is free now, on a device of this machine
     engine: str
 
     @property

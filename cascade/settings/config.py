@@ -175,7 +175,7 @@ class CascadeConfig(Section):
                 raise ConfigError(f"{path} has {len(cascades)} applications with tiers or llm_configs: give a file with one")
             values = cascades[0]
         if isinstance(values, Mapping) and "llm_configs" in values:
-            from cascade.settings import llm_configs  # which makes objects of this class
+            from cascade.settings import llm_configs  # it makes objects of this class
 
             [config, *others] = llm_configs.cascades(values)[0].values()
             if others:

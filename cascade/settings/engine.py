@@ -12,7 +12,7 @@ from cascade.engine.generation import AUTO as AUTO_CONFIG
 from cascade.errors import ModelError, reason
 from cascade.settings.section import Count, Section, Text, did_you_mean
 
-NOT_VLLMS = {  # of vLLM's engine arguments that no tier takes, and what is in their place
+NOT_VLLMS = {  # vLLM's engine arguments that no tier takes, and what is in their place
     "speculative_config": "models that draft are tiers below, and drafter names what guesses without one",
     "kv_transfer_config": "a replica computes the prompt and the answer, and no keys and values travel",
     "enable_lora": "lora_modules or lora_path say so",
@@ -58,7 +58,7 @@ def pinned(source: str, revision: str | None) -> str:
 
     try:
         return snapshot_download(source, revision=revision)
-    except Exception as error:  # of the network, of the hub, of the disk
+    except Exception as error:  # network, hub or disk
         raise ModelError(f"Revision {revision!r} of {source!r} cannot be had: {reason(error)}") from error
 
 
@@ -103,7 +103,7 @@ class EngineKwargs(Section):
     generation_config: Text = AUTO_CONFIG
     revision: str | None = None  # branch, tag or commit of a model on the hub
     trust_remote_code: bool = False  # run code that comes with a model of the hub
-    quantization: str | None = None  # of weights while they load, by a method of vLLM's; quantised checkpoints need none
+    quantization: str | None = None  # vLLM's method that quantises weights while they load; quantised checkpoints need none
     # LoRA adapters by name, for vLLM alone: paths or hub ids. Requests name those of the full tier; a lower tier drafts with
     # its own of that name
     lora_modules: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], Text] = Field(default_factory=dict)
@@ -127,7 +127,7 @@ class EngineKwargs(Section):
             raise ValueError(f"lora_modules are given and lora_path is {self.lora_path!r}: remove one of the two")
         if (head := head_of(self.drafters)) and (beside := self._unlike_heads):
             raise ValueError(f"drafter is {head.kind!r} and {beside}, which do not go together: remove one of the two")
-        if self.plugin:  # which knows what else it takes
+        if self.plugin:  # a plug-in knows what else it takes
             if head:
                 raise ValueError(f"drafter is {head.kind!r}, which only vLLM can do: set engine to 'vllm', or remove it")
             if self._adapted:

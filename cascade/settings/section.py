@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 Text = Annotated[str, Field(min_length=1)]
-Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]  # of an environment
+Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]  # an environment variable's name
 Port = Annotated[int, Field(ge=1, le=65535)]
 Live = Field(json_schema_extra={"live": True})  # marks a field that changes while routers run, see `cascade.settings.live`
 

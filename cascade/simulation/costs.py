@@ -20,14 +20,14 @@ BANDWIDTH, ARITHMETIC = 0.80, 0.65
 KERNELS, KERNEL_S = 10, 2.5e-6
 LAUNCH_S = 0.15e-3
 EXCHANGE_S = 10e-6
-MOST_TOKENS = 512  # of the largest pass that is priced; larger ones follow its slope
+MOST_TOKENS = 512  # tokens of the largest pass that is priced; larger ones follow its slope
 
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
     """Peak figures of a data sheet."""
 
-    bytes_s: float  # of its memory, bytes a second
+    bytes_s: float  # its memory's bandwidth, bytes a second
     flop_s: float  # dense, in bfloat16, a second
 
 
@@ -48,7 +48,7 @@ class Load:
     """What a pass of a model reads and computes."""
 
     read_bytes: int  # weights that every pass reads
-    parameters: int  # that multiply each token
+    parameters: int  # parameters that multiply each token
     layers: int
     kv_bytes: int  # keys and values of a position
 

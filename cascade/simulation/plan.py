@@ -18,8 +18,8 @@ from cascade.simulation.simulate import simulate
 from cascade.simulation.toy_tier import Agreement, ToyTier
 
 HOP_S = 0.3e-3  # one way between replicas: a gRPC stream within a node, measured
-PAUSE_S = 1e5  # of virtual time from one round of requests to the next
-VOCAB = 64  # of toys
+PAUSE_S = 1e5  # virtual seconds from one round of requests to the next
+VOCAB = 64  # the toys' vocabulary
 ALONE, PLANNER = "alone", "planner"  # modes beside those named by their tiers
 
 
@@ -29,8 +29,8 @@ class Asked:
 
     loads: tuple[int, ...] = (1, 8)  # requests at once
     prompt_tokens: int = 256
-    tokens: int = 96  # of an answer
-    answers: int = 8  # that count at least; a round before them does not, in which the planner learns what guesses are worth
+    tokens: int = 96  # tokens of an answer
+    answers: int = 8  # answers that count, at least; the round before them, in which the planner learns, does not
 
 
 @dataclass(frozen=True, slots=True)

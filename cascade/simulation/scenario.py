@@ -79,7 +79,7 @@ class Scenario:
     max_pass_tokens: int = 512
     deadline_s: float = math.inf  # virtual time after which it is `Stuck`
     adaptive: bool = False  # tiers that do not pay may be left out
-    branches: int = MOST_BRANCHES  # that a lower tier may offer and prepare
+    branches: int = MOST_BRANCHES  # branches that a lower tier may offer and prepare
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from cascade.tier.runner import GRID, row_of
 from cascade.tier.scheduler import Batch
 
 UNBOUNDED = 1 << 20  # tokens: the full tier never waits for the router
-ASK_AGAIN_S = 0.05  # before the router asks a full tier that died again
+ASK_AGAIN_S = 0.05  # seconds until the router asks again for a full tier that died
 
 
 class Stuck(RuntimeError):

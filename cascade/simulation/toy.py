@@ -38,7 +38,7 @@ class ToyCache:
         self.tokens: list[int] = []
         self.room: int | None = None  # positions reserved; None: nobody keeps count
         self.freed = False
-        self.forks: list[ToyFork] = []  # that are neither joined nor freed
+        self.forks: list[ToyFork] = []  # forks that are neither joined nor freed
 
     @property
     def nbytes(self) -> int:

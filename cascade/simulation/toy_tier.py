@@ -13,7 +13,7 @@ from cascade.splitmix import mix
 
 Agreement: TypeAlias = tuple[float, ...]  # shares of own tokens that a tier has in common with the next, from one tier upwards
 
-LEAST_TOKENS = 8  # of a vocabulary: a tier says one of them, nearly says two more, and all above it may say others
+LEAST_TOKENS = 8  # the smallest vocabulary: a tier says one token, nearly says two more, and each tier above may say others
 LOTS = 4096  # different ones
 CACHED = 1 << 16  # contexts and positions remembered
 # measured on the demonstration family, at any temperature: an own token of gap g is wrong with chance WRONG * exp(-FADE * g)
@@ -82,7 +82,7 @@ def _scale(agreed: float) -> float:
     return max(0.01, (WRONG / max(1e-3, 1 - agreed) - 1) / FADE)
 
 
-@lru_cache(CACHED)  # of a hundred lots: finding a gap takes longer than all else
+@lru_cache(CACHED)  # finding a gap among a hundred lots takes longer than all else
 def _gap(scale: float, lot: float, right: bool) -> float:
     """Of a token of which it is known whether the next tier says the same."""
     wrong_rate = 1 / scale + FADE

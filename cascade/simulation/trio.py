@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from cascade.simulation.costs import ACCELERATORS, MOST_TOKENS, Load
 
 H100 = ACCELERATORS["H100"]
-BYTES = 2  # of a number
+BYTES = 2  # bytes of a number
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ class Device:
 
     def __init__(self, agenda: Agenda) -> None:
         self._agenda = agenda
-        self._jobs: list[tuple[float, int, Callable[[], None]]] = []  # by the `_done` at which they end
+        self._jobs: list[tuple[float, int, Callable[[], None]]] = []  # jobs by the `_done` at which they end
         self._done = 0.0  # seconds of work that a job which was there from the beginning has had at `_since`
         self._since = 0.0
         self._count = 0

@@ -28,7 +28,7 @@ from cascade.training.versions import Versions
 LEAST = 200  # positions of held-out answers that a judgement needs
 SIGMAS = 2.0  # standard deviations beyond which a difference is no chance
 LEAST_KEPT = 0.95  # share of the agreement on older answers that must remain
-TOKENS = 1024  # of a step, padding included
+TOKENS = 1024  # tokens of a step, padding included
 SHORTEST = 8  # tokens of an answer with its prompt; shorter ones are skipped
 ABOUT = "alignment.json"  # beside new weights: the outcome of their round
 
@@ -43,7 +43,7 @@ class Stopped(Exception):
 class Student(Protocol):
     """A drafter in training."""
 
-    tokens: int  # of a step
+    tokens: int  # tokens of a step
 
     def learn(self, shard: Shard, progress: float) -> None:
         """Take one step on all texts of ``shard``; ``progress`` is the share of the round that has passed."""
@@ -70,7 +70,7 @@ class TierStudent:
         if sizes[0] != sizes[1]:
             raise ConfigError(f"{source!r} has {sizes[0]} tokens and its verifier {sizes[1]}: it cannot learn from that")
         verifier.set_attn_implementation(CAUSAL)
-        self._verifier, self._scored = verifier, dict[bytes, Shard]()  # by tokens: each shard is scored once
+        self._verifier, self._scored = verifier, dict[bytes, Shard]()  # shards by their tokens: each is scored once
         self._run = Run(student.train(), draft_vocab.tokens(student.config, source), Schedule(**RATES))
 
     def learn(self, shard: Shard, progress: float) -> None:
@@ -101,7 +101,7 @@ class Progress:
     """The progress of a round."""
 
     student: str
-    share: float  # of its time
+    share: float  # the share of its time that has passed
     steps: int
 
 
@@ -185,11 +185,11 @@ class Lesson:
 
     student: str
     verifier: str  # source of its weights
-    source: str  # of the student's
+    source: str  # the student's source
     newest: Sequence[Sample]
     older: Sequence[Sample]
     seconds: float
-    folder: Path  # of `Versions`
+    folder: Path  # the folder of `Versions`
 
     def run(self, device: str | None, tell: Callable[[Progress], object]) -> Outcome:
         """Train, judge, and publish what is no worse; in a `group` the first process publishes.

@@ -18,8 +18,8 @@ from cascade.engine.devices import product_dtype
 from cascade.training.learning import Learner, Rates, mixed_precision
 from cascade.training.text import Shard, batches, held_out, padded
 
-POSITIONS = 512  # whose logits are in memory at a time
-NUMBERS = ("step", "tokens", "seconds", "loss")  # of a run, in its checkpoint
+POSITIONS = 512  # positions whose logits are in memory at a time
+NUMBERS = ("step", "tokens", "seconds", "loss")  # a run's numbers in its checkpoint
 
 # Padding stands after the end of a row alone, so the kernel's own causal mode suffices: no mask is built.
 CAUSAL = "cascade_causal"
@@ -31,9 +31,9 @@ AttentionMaskInterface.register(CAUSAL, lambda *args, **kwargs: None)
 class Schedule(Rates):
     """How fast a student learns over a run that ends at a given time."""
 
-    adam_lr: float = 5e-4  # of embeddings and norms
+    adam_lr: float = 5e-4  # the rate of embeddings and norms
     weight_decay: float = 0.0
-    tokens: int = 4096  # of a step, padding included
+    tokens: int = 4096  # tokens of a step, padding included
 
 
 @dataclass(slots=True)

@@ -24,11 +24,11 @@ def mixed_precision(device: torch.device) -> torch.autocast:
 class Rates:
     """Learning rates of a run."""
 
-    muon_lr: float = 0.01  # of hidden matrices, no side of which are tokens; 0: AdamW trains them, too
-    adam_lr: float = 1e-3  # of all other parameters
-    weight_decay: float = 0.01  # of hidden matrices
+    muon_lr: float = 0.01  # the rate of hidden matrices, no side of which are tokens; 0: AdamW trains them, too
+    adam_lr: float = 1e-3  # the rate of all other parameters
+    weight_decay: float = 0.01  # the decay of hidden matrices
     warmup_steps: int = 20
-    decay_share: float = 0.4  # of the run, over which the rates fall to 0
+    decay_share: float = 0.4  # the last part of the run, in which the rates fall to 0
 
     def factor(self, step: int, progress: float) -> float:
         """The factor of both rates; ``progress`` is the share of the run that has passed."""

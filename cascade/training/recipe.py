@@ -34,9 +34,9 @@ from cascade.training.versions import replacing
 from cascade.training.writing import Turns, Written, end_tokens, given_prompts, own_prompts, write
 
 WRITING, LEARNING, ANSWERING = 0.35, 0.6, 0.05  # shares of the hours
-BEFORE_ANSWERS = 2 / 3  # of the learning
+BEFORE_ANSWERS = 2 / 3  # the share of the learning that is done before answers are learnt
 MAX_SHARDS = 400  # 20 M tokens and 4 GB with what the teacher says of them
-JUDGED_SHARDS = 4  # whose held-out texts tell the agreement
+JUDGED_SHARDS = 4  # shards whose held-out texts tell the agreement
 SHORTEST_ANSWER = 4  # tokens
 # of a student that has learnt before: larger steps, and Muon, made it worse at first (docs/log.md)
 TRAINED_ON = Schedule(adam_lr=1e-4, muon_lr=0.0, tokens=1024, warmup_steps=10, decay_share=0.6)
@@ -66,9 +66,9 @@ class Progress:
     """How far a run is."""
 
     phase: str
-    share: float  # of the run's time that has passed
+    share: float  # the share of the run's time that has passed
     tokens: int  # written, or learnt
-    agreement: float | None = None  # with the teacher on held-out answers at temperature 0, once it is known
+    agreement: float | None = None  # agreement with the teacher on held-out answers at temperature 0, once it is known
 
 
 Tell = Callable[[Progress], object]
@@ -186,7 +186,7 @@ class Distillation:
     def _keep(self, path: Path, texts: Sequence[Written]) -> None:
         """Write texts to a file, with what the teacher says of them."""
         shard = Shard.of(texts)
-        implementation = self.teacher.config._attn_implementation  # that of writing, which goes on
+        implementation = self.teacher.config._attn_implementation  # the implementation that writing goes on with
         self.teacher.set_attn_implementation(CAUSAL)
         score(self.teacher, shard).save(path)
         self.teacher.set_attn_implementation(implementation)

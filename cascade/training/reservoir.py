@@ -30,7 +30,7 @@ HELD_OUT = 8  # one answer in so many is never learnt from; which one follows fr
 class Sample:
     """One answer."""
 
-    tokens: tuple[int, ...]  # of the prompt, then of the answer
+    tokens: tuple[int, ...]  # the prompt's, then the answer's
     prompt_len: int
     temperature: float
     tenant: str  # name of the key that asked for it
@@ -145,7 +145,7 @@ class Reservoir:
             content = self._seal.decrypt(content) if sealed and self._seal is not None else content
             rows = [json.loads(line) for line in gzip.decompress(content).decode().splitlines()]
             return [Sample(**row | {"tokens": tuple(row["tokens"])}) for row in rows]
-        except Exception as error:  # of the disk, of what lies there, or of another key
+        except Exception as error:  # the disk, what lies there, or another key
             remedy = "give the key it was written with, or remove it" if sealed else "remove it"
             raise ConfigError(f"{path} cannot be read ({reason(error)}): {remedy}") from None
 

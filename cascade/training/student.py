@@ -31,7 +31,7 @@ class Shape:
 
     hidden_size: int
     intermediate_size: int
-    layers: tuple[int, ...]  # of the teacher, increasing
+    layers: tuple[int, ...]  # the teacher's layers that it keeps, increasing
     vocab_size: int  # tokens that it predicts
 
     @classmethod
@@ -147,7 +147,7 @@ def _build(teacher: PreTrainedModel, shape: Shape, q: Tensor, strength: Sequence
     student.model.embed_tokens.weight.copy_(teacher.get_output_embeddings().weight.float() * final @ q)
     student.model.norm.weight.fill_(gain)
     rows = teacher.get_input_embeddings().weight.float()
-    stretch = float(((rows * final).norm(dim=1) / rows.norm(dim=1).clamp_min(1e-6)).mean())  # which the first norms take away
+    stretch = float(((rows * final).norm(dim=1) / rows.norm(dim=1).clamp_min(1e-6)).mean())  # the first norms take it away
     undo = q / torch.where(final.abs() < 0.05, 0.05, final)[:, None]
     for place, (new, index) in enumerate(zip(student.model.layers, shape.layers, strict=True)):
         layer = body.layers[index]

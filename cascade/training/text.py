@@ -14,7 +14,7 @@ from cascade.errors import ConfigError
 from cascade.training.versions import replacing
 
 TOP = 32  # likeliest tokens of the teacher that are kept for a position
-SHARD_TOKENS = 50_000  # of a file
+SHARD_TOKENS = 50_000  # tokens of a file
 HELD_OUT = 16  # one text in so many is never learnt from
 
 

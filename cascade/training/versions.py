@@ -38,7 +38,7 @@ class Versions:
         """Add a version of the files that ``write`` puts into a folder; it does not serve until it is chosen."""
         self.folder.mkdir(parents=True, exist_ok=True)
         partial = self.folder / PARTIAL
-        shutil.rmtree(partial, ignore_errors=True)  # of a learner that was killed
+        shutil.rmtree(partial, ignore_errors=True)  # a learner that was killed has left it
         partial.mkdir()
         write(partial)
         for file in partial.iterdir():

@@ -20,9 +20,9 @@ from cascade.scorer import Row, Store
 
 USERS_TEXT = "\ue000"  # stands for the user's text: a private character, which no template has
 CANDIDATES = 64  # likeliest tokens that are sampled from
-PROMPT_MIN_P = 0.1  # of users' turns: keeps them sensible at temperature 1
-TEMPERATURES = (0.0, 0.7, 1.0)  # of answers, in turn
-STARTS = (  # of users' turns: half are the model's own from the first word on, the others cover frequent tasks
+PROMPT_MIN_P = 0.1  # keeps users' turns sensible at temperature 1
+TEMPERATURES = (0.0, 0.7, 1.0)  # answers take them in turn
+STARTS = (  # beginnings of users' turns: half are the model's own from the first word on, the others cover frequent tasks
     *[""] * 8,
     "Write a Python function",
     "Summarize the following text:",
@@ -42,7 +42,7 @@ class Turns:
     opening: tuple[int, ...]  # up to the user's text; the start token for a base model
     answering: tuple[int, ...]  # between the user's text and the answer; none for a base model
     ends: frozenset[int]  # tokens that end a turn
-    starts: tuple[tuple[int, ...], ...] = ((),)  # of user's turns
+    starts: tuple[tuple[int, ...], ...] = ((),)  # beginnings of users' turns
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> "Turns":

@@ -30,7 +30,7 @@ class Collector:
         self._learner, self._metrics = learner, metrics
         self._router = replica_name()
         self._held: deque[Sample] = deque(maxlen=MOST_HELD)
-        self._drifts: dict[tuple[str, str, bool], Drift] = defaultdict(Drift)  # by drafter, verifier, and whether it is greedy
+        self._drifts: dict[tuple[str, str, bool], Drift] = defaultdict(Drift)  # keys: drafter, verifier, greedy
         self._task = asyncio.create_task(self._send())
 
     def offer(

@@ -27,7 +27,7 @@ class Drift:
     recent: float = math.nan  # mean share; not a number before the first observation
     level: float = math.nan
     alarm: bool = False
-    _variance: float = 0.0  # of observations
+    _variance: float = 0.0  # the variance of observations
     _num: int = 0
     _last: float = 0.0
     _right: float = 0.0  # of the next observation

@@ -37,8 +37,8 @@ APPLICATION = "cascade"
 LOOPBACK = "127.0.0.1"
 PORTS = range(20_000, 32_000)  # above those of Ray's workers
 CONNECT_S = 10.0
-QUIET = {"enable_access_log": False}  # which would have a line for each lease
-LOGICAL_CPUS = 16  # of a Ray started here: tiers share the cores of one machine as they like
+QUIET = {"enable_access_log": False}  # the access log would have a line for each lease
+LOGICAL_CPUS = 16  # a Ray that is started here has so many: tiers share the cores of one machine as they like
 
 
 class Server:
@@ -115,13 +115,13 @@ class Server:
             http_options=HTTPOptions(host=LOOPBACK, port=free_port()),
             logging_config={"enable_access_log": False, "log_level": "WARNING"},
         )
-        if not self._owns_ray and self._name in serve.status().applications:  # which Serve would replace without a word
+        if not self._owns_ray and self._name in serve.status().applications:  # Serve would replace it without a word
             raise ConfigError(
                 f"The cluster runs an application named {self._name!r} already: choose another --name, "
                 f"or end that one (serve.delete({self._name!r}))"
             )
         self._deployed = True
-        route = "/" if self._name == APPLICATION else f"/{self._name}"  # at the cluster's proxies
+        route = "/" if self._name == APPLICATION else f"/{self._name}"  # the route at the cluster's proxies
         try:
             serve.run(application, name=self._name, route_prefix=route, logging_config=QUIET)
         except RayServeException as error:  # such as another application at the same route

@@ -138,7 +138,7 @@ class Rounds:
     dropped: int = 0
     before: float | None = None  # agreement on held-out answers, of the last round
     after: float | None = None
-    share: float = 0.0  # of the round that runs
+    share: float = 0.0  # the share of the running round that is done
 
 
 class Learner:
@@ -153,7 +153,7 @@ class Learner:
         full = self._config.names[-1]
         self._rollouts = [Rollout(name, self._config, tiers.get(name, tiers[full])) for name in self._config.students]
         self._rounds = {name: Rounds() for name in self._config.students}
-        self._drifting: dict[str, set[str]] = {}  # by router
+        self._drifting: dict[str, set[str]] = {}  # the drifting drafters of each router
         self._urgent = False  # an alarm begins the next round
         self._learnt_at, self._learnt_rows, self._saved_at = time.monotonic(), self._answers.num_added, time.monotonic()
         self._forgotten, self._closed = threading.Event(), threading.Event()
@@ -202,7 +202,7 @@ class Learner:
         while True:
             try:
                 await work()
-            except Exception:  # of Ray, of the disk: the next look may find it mended
+            except Exception:  # Ray or the disk failed: the next look may find it mended
                 log.exception("The learner goes on")
             await asyncio.sleep(POLL_S)
 

@@ -17,7 +17,7 @@ from cascade.training.alignment import Lesson, Outcome, Progress, Stopped
 
 LOWEST = 19  # priority of processes that train: whatever serves on their machines goes first
 POLL_S = 0.5  # between two looks at what they tell
-FOLDER = ".rounds"  # of Ray Train's own files, in that of the weights: every worker sees it, too
+FOLDER = ".rounds"  # Ray Train's own files lie in the folder of the weights, which every worker sees
 
 
 @ray.remote(num_cpus=0)

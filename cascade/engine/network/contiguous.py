@@ -11,7 +11,7 @@ from cascade.cpu.attention import Kind
 from cascade.engine.network.attention import Native, Span, Windows
 from cascade.scorer import BLOCK, TILE, grown_capacity
 
-SCORES = 2**26  # of queries with keys that are held at once
+SCORES = 2**26  # scores held at once, of queries with keys
 SHARED = 2**22  # numbers in a mask that is kept from layer to layer
 
 
@@ -23,7 +23,7 @@ class Cache:
 
     __slots__ = ("_layers", "capacity")
     block = TILE
-    position = 0  # from which on it holds the text
+    position = 0  # the first position that it holds
 
     def __init__(self) -> None:
         self.capacity = 0  # positions

@@ -125,8 +125,8 @@ class Llama:
         self._norm = Norm.of(backbone.norm)
         self._rotary = backbone.rotary_emb
         self._cos, self._sin = self._angles(1)
-        self.angles = self._cos.shape[1]  # of a position
-        self._head = network.lm_head  # which a drafter beside it shares
+        self.angles = self._cos.shape[1]  # the number of angles of a position
+        self._head = network.lm_head  # a drafter beside it shares it
         linear: Any = self._head.known if isinstance(self._head, DraftHead) else self._head
         linear.forward = Linear(linear.weight)
         if owned and linear.weight is not self._embedding:
@@ -209,10 +209,10 @@ class Scratch(NamedTuple):
     """Where layers work, ``[most, ...]`` each. Nothing is kept from one layer to the next."""
 
     normed: Rows
-    ordered: Rows  # of a product, in its order
+    ordered: Rows  # a product's rows, in its order
     qkv: Rows
     attended: Rows
-    projected: Rows  # of what attention gives
+    projected: Rows  # the projected rows of attention
     residual: Rows  # the sum after attention
     gate_up: Rows
     gated: Rows

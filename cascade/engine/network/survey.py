@@ -12,7 +12,8 @@ from cascade.errors import ModelError
 
 SURVEY = "cascade_survey"  # its name at Transformers
 SIZES = "cascade_sizes"  # the same where no mask is to be made
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03}  # of logits at load, relative to their size
+# the error allowed when a model is loaded, relative to the size of logits
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03}
 COARSE = 0.15  # the same for other dtypes, such as bfloat16
 FAR = 4096  # a position to ask a mask about that names no size of its own
 
@@ -23,7 +24,8 @@ class Survey:
 
     windows: dict[int, int | None] = field(default_factory=dict)
     strange: bool = False  # some layer's mask is neither causal nor a sliding window
-    heads: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)  # of queries, of keys; sizes of keys, of values
+    # query heads, key heads, the sizes of a key and of a value
+    heads: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, network: PreTrainedModel) -> Self:
@@ -86,7 +88,7 @@ def agree(network: PreTrainedModel, logits: Tensor, expected: Tensor) -> bool:
 
     Not at all of them: where rounding makes a mixture choose another expert, two runs of the model itself differ.
     """
-    in_4_bits = getattr(network, "is_loaded_in_4bit", False)  # whose products are in bfloat16 whatever the network's dtype
+    in_4_bits = getattr(network, "is_loaded_in_4bit", False)  # its products are in bfloat16, whatever the network's dtype
     tolerance = COARSE if in_4_bits else TOLERANCE.get(network.dtype, COARSE)
     expected = expected[:, -logits.shape[1] :]
     predicted = expected > torch.finfo(expected.dtype).min  # a draft head gives the lowest number to what it never says

@@ -85,7 +85,7 @@ def _best_by_bounds(scores: Tensor, noises: Sequence[tuple[int, int]], number: i
         return tokens[:, 0][None]
     perturbed = kept + gumbel(bits)
     if number:
-        values, order = perturbed.sort(dim=-1, descending=True, stable=True)  # of equal ones the first, as argmax
+        values, order = perturbed.sort(dim=-1, descending=True, stable=True)  # the first of equal ones, as argmax
         values, order = values[:, : 1 + number], order[:, : 1 + number]
         gaps = (values[:, :1] - values[:, 1:]).view(torch.int32).long()
         best = torch.cat([tokens.gather(1, order), gaps], 1).T
@@ -176,7 +176,7 @@ def filtered(scores: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
     before, limit = probabilities.cumsum(-1) - probabilities, limits[:, None]
     beyond = (before >= limit) & (limit < 1)
     unsure = ((before - limit).abs() < UNSURE) & (limit < 1) & held.isfinite()
-    unsure[:, 1:] |= (held[:, 1:] == held[:, :-1]) & (beyond[:, 1:] != beyond[:, :-1])  # which of them is in is by chance
+    unsure[:, 1:] |= (held[:, 1:] == held[:, :-1]) & (beyond[:, 1:] != beyond[:, :-1])  # chance decides which of them is in
     out = scores.new_full((len(scores), size + 1), -torch.inf)
     out.scatter_(1, likeliest.tokens.gather(1, order), held.masked_fill(beyond, -torch.inf))
     out = out[:, :size]

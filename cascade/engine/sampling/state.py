@@ -33,9 +33,9 @@ class SequenceState:
         self.alters = params.penalised or bool(params.biases or params.min_tokens or params.structured)
         self._params = params
         self._end_ids = sorted(spec.ends)
-        self._begin = len(spec.tokens)  # of the tokens that this session picks itself
-        self._logprobs: list[Logprobs] = []  # from _begin on
-        self._prompt: list[Logprobs] = []  # from position 1 on
+        self._begin = len(spec.tokens)  # this session picks the tokens from here on
+        self._logprobs: list[Logprobs] = []  # one for each token from `_begin` on
+        self._prompt: list[Logprobs] = []  # one for each token from position 1 on
         self._counted: list[int] = []  # output tokens in _counts
         self._counts: Tensor | None = None  # [vocab_size] float32
         self._in_prompt: Tensor | None = None  # [vocab_size] bool

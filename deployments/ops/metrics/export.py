@@ -61,6 +61,6 @@ async def report(model: str, tier: str, source: Callable[[], Iterable[Reading]])
     while True:
         try:
             export.export(source())
-        except Exception:  # of any kind: metrics must not disturb what they count
+        except Exception:  # metrics must not disturb what they count
             log.exception("Metrics could not be reported to Ray")
         await asyncio.sleep(EVERY_S)

@@ -213,6 +213,18 @@ def drafters(document: Document) -> str:
     return by_temperature("mode", found)
 
 
+def rules(document: Document) -> str:
+    """What each rule accepts of the same drafts: the first guess, and tokens of a window."""
+    found = document["temperatures"]
+    names = next(iter(found.values()))["rules"]
+    cells = {name: [of["rules"][name] for of in found.values()] for name in names}
+    lines = [
+        [name, *(f"{one['first']:.2f}, {one['accepted']:.2f} ± {one['error']:.2f}" for one in line)]
+        for name, line in cells.items()
+    ]
+    return rows(("rule", *(f"temperature {float(key):g}" for key in found)), lines)
+
+
 def aligned(document: Document) -> str:
     """What a change of traffic cost drafters, and what they have learnt back."""
     lines = []
@@ -309,6 +321,15 @@ SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # 
         "Speed over the full model alone, the median of six kinds of prompts, and tokens per pass of the full model. How far "
         "`alone, again` is from 1 says how well speeds are known. `lookup` is gone since.",
         drafters,
+    ),
+    (
+        "Rules for accepting guesses",
+        "rules",
+        "python -m benchmarks.rules",
+        "Share of first guesses that are accepted, and tokens accepted of a window of four, by each rule on the same drafts. "
+        "Computed from logits, except *drawn*: what own tokens with the noise of one seed accept. The error is that of "
+        "answers, which all rules share.",
+        rules,
     ),
     (
         "Drafters that follow the traffic",

@@ -1,6 +1,6 @@
 """What is guessed after a text: the currency between tiers, and between a tier and its drafters."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 
@@ -9,7 +9,10 @@ def num_same(one: Sequence[int], other: Sequence[int]) -> int:
     size = min(len(one), len(other))
     if tuple(one[:size]) == tuple(other[:size]):
         return size
-    return next(place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    for place in range(size):
+        if one[place] != other[place]:
+            return place
+    return size
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +59,10 @@ class Draft:
         """Of each node, how many of its siblings stand before it."""
         if not self.parents:
             return bytes(len(self.tokens))
-        seen: dict[int, int] = {}  # by parent
-        ranks = bytearray()
+        ranks, seen = bytearray(), [0] * (len(self.parents) + 1)  # children so far of each node, and at the end of the text
         for parent in self.parents:
-            rank = seen[parent] = seen.get(parent, -1) + 1
-            ranks.append(rank)
+            ranks.append(seen[parent])
+            seen[parent] += 1
         return ranks
 
     @property
@@ -78,7 +80,7 @@ class Draft:
         """Length of the longest path."""
         return len(self.tokens) if not self.parents else max(self.depths) + 1
 
-    def walk(self, own: Sequence[int], ends: Collection[int] = ()) -> tuple[list[int], list[int]]:
+    def walk(self, own: Sequence[int], ends: Set[int] = frozenset()) -> tuple[list[int], Sequence[int]]:
         """Follow own tokens through the tree: the new tokens of the text, and the nodes that say the same.
 
         ``own[0]`` is the own token after the text and ``own[1 + node]`` the one after a node, as far as nodes are scored. The
@@ -86,6 +88,12 @@ class Draft:
         """
         new: list[int] = []
         path: list[int] = []
+        if not self.parents:
+            same = num_same(self.tokens, own)
+            new += own[: same + 1]
+            if not ends.isdisjoint(new):
+                del new[1 + next(place for place, token in enumerate(new) if token in ends) :]
+            return new, range(min(same, len(new)))
         at = -1
         while at + 1 < len(own):
             own_token = own[at + 1]
@@ -99,8 +107,10 @@ class Draft:
                 break
         return new, path
 
-    def find(self, tokens: Sequence[int]) -> list[int]:
+    def find(self, tokens: Sequence[int]) -> Sequence[int]:
         """The path that says ``tokens``, as far as there is one."""
+        if not self.parents:
+            return range(num_same(self.tokens, tokens))
         path: list[int] = []
         for token in tokens:
             found = self._child(path[-1] if path else -1, token)
@@ -194,8 +204,7 @@ class Draft:
         return Draft(tuple(tokens), bytes(origins), confidences, tuple(parents)), list(there.values())[1:]
 
     def _child(self, node: int, token: int) -> int | None:
-        if not self.parents:
-            return node + 1 if node + 1 < len(self.tokens) and self.tokens[node + 1] == token else None
+        """Of a tree that is no line."""
         for child in range(node + 1, len(self.parents)):
             if self.parents[child] == node and self.tokens[child] == token:
                 return child

@@ -104,14 +104,12 @@ class Row:
     runner_ups: int = 0  # wanted with each own token
     guesses: int = 0  # guesses that a drafter which reads the model may make after the text, or `UNREAD`
     input_ids: Sequence[int] = field(init=False, repr=False, compare=False)  # all that the pass reads: tokens and draft
+    num_scored: int = field(init=False, repr=False, compare=False)  # of the last of these, how many own tokens are wanted of
 
     def __post_init__(self) -> None:
-        self.input_ids = [*self.tokens, *self.draft.tokens] if self.draft.tokens else self.tokens
-
-    @property
-    def num_scored(self) -> int:
-        """Of the last positions of ``input_ids``, how many own tokens are wanted of."""
-        return self.num_own + len(self.draft.tokens)
+        guessed = self.draft.tokens
+        self.input_ids = [*self.tokens, *guessed] if guessed else self.tokens
+        self.num_scored = self.num_own + len(guessed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 
 from cascade.draft import Draft
 from cascade.messages import MAX_RANKS
@@ -29,6 +31,8 @@ from cascade.planner.tuning import (
 from cascade.scorer import UNIT
 
 _GAPS = 9  # kinds of gaps: unknown, then one for each power of two
+_GAP = bytes(gap.bit_length() for gap in range(256))  # the kind of each gap
+_LATER = MAX_RANKS * _GAPS  # kinds of guesses right after the text; those of guesses after others follow
 
 
 class Calibrations:
@@ -64,16 +68,16 @@ class Calibration:
 
     def chances(self, draft: Draft) -> list[float]:
         """Chance of each node of a draft that it and all nodes on its path are right."""
-        chances: list[float] = []
-        confidences, chance, kind_of = draft.confidences, 1.0, self._chances
+        of_kind = self._chances
+        gaps = draft.confidences.translate(_GAP) if draft.confidences else bytes(len(draft.tokens))
         if draft.is_line:
-            for node in range(len(draft)):
-                chance *= kind_of[_kind(0, confidences[node] if confidences else 0, not node)]
-                chances.append(chance)
-            return chances
-        for node, (parent, rank) in enumerate(zip(draft.parents, draft.ranks, strict=True)):
-            before = chances[parent] if parent >= 0 else 1.0
-            chances.append(before * kind_of[_kind(rank, confidences[node] if confidences else 0, parent < 0)])
+            each = [of_kind[_LATER + gap] for gap in gaps]
+            each[:1] = [of_kind[gap] for gap in gaps[:1]]
+            return list(accumulate(each, mul))
+        chances: list[float] = []
+        for parent, rank, gap in zip(draft.parents, draft.ranks, gaps, strict=True):
+            kind = min(rank, MAX_RANKS - 1) * _GAPS + gap
+            chances.append(of_kind[kind] if parent < 0 else chances[parent] * of_kind[_LATER + kind])
         return chances
 
     def learn(self, draft: Draft, new: Sequence[int], path: Sequence[int]) -> None:
@@ -86,7 +90,7 @@ class Calibration:
 
 
 def _kind(rank: int, gap: int, first: bool) -> int:
-    return (0 if first else MAX_RANKS * _GAPS) + min(rank, MAX_RANKS - 1) * _GAPS + gap.bit_length()
+    return (0 if first else _LATER) + min(rank, MAX_RANKS - 1) * _GAPS + _GAP[gap]
 
 
 def _prior(rank: int, kind: int) -> float:

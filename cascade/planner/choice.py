@@ -5,33 +5,34 @@ candidates of chances ``p`` gives ``own + sum(p)`` tokens in the seconds that a 
 most tokens per second. So under load, when each further token of a pass costs time, trees shrink to lines and lines to nothing.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from cascade.planner.acceptance import DraftStats
 from cascade.planner.tuning import GUESS_PRICE
 
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+Ints = np.ndarray[Any, np.dtype[np.int64]]
 
-def affordable(
-    candidates: Sequence[tuple[float, int]], own: float, tokens: int, most: int, cost: Callable[[int], float]
-) -> int:
-    """How many of the likeliest candidates pay, in a pass of at most ``most`` tokens.
+LEAST_S = 1e-9  # that a pass is said to take
 
-    ``candidates`` are pairs of chance, decreasing, and tokens to read. Without them the pass reads ``tokens`` tokens and gives
-    ``own`` tokens of text. ``cost`` maps a number of tokens to the seconds of a pass.
+
+def affordable(chances: Floats, sizes: Ints, own: float, tokens: int, cost: Floats) -> int:
+    """How many of the likeliest candidates pay, in a pass that ``cost`` knows.
+
+    Candidates have ``chances`` ``[n]``, decreasing, and ``sizes`` ``[n]``, the tokens to read. Without them the pass reads
+    ``tokens`` tokens and gives ``own`` tokens of text. ``cost`` ``[most + 1]`` is the seconds of a pass by its tokens.
     """
-    alone_s = max(cost(tokens), 1e-9)
-    best, gives = 0, own
-    best_rate = own / alone_s if tokens else 0.0
-    for count, (chance, size) in enumerate(candidates, start=1):
-        gives += chance
-        tokens += size
-        if tokens > most:
-            break
-        rate = gives / max(alone_s + GUESS_PRICE * (cost(tokens) - alone_s), 1e-9)
-        if rate >= best_rate:
-            best, best_rate = count, rate
-    return best
+    read = tokens + np.cumsum(sizes)
+    read = read[: np.searchsorted(read, len(cost))]
+    if not len(read):
+        return 0
+    alone_s = max(float(cost[tokens]), LEAST_S)
+    rates = (own + np.cumsum(chances[: len(read)])) / np.maximum(alone_s + GUESS_PRICE * (cost[read] - alone_s), LEAST_S)
+    best = len(rates) - 1 - int(rates[::-1].argmax())  # of equal ones the last
+    return best + 1 if not tokens or rates[best] >= own / alone_s else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """What a pass of a tier costs: timed at the start, then updated by every pass."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -47,11 +48,10 @@ class Profile:
         """Seconds from the end of a pass to the end of the next one."""
         return self.between_s + self.predict(num_tokens, context)
 
-    def turns(self, most: int, context: int) -> Callable[[int], float]:
-        """`turn` for up to ``most`` tokens, of which a choice asks for every number."""
+    def turns(self, most: int, context: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """`turn` for each number of tokens up to ``most``: ``[most + 1]``."""
         corners = [0, *(tokens for tokens in self._tokens if tokens < most), most]
-        seconds = np.interp(np.arange(most + 1), corners, [self.turn(corner, context) for corner in corners])
-        return seconds.tolist().__getitem__
+        return np.interp(np.arange(most + 1), corners, [self.turn(corner, context) for corner in corners])
 
     def rested(self, seconds: float) -> None:
         """A pass started ``seconds`` after the end of the one before, and had waited for nothing."""

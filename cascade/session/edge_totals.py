@@ -1,5 +1,6 @@
 """What a session counts of its edge, and what it has heard of those below, over every drafter that it ever had."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
@@ -50,7 +51,7 @@ class EdgeTotals:
     def __init__(self, tier: str) -> None:
         self._tier = tier
         self._drafter = ""  # the tier below, "" for none
-        self._by_drafter = {"": Counts()}
+        self._by_drafter: defaultdict[str, Counts] = defaultdict(Counts)
         self.current = self._by_drafter[""]  # of the tier below
         self._below: tuple[Edge, ...] = ()  # what the tier below has told of the edges below it
         self._below_past: dict[tuple[str, str], Edge] = {}  # the same of tiers that drafted before
@@ -94,7 +95,7 @@ class EdgeTotals:
 
     def _of(self, drafter: str) -> Counts:
         """Those of a drafter inside the tier; "" is the tier below."""
-        return self._by_drafter.setdefault(drafter, Counts()) if drafter else self.current
+        return self._by_drafter[drafter] if drafter else self.current
 
     def prepared(self, num_tokens: int) -> None:
         """The drafter had written so many tokens after a correction before it heard of it."""
@@ -103,7 +104,7 @@ class EdgeTotals:
 
     def heard(self, edges: tuple[Edge, ...]) -> None:
         """The tier below tells its totals; older ones, which were overtaken, are ignored."""
-        if sum(edge.passes for edge in edges) > sum(edge.passes for edge in self._below):
+        if edges and sum(edge.passes for edge in edges) > sum(edge.passes for edge in self._below):
             self._below = edges
 
     def change_drafter(self, drafter: str) -> None:
@@ -111,7 +112,7 @@ class EdgeTotals:
         self.settle()
         self._below_past = add_edges(self._below_past, self._below)
         self._drafter, self._below = drafter, ()
-        self.current = self._by_drafter.setdefault(drafter, Counts())
+        self.current = self._by_drafter[drafter]
 
     @property
     def all(self) -> tuple[Edge, ...]:

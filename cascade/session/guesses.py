@@ -48,26 +48,28 @@ def pooled(draft: Draft, calibration: Calibration, hints: Sequence[Hint]) -> Poo
     return Pool(draft, chances, tuple(drafters))
 
 
-def usable_nodes(pool: Pool, depth: int, ends: Set[int]) -> list[tuple[float, int]]:
-    """Nodes less than ``depth`` deep that a pass can use, each with its chance: the likeliest first.
+def usable_nodes(pool: Pool, depth: int, ends: Set[int], most: int) -> Sequence[int]:
+    """Nodes less than ``depth`` deep that a pass can use, the likeliest ``most`` of them, in ascending order.
 
-    An ending token is compared but never read, since nothing comes after it.
+    None is there without its parent. An ending token is compared but never read, since nothing comes after it.
     """
     draft, chances, _ = pool
     tokens = draft.tokens
-    if not tokens or depth <= 0:
-        return []
     if draft.is_line:
-        size = min(len(tokens), depth)
+        size = max(0, min(len(tokens), depth, most))
         if not ends.isdisjoint(tokens[:size]):
             size = next(node for node in range(size) if tokens[node] in ends)
-        return list(zip(chances[:size], range(size), strict=True))
-    depths, nodes = draft.depths, {-1}
-    for node in range(len(draft)):
-        if depths[node] < depth and draft.parents[node] in nodes and tokens[node] not in ends:
-            nodes.add(node)
-    nodes.discard(-1)
-    return sorted(((chances[node], node) for node in nodes), key=lambda guess: (-guess[0], guess[1]))
+        return range(size)
+    nodes: Sequence[int] = range(len(tokens))
+    if depth < len(tokens) or not ends.isdisjoint(tokens):
+        depths, usable = draft.depths, {-1}
+        for node in nodes:
+            if depths[node] < depth and draft.parents[node] in usable and tokens[node] not in ends:
+                usable.add(node)
+        nodes = sorted(usable)[1:]
+    if len(nodes) > most:
+        nodes = sorted(sorted(nodes, key=lambda node: -chances[node])[: max(0, most)])  # stable: parents stand first
+    return nodes
 
 
 class Guesses:

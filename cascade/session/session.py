@@ -154,9 +154,14 @@ class Session:
     def runner_ups(self) -> int:
         return RUNNER_UPS if self.branches is not None else 0
 
-    def candidates(self) -> list[tuple[float, int]]:
-        """Nodes of the draft that the next pass can use, each with the chance that it is right: the likeliest first."""
-        return usable_nodes(self.guesses.pool, self.max_depth, self.spec.ends)
+    def candidates(self, most: int) -> tuple[Sequence[int], list[float]]:
+        """The likeliest ``most`` nodes of the draft that the next pass can use, ascending, and their chances to be right."""
+        pool = self.guesses.pool
+        chances = pool.chances
+        if not chances:
+            return (), chances
+        nodes = usable_nodes(pool, self.max_depth, self.spec.ends, most)
+        return nodes, chances[: len(nodes)] if isinstance(nodes, range) else [chances[node] for node in nodes]
 
     @property
     def chance(self) -> float:
@@ -192,10 +197,10 @@ class Session:
         if nodes is not None and not nodes:
             return Work(self.kv_len, pending, 1)
         if nodes is None:
-            nodes = sorted(node for _, node in self.candidates()[: max_tokens - len(pending)])
+            nodes, _ = self.candidates(max_tokens - len(pending))
         pool = self.guesses.pool
-        drafters = tuple(pool.drafters[node] for node in nodes) if pool.drafters else ()
-        return Work(self.kv_len, pending, 1, pool.draft.pick(nodes), drafters=drafters)
+        drafters = tuple([pool.drafters[node] for node in nodes]) if pool.drafters else ()
+        return Work(self.kv_len, pending, 1, pool.draft.pick(nodes), None, drafters)
 
     # a pass has scored a row
 
@@ -261,7 +266,7 @@ class Session:
             raise ProtocolError(f"commit at {start} does not join a text of {len(self.text)} tokens")
         end, branches = start + len(tokens), self.branches
         cut = start + num_same(self.text[start:end], tokens)
-        rest = tuple(tokens[cut - start :])
+        rest = tuple(tokens[cut - start :]) if cut < end else ()
         if rest and not 0 <= min(rest) <= max(rest) < self._vocab_size:
             raise InvalidRequest(f"tier {self.tier} has {self._vocab_size} token ids and the text has others")
         self.run_ahead.judged(max(0, cut - self.committed), cut=bool(rest) and self.committed <= cut < len(self.text))

@@ -57,8 +57,8 @@ class KVAdmission:
                     able.append(slot)
                 continue
             length, held = len(session.text), slot.allocation
-            positions = length + min(session.depth, max_guesses)
-            if (held is not None and positions <= held.capacity) or self._reserve(slot, positions):
+            roomy = held is not None and length + max_guesses <= held.capacity
+            if roomy or self._reserve(slot, length + min(session.depth, max_guesses)):
                 able.append(slot)
             elif self._place(slot, length, ranked, now):  # nobody is preempted for guesses
                 assert slot.allocation is not None

@@ -66,9 +66,11 @@ class Flight:
     """A pass under way."""
 
     batch: Batch[Any]
-    num_tokens: int
-    context: int  # positions before its rows
     begin: float  # of `time.monotonic`
+    num_tokens: int = 0
+    num_own: int = 0  # own tokens that it gives
+    num_read: int = 0  # tokens that are only read
+    context: int = 0  # positions before its rows
     launched: Any = None  # what the model's `collect` takes
     error: Exception | None = None  # that it could not begin for
 
@@ -138,16 +140,19 @@ class Runner:
         return self._collect(self._launch(batch))
 
     def _launch(self, batch: Batch[Any]) -> Flight:
-        num_tokens, context = 0, 0
-        for _, work in batch:
-            num_tokens += len(work)
-            context += work.start
-        self.watchdog.begin(self._profile.predict(num_tokens, context))
-        flight = Flight(batch, num_tokens, context, time.monotonic())
+        self.watchdog.begin()
+        flight = Flight(batch, time.monotonic())
         try:
             flight.launched = self._model.launch([row_of(slot, work) for slot, work in batch])
         except Exception as error:
             flight.error = error
+        for _, work in batch:
+            guessed = len(work.draft.tokens)
+            flight.num_tokens += len(work.tokens) + guessed
+            flight.num_own += work.num_own + guessed
+            flight.num_read += work.num_read
+            flight.context += work.start
+        self.watchdog.begin(self._profile.predict(flight.num_tokens, flight.context))
         return flight
 
     def _collect(self, flight: Flight) -> list[Result] | None:
@@ -167,11 +172,11 @@ class Runner:
         return list(scored)
 
     def _count(self, flight: Flight, seconds: float) -> None:
-        stats, works = self.stats, [work for _, work in flight.batch]
-        self._profile.record(flight.num_tokens, sum(work.num_read for work in works), flight.context, seconds)
+        stats = self.stats
+        self._profile.record(flight.num_tokens, flight.num_read, flight.context, seconds)
         stats.passes += 1
         stats.tokens += flight.num_tokens
-        stats.own_tokens += sum(work.num_scored for work in works)
+        stats.own_tokens += flight.num_own
         stats.busy_s += seconds
         if flight.num_tokens >= self.max_tokens:
             self.max_tokens = min(self._max_tokens, self.max_tokens + 1)
@@ -191,19 +196,16 @@ class Runner:
 
 
 def row_of(slot: Slot[Any], work: Work) -> Row:
-    session, guesses = slot.session, slot.model_guesses
-    params, num_own = session.spec.params, work.num_own
-    if work.branch is not None or session.scoring_prompt or not num_own:
-        guesses = min(0, guesses)
+    session, cache, state = slot.session, slot.cache, slot.state
+    params, num_own, runner_ups = session.spec.params, work.num_own, session.runner_ups
+    guesses = slot.model_guesses if num_own else min(0, slot.model_guesses)
     if work.branch is not None:
         fork = slot.forks[work.branch]
-        return Row(
-            fork.store, work.start, work.tokens, num_own, params, fork.state, runner_ups=session.runner_ups, guesses=guesses
-        )
-    if session.scoring_prompt:  # logits of all its positions: own tokens are not looked at, log-probabilities are
+        cache, state, guesses = fork.store, fork.state, min(0, guesses)
+    elif session.scoring_prompt:  # logits of all its positions: own tokens are not looked at, log-probabilities are
         params = SamplingParams(temperature=0, seed=0, adapter=params.adapter, logprobs=params.prompt_logprobs)
-        return Row(slot.cache, work.start, work.tokens, len(work.tokens), params, slot.state, guesses=guesses)
-    return Row(slot.cache, work.start, work.tokens, num_own, params, slot.state, work.draft, session.runner_ups, guesses)
+        num_own, runner_ups, guesses = len(work.tokens), 0, min(0, guesses)
+    return Row(cache, work.start, work.tokens, num_own, params, state, work.draft, runner_ups, guesses)
 
 
 def measure(model: Scorer, *, max_tokens: int = GRID[-1], budget_s: float = 0.6) -> Profile:

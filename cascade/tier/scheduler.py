@@ -5,11 +5,12 @@ chunks beside them, of a size that lengthens the pass only so far. How many gues
 `cascade.planner.choice` computes.
 """
 
-from collections.abc import Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from cascade.planner.choice import Policy, affordable
+import numpy as np
+
+from cascade.planner.choice import Floats, Ints, Policy, affordable
 from cascade.planner.cost import Profile
 from cascade.planner.tuning import MIN_BRANCH_CHANCE, PREFILL_TOKENS
 from cascade.session.branches import Branch
@@ -21,9 +22,7 @@ PREFILL_SHARE = 4  # prefills get at least this part of a pass, one over it
 MAX_STRETCH = 3.0  # a prefill beside sessions that decode may take so many times their pass
 
 Batch: TypeAlias = list[tuple[Slot[U], Work]]
-# the chance to be of use, which of the texts or sessions, and a node of its draft or a branch
-Candidate: TypeAlias = tuple[float, int, int | Branch]
-BranchCandidates: TypeAlias = Mapping[int, Sequence[tuple[float, Branch]]]  # of sessions, by the identity of their slots
+Offers: TypeAlias = list[tuple[float, Slot[U], Branch]]  # steps of branches: the chance to be of use, the session, the branch
 
 
 def rank(slot: Slot[Any]) -> float:
@@ -44,20 +43,28 @@ def schedule(
     Those of ``slots`` that are stalled may have branches to write. A pass starts when one session wants it, and takes along
     those that still wait for guesses: it costs them less than the next.
     """
-    branching = [slot for slot in slots if slot.session.branches is not None]
-    branches = {id(slot): found for slot in branching if (found := slot.session.branch_candidates())}
-    ready = [
-        (_start_at(slot, policy, profile), slot)
-        for slot in slots
-        if not slot.session.stalled or any(chance >= MIN_BRANCH_CHANCE for chance, _ in branches.get(id(slot), ()))
-    ]
-    first = min((start_at for start_at, _ in ready), default=None)
+    prefills: list[Slot[U]] = []
+    decodes: list[Slot[U]] = []
+    offers: Offers[U] = []
+    first: float | None = None
+    for slot in slots:
+        session = slot.session
+        branches = session.branch_candidates() if session.branches is not None else []
+        if session.stalled and not any(chance >= MIN_BRANCH_CHANCE for chance, _ in branches):
+            continue
+        start_at = _start_at(slot, policy, profile)
+        first = start_at if first is None or start_at < first else first
+        if session.num_pending >= PREFILL_TOKENS:
+            prefills.append(slot)
+        else:
+            decodes.append(slot)
+            offers += [(chance, slot, branch) for chance, branch in branches]
     if first is None or first > now:
         return [], first
-    prefills = [slot for _, slot in ready if slot.session.num_pending >= PREFILL_TOKENS]
-    decodes = [slot for _, slot in ready if slot.session.num_pending < PREFILL_TOKENS]
     reserved = _prefill_budget(prefills, decodes, profile, max_tokens)
-    batch = _decode_rows(decodes, branches, max_tokens - reserved, policy.max_guesses, profile)
+    batch = _decode_rows(decodes, offers, max_tokens - reserved, policy.max_guesses, profile)
+    if not prefills:
+        return batch, None
     left = max_tokens - sum(len(work) for _, work in batch)
     if batch:
         left = min(left, _prefill_limit(profile, max_tokens))
@@ -67,10 +74,11 @@ def schedule(
 def _start_at(slot: Slot[Any], policy: Policy, profile: Profile) -> float:
     """When a session should be scored with what it has; a time that has passed means now."""
     session, since = slot.session, slot.since
-    if not session.drafter or session.prefilling or not session.max_depth:
-        return since
     stats = session.guesses.stats
-    if stats.interrupted and session.likely_depth < policy.waits_for(stats, session.max_depth):
+    if not session.drafter or not stats.interrupted or session.prefilling or not session.max_depth:
+        return since
+    depth = session.likely_depth
+    if depth < policy.max_guesses and depth < policy.waits_for(stats, session.max_depth):
         return since + policy.patience * profile.pass_s
     return since
 
@@ -91,9 +99,7 @@ def _prefill_budget(prefills: Sequence[Slot[U]], decodes: Sequence[Slot[U]], pro
     return min(share, _prefill_limit(profile, max_tokens), sum(slot.session.num_pending for slot in prefills))
 
 
-def _decode_rows(
-    slots: Sequence[Slot[U]], branches: BranchCandidates, budget: int, max_guesses: int, profile: Profile
-) -> Batch[U]:
+def _decode_rows(slots: Sequence[Slot[U]], offers: Offers[U], budget: int, max_guesses: int, profile: Profile) -> Batch[U]:
     """Everyone's text before anyone's guesses and branches, and those first who wait longest."""
     texts: list[Slot[U]] = []
     own, context, left = 0.0, 0, budget  # tokens that the texts are expected to gain, positions, tokens of the pass
@@ -104,38 +110,40 @@ def _decode_rows(
             own += session.chance
             context += session.kv_len
             left -= session.num_pending
-    candidates = _candidates(texts, slots, branches, max_guesses) if left > 0 else []
-    sizes = [(chance, len(one.pending) if isinstance(one, Branch) else 1) for chance, _, one in candidates]
-    nodes: list[list[int]] = [[] for _ in texts]  # of the draft of each
-    branch_rows: Batch[U] = []
-    count = affordable(sizes, own, budget - left, budget, profile.turns(budget, context)) if candidates else 0
-    for _, place, candidate in candidates[:count]:
-        if isinstance(candidate, Branch):
-            slot = slots[place]
-            branch_rows.append((slot, slot.session.branch_work(candidate)))
-        else:
-            nodes[place].append(candidate)
+    if left <= 0:
+        max_guesses, offers = 0, []
+    # candidates: nodes of the drafts after the texts, one text after the other, then branches
+    nodes: list[int] = []
+    chances: list[float] = []
+    bounds = [0]  # of the nodes of each text
+    for slot in texts:
+        of_draft, likely = slot.session.candidates(max_guesses)
+        if of_draft:
+            certain = slot.session.chance
+            nodes += of_draft
+            chances += likely if certain == 1.0 else [certain * chance for chance in likely]
+        bounds.append(len(nodes))
+    chosen: list[int] = []  # of the nodes
+    branches: list[int] = []  # of the offers
+    if nodes or offers:
+        sizes = [1] * len(nodes) + [len(branch.pending) for _, _, branch in offers]
+        chances += [chance for chance, _, _ in offers]
+        best = _best(np.array(chances), np.array(sizes), own, budget - left, profile.turns(budget, context))
+        of_nodes = np.sort(best[best < len(nodes)])
+        bounds = of_nodes.searchsorted(bounds).tolist()
+        chosen = [nodes[place] for place in of_nodes.tolist()]
+        branches = (best[best >= len(nodes)] - len(nodes)).tolist()
     rows: Batch[U] = []
-    for slot, chosen in zip(texts, nodes, strict=True):
-        chosen.sort()
-        rows.append((slot, slot.session.work(budget, chosen)))
-        budget -= slot.session.num_pending
-    return rows + branch_rows
-
-
-def _candidates(
-    texts: Sequence[Slot[U]], slots: Sequence[Slot[U]], branches: BranchCandidates, max_guesses: int
-) -> list[Candidate]:
-    """Guesses after the texts and branches beside them: the likeliest first."""
-    found: list[Candidate] = []
     for place, slot in enumerate(texts):
-        certain = slot.session.chance
-        found += [(certain * chance, place, node) for chance, node in slot.session.candidates()[:max_guesses]]
-    if branches:
-        for place, slot in enumerate(slots):
-            found += [(chance, place, branch) for chance, branch in branches.get(id(slot), ())]
-    found.sort(key=itemgetter(0), reverse=True)
-    return found
+        rows.append((slot, slot.session.work(budget, chosen[bounds[place] : bounds[place + 1]])))
+        budget -= slot.session.num_pending
+    return rows + [(slot, slot.session.branch_work(branch)) for _, slot, branch in map(offers.__getitem__, branches)]
+
+
+def _best(chances: Floats, sizes: Ints, own: float, tokens: int, cost: Floats) -> Ints:
+    """The candidates that a pass scores, see `affordable`: the likeliest first."""
+    order = (-chances).argsort(kind="stable")  # of equal ones the first: a node's chance is at most its parent's
+    return order[: affordable(chances[order], sizes[order], own, tokens, cost)]
 
 
 def _prefill_rows(slots: Sequence[Slot[U]], budget: int, max_guesses: int) -> Batch[U]:

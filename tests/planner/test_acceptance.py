@@ -1,5 +1,7 @@
 """How likely guesses are right, learnt from guesses that no pass scores."""
 
+import numpy as np
+
 from cascade.draft import Draft
 from cascade.planner.acceptance import Calibration
 from cascade.planner.choice import affordable
@@ -9,8 +11,7 @@ GUESS = Draft((7,), bytes(1), bytes([40]))
 
 def scored(known: Calibration) -> bool:
     """Whether the guess pays where a second token makes a pass 0.6 times longer."""
-    [chance] = known.chances(GUESS)
-    return affordable([(chance, 1)], 1.0, 1, 16, lambda tokens: 0.4 + 0.6 * tokens) == 1
+    return affordable(np.array(known.chances(GUESS)), np.ones(1, int), 1.0, 1, 0.4 + 0.6 * np.arange(17)) == 1
 
 
 def test_another_domain_is_seen_within_twenty_passes() -> None:

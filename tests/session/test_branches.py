@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,7 +39,7 @@ def test_no_other_pass_gives_more_in_a_second(
     likely: list[float], own: float, tokens: int, base_s: float, token_s: float, knee: int, sizes: list[int], room: int
 ) -> None:
     """Guards the one rule, held against all other numbers: passes with steps in their costs have several local bests."""
-    candidates, most = list(zip(likely, sizes, strict=False)), tokens + room
+    most, count = tokens + room, len(likely)
 
     def cost(num_tokens: int) -> float:
         return base_s + token_s * max(0, num_tokens - knee)
@@ -48,11 +49,12 @@ def test_no_other_pass_gives_more_in_a_second(
         return (own + sum(likely[:count])) / (alone_s + GUESS_PRICE * (cost(tokens + sum(sizes[:count])) - alone_s))
 
     fitting = [count for count in range(0 if tokens else 1, len(likely) + 1) if sum(sizes[:count]) <= room]
-    count = affordable(candidates, own, tokens, most, cost)
+    candidates, costs = (np.array(likely), np.array(sizes[:count], int)), np.array([cost(size) for size in range(most + 1)])
+    count = affordable(*candidates, own, tokens, costs)
     assert sum(sizes[:count]) <= room, "a pass takes no more than it may"
     if fitting:
         assert rate(count) >= max(map(rate, fitting)) * (1 - 1e-9)
-    assert affordable(candidates, 1.0, 1, 100, lambda _: base_s) == len(likely), "what costs nothing is taken"
+    assert affordable(*candidates, 1.0, 1, np.full(101, base_s)) == len(likely), "what costs nothing is taken"
 
 
 @given(gap=gaps, rank=st.integers(0, 4), first=st.booleans(), share=st.floats(0, 1))

@@ -22,6 +22,7 @@ from cascade.engine.sampling.state import state_maker
 from cascade.engine.threads import apart
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ModelError
+from cascade.params import SamplingParams
 from cascade.planner.chains import Planner
 from cascade.planner.cost import Profile
 from cascade.settings.config import LinkTLS, TierConfig
@@ -97,7 +98,7 @@ class TierReplica:
         leases = LeasePool(lessors, timeout_s=LEASE_TIMEOUT_S)
         self._downlink = Downlink(leases, self._tier.post, tls=tls, tracing=traced)
         self._tier.below = self._downlink if lower else None
-        self._server = LinkServer(self._tier, tls, traced, link_ports, None if grammars is None else grammars.matcher)
+        self._server = LinkServer(self._tier, tls, traced, link_ports, partial(prepare, grammars, folder))
         self._replica = replica_name()
         self._tier.start()
         await self._server.start(ray.util.get_node_ip_address())
@@ -172,6 +173,14 @@ class TierReplica:
         if not self._tier.hangs:  # else its device answers nobody
             await asyncio.to_thread(self._model.close)
         self._reporting.cancel()
+
+
+def prepare(grammars: Grammars | None, folder: AdapterFolder | None, params: SamplingParams) -> None:
+    """Compile the grammar and fetch the adapter that a session asks for; raises `InvalidRequest`."""
+    if grammars is not None and params.structured is not None:
+        grammars.matcher(params.structured)
+    if folder is not None and params.adapter:
+        folder.place(params.adapter)
 
 
 async def _apart(work: Callable[[], T]) -> T:

@@ -1,16 +1,25 @@
 """LoRA adapters that lie in one folder, each in a folder of its own name."""
 
 import re
+import shutil
+import threading
+import weakref
+from collections import OrderedDict
 from pathlib import Path
+from tempfile import mkdtemp
 
-from cascade.errors import ConfigError, InvalidRequest
+from cascade.errors import ConfigError, InvalidRequest, reason
 
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")  # cannot lead out of the folder
 CONFIG = "adapter_config.json"  # every adapter has one
+MAX_COPIES = 64  # the most recently used ones
 
 
 class AdapterFolder:
-    """What is in the folder ``path`` by now."""
+    """What is in the folder ``path`` by now, which may be a mounted bucket, and copies on a disk of this machine.
+
+    Safe to use from several threads.
+    """
 
     def __init__(self, path: str) -> None:
         """Raises `ConfigError` if it cannot be read."""
@@ -19,6 +28,8 @@ class AdapterFolder:
             raise ConfigError(
                 f"lora_path is {path!r}, which is no folder here: name one that routers and full replicas see; mount a bucket"
             )
+        self._copies: OrderedDict[str, str] = OrderedDict()  # by name; they go with this object
+        self._lock = threading.Lock()
 
     def names(self) -> list[str]:
         """Names of all adapters that are there."""
@@ -29,7 +40,24 @@ class AdapterFolder:
         return bool(NAME.fullmatch(name)) and (self._path / name / CONFIG).is_file()
 
     def place(self, name: str) -> str:
-        """The adapter's folder; raises `InvalidRequest` if it is not there."""
+        """A copy of the adapter, which is made unless there is one; raises `InvalidRequest` if it cannot be read.
+
+        To make one takes as long as the folder takes: not for a thread that others wait for.
+        """
+        with self._lock:
+            if name in self._copies:
+                self._copies.move_to_end(name)
+                return self._copies[name]
         if not self.has(name):
             raise InvalidRequest(f"adapter is {name[:200]!r}: {self._path} has none of this name that can be read")
-        return str(self._path / name)
+        copy = mkdtemp(prefix="cascade-adapter-")
+        weakref.finalize(self, shutil.rmtree, copy, ignore_errors=True)
+        try:
+            shutil.copytree(self._path / name, copy, dirs_exist_ok=True)
+        except (OSError, shutil.Error) as error:
+            raise InvalidRequest(f"adapter is {name!r}, which cannot be read from {self._path}: {reason(error)}") from error
+        with self._lock:
+            copy = self._copies.setdefault(name, copy)  # another thread may have been sooner
+            if len(self._copies) > MAX_COPIES:
+                shutil.rmtree(self._copies.popitem(last=False)[1], ignore_errors=True)
+        return copy

@@ -13,7 +13,7 @@ import grpc
 
 from cascade.errors import ConfigError, InvalidRequest, Unavailable
 from cascade.messages import Close, Failed, Link, Message, Open
-from cascade.params import Structured
+from cascade.params import SamplingParams
 from cascade.settings.config import LinkTLS
 from cascade.tier.tier import Tier
 from cascade.v1 import link_pb2 as pb
@@ -71,7 +71,7 @@ class Mailbox(Link):
 class LinkServer(link_pb2_grpc.LinkServicer):
     """Accepts links from the tiers above, with mutual TLS if ``tls`` is given, and hands their messages to ``tier``.
 
-    ``prepare`` compiles the grammar of a session that opens, in a thread: the sessions beside it do not wait for that.
+    ``prepare`` gets the grammar and the adapter of a session that opens ready, in a thread: nobody else waits for that.
     """
 
     def __init__(
@@ -80,14 +80,14 @@ class LinkServer(link_pb2_grpc.LinkServicer):
         tls: LinkTLS | None = None,
         tracing: Tracing = UNTRACED,
         ports: tuple[int, int] | None = None,
-        prepare: Callable[[Structured], object] | None = None,
+        prepare: Callable[[SamplingParams], object] | None = None,
     ) -> None:
         self._tier = tier
         self._spans = SessionSpans(tracing)
         self._tls = tls
         self._ports = ports
         self._prepare = prepare
-        self._held: dict[str, list[Message]] = {}  # of sessions whose grammars are being compiled
+        self._held: dict[str, list[Message]] = {}  # of sessions for which something is being prepared
         self._preparing = set[asyncio.Task[None]]()
         self._server: grpc.aio.Server | None = None
         self.leases = GivenLeases()
@@ -167,13 +167,13 @@ class LinkServer(link_pb2_grpc.LinkServicer):
                 self._tier.post([self._spans.served(one) if isinstance(one, Open) else one for one in ready], mailbox)
 
     def _hold(self, message: Message, mailbox: Mailbox) -> bool:
-        """Whether a message has to wait until its session's grammar is compiled."""
+        """Whether a message has to wait until what its session needs is prepared."""
         session = message.session
-        if self._prepare is not None and isinstance(message, Open) and message.spec.params.structured is not None:
+        if self._prepare is not None and isinstance(message, Open) and needs_preparation(message.spec.params):
             held: list[Message] = [self._spans.served(message)]
             self._held[session] = held
-            compiling = asyncio.to_thread(self._prepare, message.spec.params.structured)
-            task = asyncio.create_task(self._follow(compiling, session, held, mailbox))
+            preparing = asyncio.to_thread(self._prepare, message.spec.params)
+            task = asyncio.create_task(self._follow(preparing, session, held, mailbox))
             self._preparing.add(task)
             task.add_done_callback(self._preparing.discard)
         elif session in self._held:
@@ -183,11 +183,11 @@ class LinkServer(link_pb2_grpc.LinkServicer):
         return True
 
     async def _follow(
-        self, compiling: Coroutine[Any, Any, object], session: str, held: list[Message], mailbox: Mailbox
+        self, preparing: Coroutine[Any, Any, object], session: str, held: list[Message], mailbox: Mailbox
     ) -> None:
-        """Hand over what has come for a session once its grammar is compiled, unless the session is over."""
+        """Hand over what has come for a session once all is prepared, unless the session is over."""
         with contextlib.suppress(InvalidRequest):  # the tier says so, too
-            await compiling
+            await preparing
         if self._held.get(session) is held:
             del self._held[session]
             self._tier.post(held, mailbox)
@@ -225,6 +225,11 @@ class LinkServer(link_pb2_grpc.LinkServicer):
             self._spans.end(session, reason)
             sessions.remove(session)
             self.leases.end(session, keep=keep)
+
+
+def needs_preparation(params: SamplingParams) -> bool:
+    """Whether a session may need something that takes a while: a grammar to be compiled, an adapter to be fetched."""
+    return params.structured is not None or bool(params.adapter)
 
 
 def authorization(secret: str) -> str:

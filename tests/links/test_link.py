@@ -4,11 +4,12 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from cascade.errors import ConfigError, Unavailable
-from cascade.messages import Failed, Message
+from cascade.messages import Close, Failed, Message, Proposal
 from cascade.params import Structured
 from cascade.scorer import Row
 from cascade.simulation.toy import ToyModel, full_text
@@ -47,22 +48,34 @@ async def test_many_sessions_share_a_stream(net: Net) -> None:
     await net.settle()
 
 
-async def test_a_grammar_that_compiles_holds_nobody_up(net: Net) -> None:
-    """Guards the sessions beside it: grammars compiled on the tier's own loop, where everybody's passes waited."""
-    compiled, full = threading.Event(), net.nodes["full"]
-    full.server._prepare = lambda structured: compiled.wait(LONG_S)
+@pytest.mark.parametrize(
+    ("needed", "refused"),
+    [
+        ({"structured": Structured(regex="a+")}, "its model came without a tokenizer"),
+        ({"adapter": "red"}, None),
+    ],
+)
+async def test_what_a_session_waits_for_holds_nobody_up(net: Net, needed: dict[str, Any], refused: str | None) -> None:
+    """Guards the sessions beside it: grammars compiled on the tier's own loop, and adapters were fetched inside a pass, so that
+    everybody's passes waited."""
+    ready, full = threading.Event(), net.nodes["full"]
+    full.server._prepare = lambda params: ready.wait(LONG_S)
     plain = opening(4, 0.0, 40)
-    held = opening(params=replace(plain.spec.params, structured=Structured(regex="a+")))
+    held = opening(params=replace(plain.spec.params, **needed))
     inbox = net._inboxes[held.session] = asyncio.Queue()
     net.router.put([held])
     await until(lambda: held.session in full.server._held)
     text, _ = await net.text(plain)
     assert text == full_text(ToyModel(), plain.spec)
     assert inbox.empty()
-    compiled.set()
+    ready.set()
     said = await asyncio.wait_for(inbox.get(), LONG_S)
-    assert isinstance(said, Failed)
-    assert "its model came without a tokenizer" in said.reason
+    if refused is None:
+        assert isinstance(said, Proposal)
+        net.router.put([Close(held.session)])
+    else:
+        assert isinstance(said, Failed)
+        assert refused in said.reason
     await net.settle()
     await asyncio.get_running_loop().shutdown_default_executor()
 

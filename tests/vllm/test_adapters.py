@@ -1,5 +1,6 @@
 """LoRA adapters on vLLM: each row of a pass follows its own."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
 from cascade import Cascade, ModelError, SamplingParams, Speculation
+from cascade.engine.adapter_folder import AdapterFolder
 from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer
 from tests import small
@@ -66,6 +68,20 @@ def test_requests_get_the_text_of_their_adapter(folder: Path) -> None:
         each.close()
     assert texts == [expected(folder, one.adapter) for one in params]
     assert len(set(map(tuple, texts))) == len(NAMES)
+
+
+def test_a_pass_reads_the_copy_of_an_adapter(folder: Path, tmp_path: Path) -> None:
+    """Guards the sessions beside it: a pass read the adapter from the shared folder, however slow that was."""
+    shutil.copytree(folder / "red", tmp_path / "red")
+    adapters = AdapterFolder(str(tmp_path))
+    adapters.place("red")
+    shutil.rmtree(tmp_path / "red")
+    model = VllmModel(str(folder / "model"), cache_tokens=1024, folder=adapters, most=1, options=OPTIONS)
+    with Cascade([model], Tokenizer.from_pretrained(small.paths()[-1])) as cascade:
+        stream = cascade.stream(PROMPT, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, adapter="red"))
+        text = [token for chunk in stream for token in chunk.token_ids]
+    model.close()
+    assert text == expected(folder, "red")
 
 
 def test_adapters_that_vllm_refuses_are_named(folder: Path) -> None:

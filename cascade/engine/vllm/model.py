@@ -111,9 +111,10 @@ class VllmModel(Runs):
 
         ``cache_tokens`` positions of keys and values fit into memory; if ``None``, as many as vLLM finds room for. ``adapters``
         are paths or hub ids of LoRA adapters, by the names that `SamplingParams.adapter` has. Those of ``folder`` are loaded by
-        the first pass that needs them, ``most`` at a time. A ``draft`` model says its draft vocabulary alone, and scores rows
-        of an adapter that it has not without one. ``drafter`` is a head that guesses after its texts. ``options`` are vLLM's
-        engine arguments by their own names (``dtype``, ``quantization``, ``max_model_len``, ...), see `check_options`.
+        the first pass that needs them, ``most`` at a time, from the folder's copies. A ``draft`` model says its draft
+        vocabulary alone, and scores rows of an adapter that it has not without one. ``drafter`` is a head that guesses after
+        its texts. ``options`` are vLLM's engine arguments by their own names (``dtype``, ``quantization``, ``max_model_len``,
+        ...), see `check_options`.
         """
         options = dict(options or {})
         check_options(options)

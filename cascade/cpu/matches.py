@@ -4,6 +4,7 @@
 of its chain. Places are removed in reverse order, which leaves the chains as if they had never been added.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,22 +26,20 @@ def _hash(first: int, second: int, mask: int) -> Any:
     return int32((mixed ^ (mixed >> uint32(15))) & uint32(mask))
 
 
-@kernel
-def _learn(given: int) -> None:
+@inlined
+def _add(given: int, start: int, end: int) -> None:
     """Add the places ``start`` to ``end`` to the chains."""
     tokens, before, heads = integers32(integer(given, 0)), integers32(integer(given, 1)), integers32(integer(given, 2))
-    for place in range(max(GRAM - 1, integer(given, 4)), integer(given, 5)):
+    for place in range(max(GRAM - 1, start), end):
         bucket = _hash(tokens[place - 1], tokens[place], integer(given, 3))
         before[place] = heads[bucket]
         heads[bucket] = int32(place)
 
 
 @kernel
-def _forget(given: int) -> None:
-    """Remove the places ``start`` to ``end``, which are the last ones."""
-    tokens, before, heads = integers32(integer(given, 0)), integers32(integer(given, 1)), integers32(integer(given, 2))
-    for place in range(integer(given, 5) - 1, max(GRAM - 1, integer(given, 4)) - 1, -1):
-        heads[_hash(tokens[place - 1], tokens[place], integer(given, 3))] = before[place]
+def _learn(given: int) -> None:
+    """Add places to the chains."""
+    _add(given, integer(given, 4), integer(given, 5))
 
 
 @inlined
@@ -52,10 +51,9 @@ def _same(tokens: Any, place: int, query: Any, size: int) -> Any:
     return same
 
 
-@kernel
-def _find(given: int) -> None:
+@inlined
+def _search(given: int, end: int, query: Any, size: int, out: Any) -> None:
     tokens, before, heads = integers32(integer(given, 0)), integers32(integer(given, 1)), integers32(integer(given, 2))
-    end, query, size, out = integer(given, 4), integers32(integer(given, 5)), integer(given, 6), integers(integer(given, 7))
     best, best_size, other, other_size = -1, GRAM - 1, -1, GRAM - 1
     place = heads[_hash(query[size - 2], query[size - 1], integer(given, 3))]
     for _ in range(TRIES):
@@ -72,6 +70,28 @@ def _find(given: int) -> None:
             other, other_size = place, same
         place = before[place]
     out[0], out[1], out[2], out[3] = best, best_size, other, other_size
+
+
+@kernel
+def _find(given: int) -> None:
+    _search(given, integer(given, 4), integers32(integer(given, 5)), integer(given, 6), integers(integer(given, 7)))
+
+
+@kernel
+def _follow(given: int) -> None:
+    """Remove the places from ``start`` on, add others in their stead, and find where the end occurred before."""
+    tokens, before, heads = integers32(integer(given, 0)), integers32(integer(given, 1)), integers32(integer(given, 2))
+    start, last_end, end, out = integer(given, 4), integer(given, 5), integer(given, 6), integers(integer(given, 7))
+    for place in range(last_end - 1, max(GRAM - 1, start) - 1, -1):
+        heads[_hash(tokens[place - 1], tokens[place], integer(given, 3))] = before[place]
+    for place in range(start, end):
+        tokens[place] = int32(integer(given, 8 + place - start))
+    _add(given, start, end)
+    size = min(LONGEST, end)
+    if size < GRAM:
+        out[0], out[1], out[2], out[3] = -1, 0, -1, 0
+    else:
+        _search(given, end, integers32(integer(given, 0) + TOKEN_BYTES * (end - size)), size, out)
 
 
 class Matches:
@@ -101,11 +121,18 @@ class Matches:
     def tokens(self) -> Ints:
         return self._tokens[: self._size]
 
-    def cut(self, start: int) -> None:
-        """Keep the first ``start`` tokens."""
-        if start < self._size:
-            _forget.brief(arguments(*self._addresses, start, self._size))
-            self._size = start
+    def follow(self, start: int, tokens: Sequence[int]) -> tuple[int, int, int, int]:
+        """Keep the first ``start`` tokens, append others, and `find` the end of the whole in it: one call of a kernel.
+
+        For sequences without a limit.
+        """
+        end = start + len(tokens)
+        if end > len(self._tokens):
+            self._reserve(2 * end)
+        _follow.brief(arguments(*self._addresses, start, self._size, end, self._found_at, *tokens))
+        self._size = end
+        best, best_size, other, other_size = self._found.tolist()
+        return best, best_size, other, other_size
 
     def extend(self, tokens: "list[int] | Ints") -> None:
         """Append tokens."""

@@ -62,22 +62,24 @@ class Matcher(Guesser):
 
     def guess(self, text: Sequence[int], since: int, most: int) -> Draft:
         """The continuation of the longest match, and beside it the first tokens of another one."""
-        own = self.own
-        own.cut(since)
-        own.extend(list(text[len(own) :]))
+        own, others = self.own, self._others
+        start = min(since, len(own))
+        places = own.follow(start, text[start:])
         if most <= 0:
             return NO_DRAFT
-        matches = self._matches(own, most) + self._matches(self._others, most)
-        matches.sort(key=lambda match: -match[0])  # stable: of equals the text's own goes first
+        matches = self._matches(own, places, most)
+        if len(others):
+            matches += self._matches(others, others.find(own), most)
+            matches.sort(key=lambda match: -match[0])  # stable: of equals the text's own goes first
         return self._draft(matches)
 
     def close(self, text: Sequence[int]) -> None:
         if self._keeps:
             self._others.extend(list(text[-MOST_OF_TEXT:]))
 
-    def _matches(self, texts: Matches, most: int) -> list[tuple[int, list[int]]]:
-        """Matches in ``texts``: their lengths, and the tokens after them."""
-        place, same, other, other_same = texts.find(self.own)
+    def _matches(self, texts: Matches, places: tuple[int, int, int, int], most: int) -> list[tuple[int, list[int]]]:
+        """Matches in ``texts``, at the ``places`` of `Matches.find`: their lengths, and the tokens after them."""
+        place, same, other, other_same = places
         matches = []
         if place >= 0:
             matches.append((same, self._behind(texts, place, most)))

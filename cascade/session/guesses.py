@@ -161,5 +161,5 @@ class Guesses:
 
     def hint(self, hints: Sequence[Hint]) -> None:
         """What drafters inside the tier guess after the text as it is, in place of what they did."""
-        valid = (hint._replace(draft=hint.draft.fitting(self._vocab_size, self._window, MAX_NODES)) for hint in hints)
-        self.hints = tuple(hint for hint in valid if hint.draft)
+        fitting = [hint.draft.fitting(self._vocab_size, self._window, MAX_NODES) for hint in hints]
+        self.hints = tuple([Hint(*hint[:2], draft) for hint, draft in zip(hints, fitting, strict=True) if draft.tokens])

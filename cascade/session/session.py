@@ -198,8 +198,10 @@ class Session:
             return Work(self.kv_len, pending, 1)
         if nodes is None:
             nodes, _ = self.candidates(max_tokens - len(pending))
-        pool = self.guesses.pool
-        drafters = tuple([pool.drafters[node] for node in nodes]) if pool.drafters else ()
+        pool, size = self.guesses.pool, len(nodes)
+        drafters = pool.drafters[:size]
+        if drafters and nodes[-1] >= size:
+            drafters = tuple([pool.drafters[node] for node in nodes])
         return Work(self.kv_len, pending, 1, pool.draft.pick(nodes), None, drafters)
 
     # a pass has scored a row
@@ -217,7 +219,7 @@ class Session:
         if not work.num_own:
             self.kv_len += len(work.tokens)
             return None
-        assert 1 <= len(scored.own) <= work.num_scored
+        assert 1 <= len(scored.own) <= work.num_own + len(work.draft.tokens)
         draft, own, start = work.draft, scored.own, len(self.text)
         new, path = draft.walk(own, self.spec.ends)
         accepted = path[: len(new) - 1]  # a guess that says the last new token is not used: nothing was scored after it

@@ -8,6 +8,7 @@ from cascade.messages import Edge
 from cascade.params import DEFAULT_WINDOW, MOST_BRANCHES, SamplingParams
 from cascade.planner.choice import Policy
 from cascade.scorer import Scorer
+from cascade.tier.runner import GRID
 
 GREEDY = SamplingParams(temperature=0, seed=0)
 DEFAULT_POLICY = Policy()
@@ -33,6 +34,7 @@ class SimTier:
     hop_s: float = 0.0  # one way between it and the tier above, or the router
     policy: Policy = DEFAULT_POLICY
     device: str = ""  # tiers that name the same one share it; a tier that names none has its own
+    timed: tuple[int, ...] = GRID  # tokens of the passes whose costs its planner is told; one: it takes all to cost the same
 
 
 @dataclass(frozen=True, slots=True)

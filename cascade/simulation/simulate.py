@@ -18,7 +18,7 @@ from cascade.simulation.scenario import Outcome, Scenario, SimTier, Usage
 from cascade.simulation.virtual import ROUTER, Agenda, Wires
 from cascade.tier.kv_admission import KVAdmission
 from cascade.tier.loop import Limits, Loop
-from cascade.tier.runner import GRID, row_of
+from cascade.tier.runner import row_of
 from cascade.tier.scheduler import Batch
 
 UNBOUNDED = 1 << 20  # tokens: the full tier never waits for the router
@@ -72,7 +72,7 @@ class Node:
         self._lives = 0
         self._opened = itertools.count(1)
         self._wake_at = math.inf
-        self._profile = Profile([(tokens, tier.cost(tokens, 0)) for tokens in sorted(GRID)])
+        self._profile = Profile([(tokens, tier.cost(tokens, 0)) for tokens in sorted(tier.timed)])
         lower = scenario.tiers[:level]
         self._shared = [below.name for below in lower if below.device and below.device == tier.device]
         self._loop = self._begin()

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -60,12 +60,20 @@ def _said(key: int, vocab_size: int, agreement: Agreement) -> tuple[RunnerUp, ..
     """What a tier says and nearly says at the place ``key``; the full tier nearly says nothing."""
     if not agreement:
         return (RunnerUp(mix(key) % vocab_size, 0.0),)
-    above = _said(key, vocab_size, agreement[1:])
-    lots = _lots(key, len(agreement))
-    said = next_ = above[0].token
+    above, depth = _said(key, vocab_size, agreement[1:]), len(agreement)
+    lots, token = lots_of(key, depth), above[0].token
     if next(lots) >= agreement[0]:
-        said = (next_ + 1 + int(next(lots) * (vocab_size - 1))) % vocab_size
-    gap = _gap(scale := _scale(agreement[0]), (int(100 * next(lots)) + 0.5) / 100, said == next_)
+        token = (token + 1 + int(next(lots) * (vocab_size - 1))) % vocab_size
+    return nearly(token, above, agreement[0], lots, vocab_size)
+
+
+def nearly(said: int, above: Sequence[RunnerUp], agreed: float, lots: Iterator[float], vocab_size: int) -> tuple[RunnerUp, ...]:
+    """The own token ``said`` of a tier and two runner-ups, with gaps, where the next tier says and nearly says ``above``.
+
+    They are drawn by ``lots``, as they are of a tier that agrees with the next one in the share ``agreed``.
+    """
+    next_ = above[0].token
+    gap = _gap(scale := _scale(agreed), (int(100 * next(lots)) + 0.5) / 100, said == next_)
     gaps = gap, gap - math.log(1 - next(lots)) * scale
     close = above[1].token if len(above) > 1 else said
     token, (first, second) = (next_, ABOVE) if said != next_ else (close, CLOSE)
@@ -97,7 +105,7 @@ def _gap(scale: float, lot: float, right: bool) -> float:
     return low
 
 
-def _lots(key: int, depth: int) -> Iterator[float]:
+def lots_of(key: int, depth: int) -> Iterator[float]:
     """Numbers from 0 to 1, of `LOTS`, for the tier ``depth`` below the full one."""
     for number in itertools.count():
         yield (int(LOTS * uniform(mix(key ^ mix(depth)), number)) + 0.5) / LOTS

@@ -187,6 +187,22 @@ def third_tier(document: Document) -> str:
     return rows((*header, "three over best", "planner"), lines)
 
 
+def pipespec(document: Document) -> str:
+    """PipeSpec's speeds as it measured them, and as the simulator predicts them: milliseconds a token."""
+    lines = [
+        [mode, f"{one['measured_ms']:.1f}", f"{one['predicted_ms']:.1f}", f"{one['ratio']:.3f}"]
+        for mode, one in document["pipespec"].items()
+    ]
+    return rows(("mode", "measured, ms a token", "predicted", "predicted over measured"), lines)
+
+
+def chain(document: Document) -> str:
+    """What this chain would give with PipeSpec's models: speed over 70B alone, by what passes cost."""
+    modes = list(next(iter(document["chain"].values())))
+    lines = [[costs, *(f"{found[mode]['over_alone']:.2f}" for mode in modes[1:])] for costs, found in document["chain"].items()]
+    return rows(("passes", *modes[1:]), lines)
+
+
 def shipped() -> str:
     """Agreement of the models that ship with their full model, from their model cards."""
     lines = []
@@ -313,6 +329,21 @@ SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # 
         "make bench-cluster",
         "Every mode over the full model alone, as measured and as the simulator has it.",
         emulated,
+    ),
+    (
+        "The simulator beside published speeds",
+        "published",
+        "python -m benchmarks.published",
+        "PipeSpec's Llama 1B, 8B and 70B on HumanEval (arXiv 2505.01572). Given are its passes' milliseconds, and which drafts "
+        "were right in its lockstep runs; nothing is fitted to the speeds.",
+        pipespec,
+    ),
+    (
+        "This chain with those models",
+        "published",
+        "python -m benchmarks.published",
+        "Simulated, one request at a time: speed over 70B alone.",
+        chain,
     ),
     (
         "Drafters",

@@ -2,8 +2,8 @@
 
     python -m benchmarks.published
 
-Given are PipeSpec's raw figures (`benchmarks.published.pipespec`), and other pairs' acceptance (`acceptance.json`). The last line
-is one JSON document.
+Given are PipeSpec's raw figures (`benchmarks.published.pipespec`). `acceptance.json` has other pairs. The last line is one JSON
+document.
 """
 
 import json
@@ -40,7 +40,10 @@ def ours(prices: Sequence[Profile], texts: Recording) -> dict[str, Any]:
     """What this chain gives, one request at a time: milliseconds a token by mode, and over the full model alone."""
     tiers = recorded_tiers(pipespec.NAMES, prices, texts, pipespec.VOCAB)
     [found] = predict(tiers, Asked((1,)), texts)
-    return {mode: {"token_ms": round(1e3 / speed, 2), "over_alone": round(found.over_alone(mode), 2)} for mode, speed in found.speeds.items()}
+    return {
+        mode: {"token_ms": round(1e3 / speed, 2), "over_alone": round(found.over_alone(mode), 2)}
+        for mode, speed in found.speeds.items()
+    }
 
 
 def measure(*, quick: bool) -> dict[str, Any]:

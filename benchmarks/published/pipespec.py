@@ -1,10 +1,10 @@
 """PipeSpec's own measurements of Llama 1B, 8B and 70B on HumanEval, and the simulator fed with them.
 
-Its raw files (`pipespec.json` says where they are) tell how many tokens each pass gave and how long it took. So it is known of nearly
-every token of every answer whether 1B and 8B said what 70B said, along the same answers. From that a `Recording` is made. A
-draft whose verdict is missing is right as often as after a right one. Where both are wrong they say the same: so 1B says what 8B says
-in 0.94 of positions, as it was measured. Runner-ups were not published: they are right as often as those of the family that
-ships (`cascade.simulation.toy_tier`).
+Its raw files (`pipespec.json` says where they are) tell how many tokens each pass gave and how long it took. So it is known of
+nearly every token of every answer whether 1B and 8B said what 70B said, along the same answers. From that a `Recording` is
+made. A draft whose verdict is missing is right as often as after a right one. Where both are wrong they say the same: so 1B
+says what 8B says in 0.94 of positions, as it was measured. Runner-ups were not published: they are right as often as those of
+the family that ships (`cascade.simulation.toy_tier`).
 
 PipeSpec has no planner. Its asynchronous passes take all guesses at hand, and wait until there are `REFILL`. `Eager` does that
 in the simulator, whose planner is told that passes of any size cost the same. In lockstep nothing overlaps: a loop counts.
@@ -14,6 +14,7 @@ import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import eq
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ class Data:
         draw = random.Random(0)
         found = {}
         for model, answers in self.right.items():
-            pairs = [pair for answer in answers for pair in zip(answer, answer[1:], strict=False)]
+            pairs = [pair for answer in answers for pair in pairwise(answer)]
             after_right = [now == "1" for before, now in pairs if before == "1" and now != "?"]
             share = sum(after_right) / len(after_right)
             found[model] = [[one == "1" or (one == "?" and draw.random() < share) for one in answer] for answer in answers]
@@ -75,9 +76,9 @@ class Data:
 def recording(data: Data) -> Recording:
     """The answers, in tokens of `VOCAB`, and what each model says along them."""
     known = data.known()
-    right_each = [[one for answer in known[model] for one in answer] for model in NAMES[:-1]]
-    same, medium_right = (sum(map(eq, right_each[0], right_each[1])), sum(right_each[1]))
-    shares = same / len(right_each[1]), medium_right / len(right_each[1])
+    tiny_right, medium_right = ([one for answer in known[model] for one in answer] for model in NAMES[:-1])
+    # how often 1B says what 8B says, and that what 70B says
+    shares = sum(map(eq, tiny_right, medium_right)) / len(medium_right), sum(medium_right) / len(medium_right)
     texts = []
     for number, right in enumerate(zip(*(known[model] for model in NAMES[:-1]), strict=True)):
         prompt = tuple(mix(number * PROMPT + place) % VOCAB for place in range(PROMPT))
@@ -163,7 +164,9 @@ def _window(
 
 def _same(window: Sequence[int], said: Sequence[int]) -> int:
     """How many of the first tokens are the same."""
-    return next((at for at, (one, other) in enumerate(zip(window, said, strict=False)) if one != other), min(len(window), len(said)))
+    return next(
+        (at for at, (one, other) in enumerate(zip(window, said, strict=False)) if one != other), min(len(window), len(said))
+    )
 
 
 def compared(data: Data, texts: Recording) -> Iterator[tuple[str, float, float]]:

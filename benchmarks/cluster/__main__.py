@@ -4,8 +4,9 @@
 
 First the family is recorded (`cascade.agreement`): its answers to built-in prompts, and what each tier says along them. Passes
 take what those of Qwen3 0.6B, 4B and 32B take on an H100 each (`trio`). Parts: ``one`` (one request at a time: the full model
-alone, pairs, three tiers, beside the simulator) and ``scale`` (1 to 64 requests at once, one to four full replicas). Texts must
-be those that the full model wrote alone, else the run fails.
+alone, pairs, three tiers, beside the simulator), ``scale`` (1 to 64 requests at once, one to four full replicas) and ``map``
+(as ``one``, a trio of the map for which three tiers pay, `placed`). Texts must be those that the full model wrote alone, else
+the run fails.
 With ``--only`` the other parts of the document at ``--results`` stay.
 Devices are fakes (`benchmarks.cluster.emulated`): what is measured is all around them. The last line is one JSON document.
 """
@@ -15,17 +16,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster import crowd, one
+from benchmarks.cluster import crowd, one, placed
 from benchmarks.cluster.devices import Setup
 from benchmarks.document import console, finish, parsed, parser, stamp, timed
 from benchmarks.prompts import by_category
 from cascade import family
 from cascade.agreement import record
 from cascade.params import SamplingParams
+from cascade.simulation.recording import Recording
 from cascade.simulation.trio import TRIO
 
-RECORDING = Path(__file__).parents[1] / ".work" / "recording.json"
-PARTS = ("one", "scale")
+WORK = Path(__file__).parents[1] / ".work"
+RECORDING = WORK / "recording.json"
+PARTS = ("one", "scale", "map")
 QUICK_STRETCH = 1.0
 PROMPTS, TOKENS = 2, 96  # of each category that are recorded; of a text
 DTYPE = "float32"  # of what is recorded
@@ -33,19 +36,16 @@ DTYPE = "float32"  # of what is recorded
 
 def measure(parts: Sequence[str], *, quick: bool) -> dict[str, Any]:
     """The document: what ran, and its head, which is the last line."""
-    single, many = one.Size(), crowd.Size()
-    prompts, tokens = PROMPTS, TOKENS
+    single, many, mapped = one.Size(), crowd.Size(), one.Size(stretch=3.0)
+    prompts, tokens, texts = PROMPTS, TOKENS, placed.PROMPTS
     if quick:
-        single = one.Size(stretch=QUICK_STRETCH, tokens=24, alone=8, warm_up=8)
+        single = mapped = one.Size(stretch=QUICK_STRETCH, tokens=24, alone=8, warm_up=8)
         many = crowd.Size(stretch=QUICK_STRETCH, tokens=24, loads=(1, 4), replicas=((1, 1, 1),))
-        prompts, tokens = 1, 24
-    recording = timed(
-        "Recording the family",
-        lambda: record(family.paths(), by_category(prompts), SamplingParams(max_tokens=tokens, temperature=0), DTYPE),
-    )
-    RECORDING.parent.mkdir(exist_ok=True)
-    recording.save(RECORDING)
-    console.print(one.agreement(recording))
+        prompts, tokens, texts = 1, 24, 1
+    WORK.mkdir(exist_ok=True)
+    if "one" in parts or "scale" in parts:
+        recording = timed("Recording the family", lambda: _recorded(prompts, tokens))
+        console.print(one.agreement(recording))
     found: dict[str, Any] = {}
     if "one" in parts:
         setup = Setup(single.stretch, recording=RECORDING)
@@ -54,11 +54,25 @@ def measure(parts: Sequence[str], *, quick: bool) -> dict[str, Any]:
     if "scale" in parts:
         found["scale"] = timed("Many requests", lambda: crowd.measure(RECORDING, many, console.print))
         console.print(crowd.table(found["scale"]))
+    if "map" in parts:
+        toys = placed.recording(mapped.tokens, texts)
+        toys.save(WORK / "map.json")
+        trio = Setup(mapped.stretch, recording=WORK / "map.json", pass_ms=placed.PASS_MS)
+        found["map"] = timed("A trio of the map", lambda: one.measure(toys, trio, mapped, console.print))
+        console.print(one.table(found["map"]))
     made = stamp()
     dates = {"dates": dict.fromkeys(found, made["date"])}
-    sizes = {"stretch": {"one": single.stretch, "scale": many.stretch}}
+    sizes = {"stretch": {"one": single.stretch, "scale": many.stretch, "map": mapped.stretch}}
     devices = {shape.name: {"pass_ms": shape.pass_ms, "context_ms": shape.context_ms} for shape in TRIO}
     return {"head": head(found)} | found | sizes | {"devices": devices} | made | dates
+
+
+def _recorded(prompts: int, tokens: int) -> Recording:
+    """What the family says, which the tiers of a server read from a file."""
+    asked = SamplingParams(max_tokens=tokens, temperature=0)
+    recording = record(family.paths(), by_category(prompts), asked, DTYPE)
+    recording.save(RECORDING)
+    return recording
 
 
 def joined(kept: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
@@ -69,7 +83,7 @@ def joined(kept: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 
 def head(found: dict[str, Any]) -> dict[str, Any]:
     """One figure for each claim; nothing of parts that did not run."""
-    says: dict[str, Callable[[Any], Any]] = {"one": one.headline, "scale": crowd.headline}
+    says: dict[str, Callable[[Any], Any]] = {"one": one.headline, "scale": crowd.headline, "map": one.headline}
     return {part: say(found[part]) if part in found else {} for part, say in says.items()} | planned(found)
 
 

@@ -1,6 +1,6 @@
 """The tiers and their emulated devices: as they are served, and as the simulator has them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import sub
 from pathlib import Path
@@ -27,12 +27,14 @@ HOP_S = 0.3e-3  # one way, as links between processes of one machine were measur
 class Setup:
     """What is served: tiers on devices, each time so many times longer than it is, so many replicas of each, bottom to top.
 
-    With a file of a `Recording` tiers say what was recorded of the family, without one they are the toys of `FILE`.
+    With a file of a `Recording` tiers say what was recorded, without one they are the toys of `FILE`. Without ``pass_ms``, the
+    milliseconds of passes of each tier by tokens, passes take what `FILE` says.
     """
 
     stretch: float = 6.0
     replicas: tuple[int, ...] = (1, 1, 1)
     recording: Path | None = None
+    pass_ms: tuple[Mapping[int, float], ...] = ()
 
     @property
     def values(self) -> dict[str, Any]:
@@ -44,6 +46,8 @@ class Setup:
             device["stretch"] = self.stretch
             if agreement is not None:
                 device |= {"agreement": agreement[level:], "recording": str(self.recording)}
+            if self.pass_ms:
+                device |= {"pass_ms": dict(self.pass_ms[level]), "context_ms": 0.0}
             deployment["num_replicas"] = self.replicas[level]
         return values
 

@@ -54,7 +54,7 @@ def test_replicas_are_compared_at_the_same_load_of_each() -> None:
     }
     assert crowd.headline(found)["full_replicas"] == {"4": {"alone": 3.8, "three": 3.8}}
     head = bench.head({"scale": found})
-    assert head.keys() == {"one", "scale", "auto_vs_best", "auto_vs_alone"}
+    assert head.keys() == {"one", "scale", "map", "auto_vs_best", "auto_vs_alone"}
     assert head["auto_vs_best"]["2/2/4 64"] == 0.8
     assert head["auto_vs_alone"]["1/1/1 16"] == 1.0
     kept = {"scale": found, "dates": {"scale": "2026-01-01"}, "head": {"one": 1}}

@@ -127,11 +127,35 @@ def loop(found: Document) -> str:
 
 
 def accelerated(gpu: Document) -> str:
-    """Milliseconds of a pass on a GPU."""
+    """Milliseconds of a pass on a GPU, of its kernels, and of vLLM's own step."""
     counts = ("1", "4", "8", "16", "32", "64")
-    header = ("model", "1 token", *(f"{count} tokens" for count in counts[1:]))
-    found = {name: one["passes"]["by_tokens"] for name, one in gpu["models"].items()}
-    return rows(header, [[name, *(f"{times[count]:.2f}" for count in counts)] for name, times in found.items()])
+    header = (
+        "model",
+        "1 token",
+        *(f"{count} tokens" for count in counts[1:]),
+        "kernels of 1 row",
+        "vLLM's own step",
+        "same text",
+    )
+    lines = []
+    for name, one in gpu["models"].items():
+        if "passes" in one:
+            times = [f"{one['passes']['by_tokens'][count]:.2f}" for count in counts]
+            beside = one.get("busy", {}).get("1", {}).get("device_ms"), one.get("vllm_step_ms", {}).get("1")
+            same = f"{one['text']['same']} of {one['text']['tokens']}"
+            lines.append([name, *times, *("-" if value is None else f"{value:.2f}" for value in beside), same])
+    return rows(header, lines)
+
+
+def one_gpu(gpu: Document) -> str:
+    """Tokens per second of three tiers on one GPU, of drafters alone, and of vLLM's own server."""
+    modes = {"vllm": "`vllm serve`", "vllm_ngram": "`vllm serve`, n-gram", "alone": "alone", "suffix": "`suffix`"}
+    modes |= {"tiers": "three tiers", "auto": "planner"}
+    lines = [
+        [load, *(number(found.get(mode, {}).get("tokens_per_second")) for mode in modes)]
+        for load, found in gpu.get("served", {}).get("versus", {}).items()
+    ]
+    return rows(("requests at once", *modes.values()), lines)
 
 
 def devices(cluster: Document) -> str:
@@ -302,11 +326,19 @@ SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # 
         loop,
     ),
     (
-        "A tier on vLLM, on an H100",
+        "A tier on vLLM, on a GPU",
         "gpu",
-        "python -m benchmarks.vllm --only text passes --dtype bfloat16 --model MODEL",
-        "Milliseconds of a pass of one row after 200 positions. Greedy text with drafts, half of them wrong, was that without.",
+        "python -m benchmarks.gpu",
+        "Milliseconds of a pass of one row after 200 positions, and how many greedy tokens with drafts, half of them wrong, "
+        "are those without.",
         accelerated,
+    ),
+    (
+        "Three tiers on one GPU",
+        "gpu",
+        "python -m benchmarks.gpu",
+        "Tokens per second of the full model at Llama 8B's shapes, bfloat16, temperature 0.",
+        one_gpu,
     ),
     (
         "A device for each replica, emulated",
@@ -386,7 +418,7 @@ def page() -> str:
             # the parts of the cluster's document have dates of their own
             parts_of: dict[Callable[[Document], str], str] = {emulated: "one", devices: "scale"}
             date = document.get("dates", {}).get(parts_of.get(table, ""), document["date"])
-            source = f"`{command}`, {date}, {document['processor']}, {document.get('model', MODEL)}."
+            source = f"`{document.get('command', command)}`, {date}, {document['processor']}, {document.get('model', MODEL)}."
             parts.append(f"## {title}\n\n{what}\n\n{figures}\n{source}\n")
     ships = "Share of held-out positions at which they say the same token as SmolLM2-135M-Instruct, by temperature of the text."
     source = "`cascade distill`, from the model cards in `cascade/family/weights`."

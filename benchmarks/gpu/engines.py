@@ -27,6 +27,13 @@ PACKAGES = ("vllm", "ray", "transformers", "flashinfer-python")
 IMPORTS = ("vllm.entrypoints.llm", "ray.serve")
 CACHE_TOKENS = 24_576  # of a model: 64 rows of 272, and a text
 PROFILED = 5  # passes
+WHOLE: dict[str, Any] = {  # engine arguments for graphs of whole passes, up to 64 rows with 3 guesses each
+    "max_num_seqs": 256,
+    "compilation_config": {
+        "cudagraph_mode": "FULL",
+        "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256],
+    },
+}
 READ_BYTES = 1 << 24
 
 
@@ -55,20 +62,22 @@ def warm(notes: Notes) -> None:
 
 
 def graphs(notes: Notes) -> None:
-    """Text with half of the drafts wrong, what passes cost, how long the device works in one, and vLLM's own step."""
+    """Graphs of pieces, then of whole passes: text with half of the drafts wrong, what passes cost, how long the device works
+    in one; and vLLM's own step."""
     sources = {} if notes.small else {"8b": (notes.inflated(), {"load_format": inflate.FORMAT})}
     found: dict[str, Any] = {}
     problems: list[str] = []
     for name, (source, how) in (sources | {"tiny": (family.path("tiny"), {})}).items():
-        one = found[name] = {}
-        with _model(notes, source, one, **how) as model:
-            for part in (text, passes, busy):
-                try:
-                    one[part.__name__] = part(model)
-                except Exception as error:  # of any library: not every machine lets its GPU be profiled
-                    problems.append(f"{part.__name__} of {name}: {type(error).__name__}: {error}")
-                notes.keep(models=found)
-        one["vllm_step_ms"] = own_step(notes, source, how)
+        for kind, further in (("", {}), (", whole graphs", WHOLE)):
+            one = found[name + kind] = {}
+            try:
+                with _model(notes, source, one, **how, **further) as model:
+                    for part in (text, passes, busy):
+                        one[part.__name__] = part(model)
+                        notes.keep(models=found)
+            except Exception as error:  # of any library: not every machine lets its GPU be profiled
+                problems.append(f"{name}{kind}, with {', '.join(one)}: {type(error).__name__}: {error}")
+        found[name]["vllm_step_ms"] = own_step(notes, source, how)
         notes.keep(models=found)
     if problems:
         raise SystemExit("; ".join(problems))

@@ -58,19 +58,20 @@ def _keep(path: Path, texts: list[Written]) -> None:
 def train(notes: Notes) -> None:
     """The medium drafter, then the tiny one, learn for some time from the text that `text` has kept; weights are kept."""
     device = "cpu" if notes.small else "cuda:0"
-    scoring_s, learning_s = (20.0, 10.0) if notes.small else (30.0, 50.0)
+    scoring_s, learning_s = (20.0, 10.0) if notes.small else (20.0, 30.0)
+    kept = sorted(notes.folder.glob("text-*.npz"))
+    if not kept:
+        raise SystemExit("There is no text: run the step text before this one, with the same folder")
     work = notes.folder / "train.work"
     (work / "text").mkdir(parents=True, exist_ok=True)
     teacher = load(family.full(), dtype=notes.dtype, device=device).requires_grad_(False).eval()
     teacher.set_attn_implementation(CAUSAL)
     begin, total = time.perf_counter(), 0
-    for number, shard in enumerate(_shards(sorted(notes.folder.glob("text-*.npz")))):
+    for number, shard in enumerate(_shards(kept)):
         score(teacher, shard).save(work / "text" / f"{number:05d}.npz")
         total += len(shard.tokens)
         if time.perf_counter() - begin > scoring_s:
             break
-    if not total:
-        raise SystemExit("There is no text: run the step text before this one, with the same folder")
     notes.keep(scored_tokens=total, scoring_s=round(time.perf_counter() - begin, 1))
     del teacher
     (work / SPENT).write_text(json.dumps({"text": 1e9}), encoding="utf-8")  # enough is written

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cascade.engine.sampling.own_tokens import Asked, own_tokens_and_next
+from cascade.engine.vllm.graphs import dispatched, held
 from cascade.engine.vllm.heads import Reading, propose
 from cascade.scorer import BLOCK
 
@@ -143,7 +144,8 @@ class CascadeWorker:
         from vllm.forward_context import set_forward_context
 
         runner, n = self.model_runner, len(batch.tokens)
-        mode, descriptor, padded = _graph(runner, n, len({*batch.adapters} - {0}))
+        mode, descriptor = self._graph(batch)
+        padded = max(n, descriptor.num_tokens) if descriptor is not None else n
         positions, slots = _places(batch, runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         fill = [0] * (padded - n)
         # one copy to the device for all four
@@ -158,7 +160,7 @@ class CascadeWorker:
         if batch.adapters:
             of_tokens = [adapter for adapter, length in zip(batch.adapters, batch.lengths, strict=True) for _ in range(length)]
             runner._set_active_loras(tuple(of_tokens[place] for place in batch.keep), tuple(of_tokens), set())
-        metadata, mapping = self._metadata(batch, slot_mapping, places[:n])
+        metadata, mapping = self._metadata(batch, slot_mapping, places, descriptor if mode.name == "FULL" else None)
         options = {"num_tokens": padded, "cudagraph_runtime_mode": mode, "batch_descriptor": descriptor}
         with set_forward_context(metadata, self.vllm_config, slot_mapping=mapping, **options):
             found = runner.model(input_ids=ids, positions=places)
@@ -170,9 +172,28 @@ class CascadeWorker:
             logits.masked_fill_(self._unsaid, torch.finfo(logits.dtype).min)
         return logits
 
-    def _metadata(self, batch: Batch, slots: Tensor, positions: Tensor) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """By layer, what its attention backend needs to know of the rows, and where tokens are written."""
-        common = self._common(batch, slots, positions)
+    def _graph(self, batch: Batch) -> tuple[Any, Any]:
+        """Mode and descriptor of the captured graph that the pass replays."""
+        from vllm.config import CUDAGraphMode
+
+        runner = self.model_runner
+        if runner.device.type != "cuda":
+            return CUDAGraphMode.NONE, None
+        return dispatched(runner.cudagraph_dispatcher, len(batch.tokens), len(batch.starts), len({*batch.adapters} - {0}))
+
+    def _metadata(self, batch: Batch, slots: Tensor, positions: Tensor, whole: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """By layer, what its attention backend needs to know of the rows, and where tokens are written.
+
+        ``slots`` and ``positions`` are those of all tokens with which the pass is filled up. ``whole`` is the descriptor of a
+        graph of the whole pass, see `held`; None if it replays none.
+        """
+        if whole is None:
+            common = self._common(batch, slots, positions[: len(batch.tokens)])
+        else:
+            from vllm.v1.attention.backend import CommonAttentionMetadata
+
+            known = held(self.model_runner, batch, slots, whole.num_reqs)
+            common, slots = CommonAttentionMetadata(**known, causal=True, positions=positions), known["slot_mapping"]
         metadata: dict[str, Any] = {}
         for group in (group for groups in self.model_runner.attn_groups for group in groups):
             built = group.get_metadata_builder(0).build(common_prefix_len=0, common_attn_metadata=common)
@@ -223,20 +244,6 @@ def _problem(runner: Any) -> str | None:
     if spec.block_size % BLOCK:
         return f"its blocks have {spec.block_size} positions, which is no multiple of {BLOCK}"
     return None
-
-
-def _graph(runner: Any, num_tokens: int, num_adapters: int) -> tuple[Any, Any, int]:
-    """The captured graph for a pass, if there is one, and how many tokens it takes.
-
-    Only pieces between attention layers: whole graphs read block tables from where vLLM's own scheduler keeps them.
-    """
-    from vllm.config import CUDAGraphMode
-
-    if runner.device.type != "cuda":
-        return CUDAGraphMode.NONE, None, num_tokens
-    adapted = {"has_lora": num_adapters > 0, "num_active_loras": num_adapters}
-    mode, descriptor = runner.cudagraph_dispatcher.dispatch(num_tokens, invalid_modes={CUDAGraphMode.FULL}, **adapted)
-    return mode, descriptor, max(num_tokens, descriptor.num_tokens)
 
 
 def _places(batch: Batch | Reading, block: int) -> tuple[list[int], list[int]]:

@@ -1,0 +1,67 @@
+"""Graphs of whole passes: which one a pass replays, and what lies where it reads. Skipped where vLLM is not installed."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cascade.engine.vllm.graphs import dispatched
+from cascade.engine.vllm.worker import Batch, CascadeWorker
+from tests.vllm.models import Pair
+from tests.vllm.test_laws import scores_alike
+
+# vLLM and what it imports warn of themselves
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+SIZES = [1, 2, 4, 8, 16, 24, 32]
+
+
+def dispatcher(name: str, max_num_seqs: int = 16) -> Any:
+    """vLLM's own, as after the capture of `SIZES` in a mode."""
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher  # which warns
+
+    mode = CUDAGraphMode[name]
+    compilation = SimpleNamespace(
+        cudagraph_mode=mode,
+        cudagraph_capture_sizes=SIZES,
+        max_cudagraph_capture_size=SIZES[-1],
+        compile_sizes=None,
+        is_attention_compiled_piecewise=lambda: True,
+    )
+    config = SimpleNamespace(
+        compilation_config=compilation,
+        num_speculative_tokens=0,
+        lora_config=None,
+        scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
+    )
+    made = CudagraphDispatcher(config)
+    made.initialize_cudagraph_keys(mode)
+    return made
+
+
+def test_passes_replay_whole_graphs_where_vllm_captured_them() -> None:
+    """Guards graphs against rows that they were not captured for, and other modes against graphs whose buffers nobody fills."""
+    whole, pieces = dispatcher("FULL"), dispatcher("FULL_AND_PIECEWISE")
+    mode, found = dispatched(whole, 5, 2, 0)
+    assert (mode.name, found.num_tokens, found.num_reqs) == ("FULL", 8, 8)
+    mode, found = dispatched(whole, 20, 16, 0)
+    assert (mode.name, found.num_tokens, found.num_reqs) == ("FULL", 24, 16)
+    for tokens, rows in ((20, 17), (33, 1)):
+        assert dispatched(whole, tokens, rows, 0)[0].name == "NONE"
+    mode, found = dispatched(pieces, 5, 5, 0)
+    assert (mode.name, found.num_tokens) == ("PIECEWISE", 8)
+    assert dispatched(pieces, 33, 1, 0)[0].name == "NONE"
+
+
+def test_passes_over_the_buffers_of_graphs_are_those_of_our_own_engine(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards what a graph reads: passes filled up with tokens and empty rows, after larger passes, change no logit."""
+    made, modes = dispatcher("FULL"), set()
+
+    def graph(worker: CascadeWorker, batch: Batch) -> tuple[Any, Any]:
+        found = dispatched(made, len(batch.tokens), len(batch.starts), 0)
+        modes.add(found[0].name)
+        return found
+
+    monkeypatch.setattr(CascadeWorker, "_graph", graph)
+    scores_alike(pair, seed=11, passes=60)
+    assert "FULL" in modes

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
@@ -46,7 +45,7 @@ from deployments.ops.collector import Collector
 from deployments.ops.metrics.export import report
 from deployments.ops.metrics.series import ROUTER
 from deployments.ops.tracing import flush
-from deployments.replica import join_serves
+from deployments.replica import join_serves, starting
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -62,6 +61,7 @@ CLOSE_GRACE_S = 1.0  # for what is still being answered when the servers close
 class Router:
     """Serves `cascade.v1.Cascade`; ``handles`` are of all tiers, bottom to top, ``limits`` of their models, by tier."""
 
+    @starting()
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         config: Mapping[str, Any],
@@ -117,7 +117,6 @@ class Router:
             self._collector = Collector(learner, metrics)
         self._api = Api(self).application()
         await self._listen()
-        gc.freeze()  # what is there by now stays: to look at all of it takes a collection a third of a second
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Called by Serve with what changes while a router runs, see `cascade.settings.live`, and once at its start.

@@ -1,7 +1,6 @@
 """The deployment of one tier: loads the model for a `cascade.tier.tier.Tier`, and joins it to the links."""
 
 import asyncio
-import gc
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -37,7 +36,7 @@ from deployments.ops.learner import Weights
 from deployments.ops.metrics.export import report
 from deployments.ops.metrics.series import Reading
 from deployments.ops.tracing import flush, tracing
-from deployments.replica import join_serves, replica_name
+from deployments.replica import join_serves, replica_name, starting
 from deployments.versions import check_alike
 
 T = TypeVar("T")
@@ -50,6 +49,7 @@ class TierReplica:
     """One replica of a tier. ``lower`` are handles of the tiers below, by name, ``drafters`` all kinds inside any tier,
     ``shared`` the tiers below that may compute on the processors of this one."""
 
+    @starting()
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         config: Mapping[str, Any],
@@ -105,7 +105,6 @@ class TierReplica:
         source = partial(replica_readings, self._tier, self._profile, self._server, self._downlink)
         model = self._config.model_loading_config.model_id
         self._reporting = asyncio.create_task(report(model, self._config.name, source))
-        gc.freeze()  # what is there by now stays: to look at all of it takes a collection a third of a second
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """Called by Serve, for `PreferringRouter`."""

@@ -4,15 +4,20 @@ The ids stand in `FILE` beside the weights, and their number in the config as ``
 runs the whole model. Zhao et al., FR-Spec, arXiv 2502.14856.
 """
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from cascade.errors import ModelError
+
+if TYPE_CHECKING:  # the code of models takes seconds to import, and who reads configurations does without
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 FILE = "draft_vocab.json"
 

@@ -1,27 +1,33 @@
-"""Whether the tiers of a configuration belong together and fit on their devices. No weight is loaded."""
+"""Whether the tiers of a configuration belong together and fit on their devices. No weight is loaded.
+
+The code of models, which takes seconds, is imported where it is needed: a server that starts only compares.
+"""
+
+from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedConfig
 
 from cascade.drafters import head_of
-from cascade.engine.checkpoint import Anatomy, anatomy
 from cascade.engine.devices import ACCELERATORS, default_device, free_bytes
 from cascade.engine.generation import sampling_defaults
 from cascade.engine.memory import GIB
 from cascade.engine.model_config import context_len, read_config
 from cascade.engine.tokenizer import Tokenizer
 from cascade.engine.vllm import batch_invariant, installed
-from cascade.engine.weights import num_weights
 from cascade.errors import ConfigError, ModelError
 from cascade.settings.config import CascadeConfig, TierConfig
 from cascade.settings.engine import generation_folder
+
+if TYPE_CHECKING:
+    from cascade.engine.checkpoint import Anatomy
 
 MIN_TOKENS = 4096  # cache positions, or the model's context if that is shorter: with less a tier is of no use
 
@@ -73,6 +79,8 @@ def needs(config: CascadeConfig) -> list[Need]:
 
 
 def _need(tier: TierConfig) -> Need:
+    from cascade.engine.checkpoint import anatomy
+
     engine = tier.engine_kwargs
     device, size = _device(tier)
     runs_on = engine.runs_on(gpu=_has_gpu(tier) or default_device() == "cuda")
@@ -182,6 +190,8 @@ def _drafter_weights(tier: TierConfig) -> int:
     head = head_of(tier.engine_kwargs.drafters)
     if head is None or not head.source:
         return 0
+    from cascade.engine.weights import num_weights
+
     with _naming(f"The drafter of tier {tier.name}"):
         return num_weights(head.source) or 0
 

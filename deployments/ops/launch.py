@@ -100,21 +100,24 @@ class Server:
             reading = beside.submit(verified, config)
             if not ray.is_initialized():
                 _start_ray(num_gpus, dashboard=config.alignment is not None and config.alignment.num_workers > 1)
+            self._check_room()
+            self._start_serve()
             limits = reading.result()
-        self._check_room()
         if not self._owns_ray:  # a cluster of several machines: clients are told this one's address
             config = at_door(config, self._listen, ray.util.get_node_ip_address())
         application = bind(config, limits)
         tell(f"Starting the tiers {', '.join(self.tiers)}")
         self._run(application)
 
-    def _run(self, application: Application) -> None:
+    def _start_serve(self) -> None:
         serve.start(
             # clients come to the router's own servers; a cluster's other applications may need proxies
             proxy_location=ProxyLocation.Disabled if self._owns_ray else ProxyLocation.EveryNode,
             http_options=HTTPOptions(host=LOOPBACK, port=free_port()),
             logging_config={"enable_access_log": False, "log_level": "WARNING"},
         )
+
+    def _run(self, application: Application) -> None:
         if not self._owns_ray and self._name in serve.status().applications:  # Serve would replace it without a word
             raise ConfigError(
                 f"The cluster runs an application named {self._name!r} already: choose another --name, "

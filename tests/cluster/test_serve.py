@@ -9,8 +9,8 @@ import pytest
 import yaml
 from ray.serve.config import AutoscalingConfig
 
+from cascade.engine import checkpoint
 from cascade.engine.memory import GIB
-from cascade.settings import check
 from cascade.settings.check import Need, needs, unpinned
 from cascade.settings.config import CascadeConfig
 from tests.cluster.demand import num_replicas
@@ -29,7 +29,7 @@ def config(path: Path) -> CascadeConfig:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Where the models are; each is looked at once, whatever files name it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(check, "anatomy", functools.cache(check.anatomy))
+        patch.setattr(checkpoint, "anatomy", functools.cache(checkpoint.anatomy))
         yield tmp_path_factory.mktemp("models")
 
 

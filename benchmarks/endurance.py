@@ -110,12 +110,16 @@ def config() -> CascadeConfig:
 
 
 def expected() -> Iterator[Ask]:
-    """Each prompt at each temperature."""
+    """Each prompt at each temperature. They share passes, which changes no bits and takes a fraction of the time."""
+    prompts = [prompt.text for prompt in BUILT_IN for _ in TEMPERATURES]
+    params = [
+        SamplingParams(max_tokens=TOKENS, temperature=temperature, seed=seed, ignore_eos=True)
+        for seed, _ in enumerate(BUILT_IN)
+        for temperature in TEMPERATURES
+    ]
     with Cascade.demo() as reference:
-        for seed, prompt in enumerate(BUILT_IN):
-            for temperature in TEMPERATURES:
-                params = SamplingParams(max_tokens=TOKENS, temperature=temperature, seed=seed, ignore_eos=True)
-                yield Ask(prompt.text, params, reference.generate(prompt.text, params, Speculation("off")).text)
+        answers = reference.generate(prompts, params, Speculation("off"))
+    yield from (Ask(prompt, given, answer.text) for prompt, given, answer in zip(prompts, params, answers, strict=True))
 
 
 async def run(server: Server, asks: Sequence[Ask], seconds: float, num_clients: int, *, kills: bool) -> Course:

@@ -47,7 +47,7 @@ def record(
     have different tokenizers.
     """
     asked = [replace(params, seed=seed) for seed in range(len(prompts))]
-    texts = _written(models, prompts, asked, dtype)
+    texts = written(models[-1], prompts, asked, dtype)
     return along(models[:-1], texts, asked, [prompt.category for prompt in prompts], dtype, runner_ups)
 
 
@@ -63,7 +63,7 @@ def along(
 
     Texts of fewer than two tokens are left out. Raises `ModelError` if a model cannot be loaded.
     """
-    below = [apart(partial(_said, source, texts, params, dtype, runner_ups)) for source in drafts]
+    below = [apart(partial(_loaded_and_said, source, texts, params, dtype, runner_ups)) for source in drafts]
     found = []
     for number, (category, (prompt, output)) in enumerate(zip(categories, texts, strict=True)):
         if len(output) > 1:
@@ -72,11 +72,11 @@ def along(
     return Recording(tuple(found))
 
 
-def _written(
-    models: Sequence[str], prompts: Sequence[Prompt], params: Sequence[SamplingParams], dtype: str | None
+def written(
+    source: str, prompts: Sequence[Prompt], params: Sequence[SamplingParams], dtype: str | None = None
 ) -> list[Written]:
-    """Prompts, and what the full model alone answers, all at once."""
-    with Cascade.from_pretrained(models[-1:], dtype=dtype, drafter=None) as full:
+    """Prompts, and what the model of a path or hub id alone answers, all at once; raises `ModelError`."""
+    with Cascade.from_pretrained([source], dtype=dtype, drafter=None) as full:
 
         async def write() -> list[Written]:
             ids = [tuple(chat_ids(full.tokenizer, prompt.text)) for prompt in prompts]
@@ -87,22 +87,27 @@ def _written(
         return asyncio.run(write())
 
 
-def _said(
-    source: str, texts: Sequence[Written], params: Sequence[SamplingParams], dtype: str | None, runner_ups: int
+def said(
+    model: Model, texts: Sequence[Written], params: Sequence[SamplingParams], runner_ups: int = 0
 ) -> list[tuple[Said, ...]]:
     """Own tokens and runner-ups of a model at each position of each text, one pass a text."""
-    model, found = Model.from_pretrained(source, dtype=dtype), []
-    try:
-        for (prompt, output), own_params in zip(texts, params, strict=True):
-            cache = model.new_cache()
-            row = Row(cache, 0, [*prompt, *output[:-1]], len(output), own_params, runner_ups=runner_ups)
-            [scored] = model.run([row])
-            cache.free()
-            places = zip(scored.own, scored.runner_ups, strict=True)
-            found.append(tuple((RunnerUp(own, 0.0), *(RunnerUp(*one) for one in beside)) for own, beside in places))
-    finally:
-        model.close()
+    found = []
+    for (prompt, output), own_params in zip(texts, params, strict=True):
+        cache = model.new_cache()
+        row = Row(cache, 0, [*prompt, *output[:-1]], len(output), own_params, runner_ups=runner_ups)
+        [scored] = model.run([row])
+        cache.free()
+        beside = scored.runner_ups or [()] * len(scored.own)
+        places = zip(scored.own, beside, strict=True)
+        found.append(tuple((RunnerUp(own, 0.0), *(RunnerUp(*one) for one in more)) for own, more in places))
     return found
+
+
+def _loaded_and_said(
+    source: str, texts: Sequence[Written], params: Sequence[SamplingParams], dtype: str | None, runner_ups: int
+) -> list[tuple[Said, ...]]:
+    """The same of a model of a path or hub id."""
+    return said(Model.from_pretrained(source, dtype=dtype), texts, params, runner_ups)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,10 @@
 import asyncio
 import queue
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Integral
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Literal, Self, TypeAlias, overload
 
 import torch
@@ -19,6 +19,7 @@ from cascade.drafters.in_pass import InPass
 from cascade.engine import generation
 from cascade.engine.devices import UTILIZATION
 from cascade.engine.grammar import Grammars
+from cascade.engine.layers import Layers, numbers
 from cascade.engine.loading import common_room, find_device, load
 from cascade.engine.model import Model
 from cascade.engine.sampling.state import state_maker
@@ -134,6 +135,7 @@ class Cascade:
         drafter: Drafters = AUTO,
         engine: Literal["cascade", "vllm"] = "cascade",
         generation_config: str = generation.AUTO,
+        layers: Mapping[str, Layers] = MappingProxyType({}),
     ) -> Self:
         """Load ``models`` bottom to top, each a local path or a Hugging Face hub id.
 
@@ -141,6 +143,8 @@ class Cascade:
         there is one. ``names``, ``window``, ``policy`` and ``drafter`` are `Cascade`'s. With ``engine`` "vllm" all run on vLLM;
         for other engine arguments load each as a `cascade.engine.vllm.model.VllmModel`. Requests without parameters get those
         of the last model's ``generation_config``: "auto" is its own file, "vllm" none, and else a folder that holds one.
+        ``layers``, by name of a tier, makes it these layers of its model: `{"tiny": ["0-11", "20-31"]}`, or the first 16 by
+        `{"tiny": 16}`. On our own engine it shares their weights with a tier of the whole model; on vLLM it has a copy.
 
         Raises `ModelError` if a model cannot be loaded, `ConfigError` if they do not belong together.
         """
@@ -149,7 +153,8 @@ class Cascade:
         tokenizer = _common_tokenizer(models, trust_remote_code)
         default_params = SamplingParams(**generation.sampling_defaults(models[-1], generation_config))
         options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-        loaded = _load_on_vllm(models, head_of(inner), options) if engine == "vllm" else _load(models, head_of(inner), options)
+        parts = list(zip(models, _kept(layers, names), strict=True))
+        loaded = _load_on_vllm(parts, head_of(inner), options) if engine == "vllm" else _load(parts, head_of(inner), options)
         cascade = cls(
             loaded, tokenizer, names=names, window=window, policy=policy, drafter=inner, default_params=default_params
         )
@@ -321,18 +326,48 @@ def _common_tokenizer(sources: Sequence[str], trust_remote_code: bool) -> Tokeni
     return tokenizers[-1]
 
 
-def _load(sources: Sequence[str], head: DrafterSpec | None, options: dict[str, Any]) -> list[Model]:
-    """Models of our own engine, bottom to top; caches are made when all weights are there, of what these leave."""
+def _kept(layers: Mapping[str, Layers], names: Sequence[str]) -> list[tuple[int, ...]]:
+    """Layers of each tier, none for all; raises `ConfigError`."""
+    if unknown := sorted(layers.keys() - {*names}):
+        raise ConfigError(f"layers names {unknown[0]!r}, which is no tier: they are {', '.join(names)}")
+    found = []
+    for name in names:
+        try:
+            found.append(numbers(layers[name]) if name in layers else ())
+        except ConfigError as error:
+            raise ConfigError(f"layers of {name}: {error}") from None
+    return found
+
+
+Part: TypeAlias = tuple[str, tuple[int, ...]]  # the path or hub id of a model, and those of its layers that a tier is
+
+
+def _load(parts: Sequence[Part], head: DrafterSpec | None, options: dict[str, Any]) -> list[Model]:
+    """Models of our own engine, bottom to top; caches are made when all weights are there, of what these leave.
+
+    One that is layers of another one has no weights of its own.
+    """
     if head is not None:
         raise ConfigError(f"drafter is {head.kind!r}, which only vLLM can do: set engine to 'vllm', or remove it")
     known = {"trust_remote_code": options["trust_remote_code"]}
-    device = find_device(sources[-1], options["device"])
-    networks = [apart(partial(load, source, draft=source != sources[-1], **options)) for source in sources]
-    room = common_room(sources, device, dtype=options["dtype"], **known)
-    return [apart(partial(Model, network, owned=True, cache_tokens=room)) for network in networks]
+    full, _ = parts[-1]
+    device = find_device(full, options["device"])
+    shared = {source for source, layers in parts if not layers}
+    networks = {
+        place: apart(partial(load, source, layers=layers, draft=source != full, **options))
+        for place, (source, layers) in enumerate(parts)
+        if not (layers and source in shared)
+    }
+    room = common_room(parts, device, dtype=options["dtype"], **known)
+    made = {place: apart(partial(Model, network, owned=True, cache_tokens=room)) for place, network in networks.items()}
+    whole = {parts[place][0]: model for place, model in made.items() if not parts[place][1]}
+    return [
+        made[place] if place in made else apart(partial(whole[source].cut, layers, cache_tokens=room))
+        for place, (source, layers) in enumerate(parts)
+    ]
 
 
-def _load_on_vllm(sources: Sequence[str], head: DrafterSpec | None, options: dict[str, Any]) -> list[VllmModel]:
+def _load_on_vllm(parts: Sequence[Part], head: DrafterSpec | None, options: dict[str, Any]) -> list[VllmModel]:
     """Models of vLLM, bottom to top; on a GPU they share its memory evenly."""
     if options["device"]:
         raise ConfigError(
@@ -340,12 +375,13 @@ def _load_on_vllm(sources: Sequence[str], head: DrafterSpec | None, options: dic
         )
     given = {name: options[name] for name in ("dtype", "trust_remote_code") if options[name]}
     if torch.cuda.is_available():
-        given["gpu_memory_utilization"] = UTILIZATION / len(sources)
+        given["gpu_memory_utilization"] = UTILIZATION / len(parts)
     loaded: list[VllmModel] = []
     try:
-        for source in sources:
-            last = source == sources[-1]
-            loaded.append(VllmModel(source, draft=not last, drafter=head if last else None, options=given))
+        for place, (source, layers) in enumerate(parts, 1):
+            last = place == len(parts)
+            chosen: dict[str, Any] = {"layers": layers, "draft": source != parts[-1][0], "drafter": head if last else None}
+            loaded.append(VllmModel(source, options=given, **chosen))
     except BaseException:
         for model in loaded:
             model.close()

@@ -218,8 +218,8 @@ def load_model(config: TierConfig, folder: AdapterFolder | None = None, *, draft
         source = config.model_loading_config.source
         given = {**share, **engine.vllm_options}
         adapters: dict[str, Any] = {"adapters": engine.lora_modules, "folder": folder, "most": engine.max_loras}
-        head = head_of(engine.drafters)
-        return VllmModel(source, cache_tokens=engine.cache_tokens, draft=draft, drafter=head, options=given, **adapters)
+        chosen: dict[str, Any] = {"draft": draft, "drafter": head_of(engine.drafters), "layers": engine.layers or ()}
+        return VllmModel(source, cache_tokens=engine.cache_tokens, options=given, **chosen, **adapters)
     from cascade.engine.loading import load
     from cascade.engine.model import Model
 
@@ -229,6 +229,7 @@ def load_model(config: TierConfig, folder: AdapterFolder | None = None, *, draft
         device=engine.device,
         revision=engine.revision,
         trust_remote_code=engine.trust_remote_code,
+        layers=engine.layers or (),
         draft=draft,
     )
     options: dict[str, Any] = {

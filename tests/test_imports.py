@@ -23,6 +23,7 @@ FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those 
     ("cascade.local",),
     ("cascade.llm", "cascade.prompts"),
     ("cascade.agreement",),
+    ("cascade.layer_search",),
     ("deployments.ray_compat", "deployments.replica", "deployments.versions"),
     ("deployments.ops.metrics", "deployments.ops.tracing", "deployments.ops.drift", "deployments.ops.workers"),
     ("deployments.links",),

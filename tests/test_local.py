@@ -165,10 +165,11 @@ def test_models_on_one_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> 
     Cascade.from_pretrained(small.paths(), dtype="float32", device="cpu").close()
     assert steps == ["load"] * 3 + ["cache"] * 3
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * 10**9, 2 * 10**9))
-    room = common_room(small.paths(), gpu, dtype="float32", trust_remote_code=False)
+    parts = [(path, ()) for path in small.paths()]
+    room = common_room(parts, gpu, dtype="float32", trust_remote_code=False)
     sizes = [needed.anatomy.cache_bytes_per_token for needed in needs(small.config())]
     assert room == 1_800_000_000 // sum(sizes)
-    assert common_room(small.paths(), cpu) is None
+    assert common_room(parts, cpu) is None
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from cascade.cli.chat import chat
 from cascade.cli.config import check
 from cascade.cli.demo import demo
 from cascade.cli.generate import generate
-from cascade.cli.plan import agreement, plan
+from cascade.cli.plan import agreement, layers, plan
 from cascade.cli.serve import serve
 from cascade.cli.top import top
 from cascade.cli.training import align, distill, forget, rollback
@@ -42,7 +42,7 @@ def main() -> None:
     """
 
 
-for command in (demo, serve, check, plan, agreement, chat, generate, top, distill, align, rollback, forget):
+for command in (demo, serve, check, plan, agreement, layers, chat, generate, top, distill, align, rollback, forget):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`cascade agreement` and `cascade plan`: how often models agree, and what a cascade of them would give on which devices."""
+"""`cascade agreement`, `layers`, `plan`: how often models agree, and what a cascade of them would give on which devices."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,16 +21,20 @@ SHARES = click.FloatRange(0, 1, min_open=True)
 DRAFT = click.option("--draft", "drafts", multiple=True, metavar="MODEL", help="A smaller model; repeat, the largest first.")
 
 
-@click.command()
-@click.argument("model")
-@DRAFT
-@click.option(
+PROMPTS = click.option(
     "--prompts",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="A file, one a line: text, or JSON as in Spec-Bench, HumanEval or GSM8K. Six kinds of eight if not given.",
 )
+TEMPERATURE = click.option("--temperature", "-t", default=0.0, show_default=True, help="0 is greedy.")
+
+
+@click.command()
+@click.argument("model")
+@DRAFT
+@PROMPTS
 @click.option("--max-tokens", type=click.IntRange(2), default=96, show_default=True, help="Tokens of an answer at most.")
-@click.option("--temperature", "-t", default=0.0, show_default=True, help="0 is greedy.")
+@TEMPERATURE
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of all models. The checkpoint's.")
 @click.option(
     "--out", type=click.Path(dir_okay=False, path_type=Path), help="Keep what was measured, for `cascade plan --measured`."
@@ -82,6 +86,47 @@ def agreement(
         except OSError as error:
             raise ConfigError(f"{out} cannot be written: {error}") from None
         console.print(f"Kept in {out}: cascade plan ... --measured {out}", markup=False, soft_wrap=True)
+
+
+@click.command()
+@click.argument("model")
+@click.option("--share", "shares", multiple=True, type=SHARES, required=True, help="Of the model's pass, such as 0.5; repeat.")
+@PROMPTS
+@click.option("--max-tokens", type=click.IntRange(2), default=32, show_default=True, help="Tokens of an answer at most.")
+@TEMPERATURE
+@click.option("--trials", type=click.IntRange(0), default=50, show_default=True, help="Swaps of a layer that are tried.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the model. The checkpoint's.")
+def layers(
+    model: str,
+    shares: tuple[float, ...],
+    prompts: Path | None,
+    max_tokens: int,
+    temperature: float,
+    trials: int,
+    dtype: str | None,
+) -> None:
+    """Find which layers of MODEL to keep for a share of its pass: as a tier they draft for MODEL without training.
+
+    Half of the prompts are searched by. How often the layers say what MODEL says is measured on the other half.
+
+    \b
+    cascade layers Qwen/Qwen3-8B --share 0.5 --share 0.75 --prompts mine.jsonl
+    """
+    from cascade.engine.layers import shown
+    from cascade.layer_search import LayerSearch
+    from cascade.params import SamplingParams
+    from cascade.prompts import BUILT_IN, read_prompts
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+    table = Table("layers", "kept", "share of a pass", "agrees", box=SIMPLE_HEAD, pad_edge=False)
+    with console.status(f"{model} answers") as status:
+        search = LayerSearch(model, read_prompts(prompts) if prompts else BUILT_IN, params, dtype)
+        for share in sorted(shares, reverse=True):
+            found = search.find(share, trials, status.update)
+            kept = f"{len(found.layers)} of {search.num_layers}"
+            table.add_row(shown(found.layers), kept, f"{found.share:.2f}", f"{found.agreement:.2f}")
+    console.print(table)
+    console.print(f"A tier of them: engine_kwargs: {{layers: [{shown(found.layers)}]}}", markup=False, soft_wrap=True)
 
 
 @click.command()

@@ -22,7 +22,8 @@ KEY_ENV = click.option("--key-env", help="Environment variable with the key of e
 @click.command()
 @click.option("--model", required=True, help="Path or hub id of the model that it shall draft for.")
 @click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder of the result.")
-@click.option("--cost", required=True, type=float, help="Share of the model's pass that one of the result takes, such as 0.1.")
+@click.option("--cost", type=float, help="Share of the model's pass that one of the result takes, such as 0.1.")
+@click.option("--layers", help="In place of a cost, layers that the result is made of, such as 0-11,20-31; see cascade layers.")
 @click.option(
     "--data", multiple=True, type=click.Path(path_type=Path), help="Text to learn from; repeat. MODEL writes it if none."
 )
@@ -37,7 +38,14 @@ KEY_ENV = click.option("--key-env", help="Environment variable with the key of e
 @click.option("--max-len", type=click.IntRange(64), default=512, show_default=True, help="Tokens of a text at most.")
 @click.option("--device", help="Such as cuda:0. The GPU if there is one.")
 def distill(
-    model: str, out: Path, data: tuple[Path, ...], start: Path | None, work: Path | None, device: str | None, **plan: Any
+    model: str,
+    out: Path,
+    layers: str | None,
+    data: tuple[Path, ...],
+    start: Path | None,
+    work: Path | None,
+    device: str | None,
+    **options: Any,
 ) -> None:
     """Cut a student out of MODEL, and train it on text that MODEL writes by itself, until it says the same as often as it can.
 
@@ -46,10 +54,12 @@ def distill(
     \b
     cascade distill --model HuggingFaceTB/SmolLM2-1.7B-Instruct --out tiny --cost 0.1
     """
+    from cascade.engine.layers import numbers
     from cascade.training import recipe
 
+    plan = recipe.Plan(layers=() if layers is None else numbers(layers), **options)
     work = work or out.with_name(out.name + ".work")
-    run = recipe.Distillation(model, out, recipe.Plan(**plan), work=work, data=data, start=start, device=device)
+    run = recipe.Distillation(model, out, plan, work=work, data=data, start=start, device=device)
     last = 0.0
     with console.status("") as status:
 

@@ -1,7 +1,7 @@
 """What a checkpoint holds, told from its configuration and the headers of its files, before any weight is read."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,20 +42,22 @@ def anatomy(
     quantization: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    layers: Sequence[int] = (),
     sizes_only: bool = False,
 ) -> Anatomy:
-    """What the model of a path or hub id will be like; raises `ModelError` if it is damaged or cannot be served.
+    """What the model of a path or hub id will be like, or some of its ``layers``; raises `ModelError` if it is damaged or
+    cannot be served.
 
     With ``sizes_only`` it may be a model that only another engine can serve. Without a ``dtype`` it is the checkpoint's, see
     `held_dtype`.
     """
-    config = read_config(source, revision=revision, trust_remote_code=trust_remote_code)
+    config = read_config(source, revision=revision, trust_remote_code=trust_remote_code, layers=layers)
     folder = Path(described(source))
     if folder.is_dir():
         check_files(folder)
     text = config.get_text_config()
     saved = text.dtype if isinstance(getattr(text, "dtype", None), torch.dtype) else torch.float32
-    network = _skeleton(config, source, trust_remote_code)
+    network = skeleton(config, source, trust_remote_code)
     chosen = DTYPES[dtype] if dtype else saved
     if dtype is None and device is not None and getattr(config, "quantization_config", None) is None:  # which needs its own
         chosen = held_dtype(saved, device)
@@ -99,7 +101,7 @@ def shards(folder: Path) -> Iterator[Path]:
         yield folder / SINGLE
 
 
-def _skeleton(config: PreTrainedConfig, source: str, trust_remote_code: bool) -> PreTrainedModel:
+def skeleton(config: PreTrainedConfig, source: str, trust_remote_code: bool) -> PreTrainedModel:
     """The network without memory for weights, in bfloat16, which all kernels accept."""
     try:
         with torch.device("meta"):

@@ -16,6 +16,7 @@ from cascade.engine.loading import load
 from cascade.engine.model_config import context_len, unlike_attention
 from cascade.engine.network.attention import ATTENTION, Native
 from cascade.engine.network.contiguous import Attention, Contiguous
+from cascade.engine.network.cut import cut, stack
 from cascade.engine.network.llama import Llama, is_written_out
 from cascade.engine.network.products import keeps_bits, multiply_row_by_row
 from cascade.engine.network.survey import Survey, agree, probe_texts
@@ -60,7 +61,7 @@ class Model(Runs):
         devices.add_exactly(self.device)
         self.vocab_size = 0  # rows of the output embedding, padding included
         self.bytes_per_token = 0
-        self._windows: dict[int, int | None] = {}  # by layer, see `cascade.engine.network.survey.Survey`
+        self._seen = Survey()  # of its layers
         self._busy = threading.Lock()  # tiers may share a model, and its passes share memory
         self._llama: Llama | None = None  # runs passes in place of the network
         self._owned = owned
@@ -85,14 +86,31 @@ class Model(Runs):
         device: str | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
+        layers: Sequence[int] = (),
         **options: Any,
     ) -> Self:
         """Load from a path or the hub, to the GPU if there is one; raises `ModelError`.
 
-        ``dtype`` is the checkpoint's, or float32 on processors without bfloat16, see `load`; ``options`` are the model's own.
+        ``dtype`` is the checkpoint's, or float32 on processors without bfloat16, see `load`, as for ``layers``; ``options``
+        are the model's own.
         """
-        network = load(source, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code)
-        return cls(network, owned=True, **options)
+        known: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code, "layers": layers}
+        return cls(load(source, dtype=dtype, device=device, **known), owned=True, **options)
+
+    def cut(self, layers: Sequence[int], *, cache_tokens: int | None = None) -> Self:
+        """A model of ``layers`` of this one, on the same weights; raises `ModelError` if it has not all of them.
+
+        There is memory for ``cache_tokens`` positions, by default for as many as this one has. Both may run at once.
+        """
+        other = copy.copy(self)
+        other._network = cut(self._network, layers)
+        other._llama = None if self._llama is None else self._llama.cut(layers)
+        other._seen = self._seen.cut(layers)
+        other._attention = Native(other._seen, self.dtype) if isinstance(self._attention, Native) else self._attention
+        other._busy = threading.Lock()
+        other._replay(probe_texts(self.vocab_size))
+        other.cache_tokens = cache_tokens or self.cache_tokens
+        return other
 
     @property
     def context_len(self) -> int:
@@ -109,6 +127,13 @@ class Model(Runs):
     @property
     def num_parameters(self) -> int:
         return int(self._network.num_parameters())
+
+    @property
+    def weights_read(self) -> tuple[int, int, int]:
+        """How many layers it has, and weights that a pass reads of each and of the output embedding, on the average."""
+        layers, head = stack(self._network), self._network.get_output_embeddings()
+        count = sum(part.numel() for part in layers.parameters())
+        return len(layers), count // len(layers), sum(part.numel() for part in head.parameters())
 
     def close(self) -> None:
         """Nothing runs outside this process."""
@@ -143,7 +168,7 @@ class Model(Runs):
         packed = Packed.of(rows)
         # one copy to the device for all three
         sent = torch.tensor(packed.tokens + packed.positions + packed.keep).to(self.device, non_blocking=True)
-        n, plan = len(packed.tokens), self._attention.plan(packed.spans, self._windows)
+        n, plan = len(packed.tokens), self._attention.plan(packed.spans, self._seen.windows)
         return self._forward(sent[:n], sent[n : 2 * n], sent[2 * n :], plan)
 
     def _forward(self, ids: Tensor, positions: Tensor, keep: Tensor, cascade_pass: Any) -> Tensor:
@@ -243,10 +268,9 @@ class Model(Runs):
 
     def _choose_attention(self) -> None:
         """How keys and values are held and attended to, and what runs in a pass."""
-        network, seen = self._network, Survey.of(self._network)
-        self._windows = seen.windows
+        network, self._seen = self._network, Survey.of(self._network)
         if self._attention is None:
-            self._attention = Native(seen, self.dtype) if self.device.type == "cpu" else Contiguous()
+            self._attention = Native(self._seen, self.dtype) if self.device.type == "cpu" else Contiguous()
             if is_written_out(network):
                 self._llama = Llama(network, owned=self._owned)
         network.set_attn_implementation(ATTENTION)

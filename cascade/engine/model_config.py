@@ -1,8 +1,11 @@
 """What the configuration of a model says. Imports no code of models, which would take seconds."""
 
+from collections.abc import Sequence
+
 from transformers import AutoConfig, PreTrainedConfig
 
 from cascade.engine.gguf import described
+from cascade.engine.layers import cut_config
 from cascade.engine.tokenizer import check_source
 from cascade.errors import ModelError, reason
 
@@ -10,14 +13,17 @@ NO_LIMIT = 2**20  # positions of a model that names none
 LAYER_TYPES = {"full_attention", "sliding_attention"}  # the types that are served
 
 
-def read_config(source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The configuration of a folder, a GGUF file or a hub id; raises `ModelError`."""
+def read_config(
+    source: str, *, revision: str | None = None, trust_remote_code: bool = False, layers: Sequence[int] = ()
+) -> PreTrainedConfig:
+    """The configuration of a folder, a GGUF file or a hub id, or that of some of its ``layers``; raises `ModelError`."""
     folder = described(source)
     check_source(folder)
     try:
-        return AutoConfig.from_pretrained(folder, revision=revision, trust_remote_code=trust_remote_code)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # a library or downloaded code may raise anything
         raise ModelError(f"{source!r} has no readable config: {reason(error)}") from error
+    return cut_config(config, layers) if layers else config
 
 
 def unlike_attention(config: PreTrainedConfig) -> str | None:

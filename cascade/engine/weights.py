@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import get_safetensors_metadata, snapshot_download
@@ -43,6 +44,21 @@ def read(source: str) -> dict[str, Tensor]:
     return weights
 
 
+@contextmanager
+def unread(source: str, revision: str | None = None) -> Iterator[dict[str, Any]]:
+    """All tensors of a path or hub id by name, of safetensors files as slices that are not read yet; raises `ModelError`."""
+    weights: dict[str, Any] = {}
+    with ExitStack() as opened:
+        with model_errors(f"No weights can be loaded from {source!r}"):
+            for file in _files(fetched(source, revision)):
+                if file.suffix == SUFFIX:
+                    parts = opened.enter_context(safe_open(file, framework="pt"))
+                    weights |= {name: parts.get_slice(name) for name in parts.keys()}  # noqa: SIM118  # no mapping
+                else:
+                    weights |= torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        yield weights
+
+
 def shapes(source: str) -> dict[str, tuple[int, ...]]:
     """Shapes of all tensors of a path or hub id by name, from the headers of its files; raises `ModelError`."""
     with model_errors(f"The weights of {source!r} cannot be read"):
@@ -69,10 +85,10 @@ def _shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
         return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118  # no mapping
 
 
-def fetched(source: str) -> Path:
+def fetched(source: str, revision: str | None = None) -> Path:
     """The folder of a path, or of a hub id's files, which are fetched; raises `ModelError` if one is damaged."""
     check_source(source)
-    local = Path(source if is_local(source) else snapshot_download(source, allow_patterns=PATTERNS))
+    local = Path(source if is_local(source) else snapshot_download(source, revision=revision, allow_patterns=PATTERNS))
     check_files(local)
     return local
 

@@ -89,6 +89,8 @@ def _obstacles(engines: Mapping[str, EngineKwargs]) -> dict[str, str]:
         if engine.quantization is not None:
             method = engine.quantization
             reasons[name] = f"whose quantization is {method!r}, and learnt weights are not quantized: remove one of the two"
+        elif engine.layers:
+            reasons[name] = "which is some layers of its model, and learns nothing by itself: remove its layers or the name"
         elif engine.lora_modules:
             reasons[name] = "whose adapters would not fit new weights: remove them or the name"
         elif any(spec.reads for spec in engine.drafters):

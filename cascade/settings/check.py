@@ -90,6 +90,7 @@ def _need(tier: TierConfig) -> Need:
             dtype=engine.dtype,
             device=None if device in ACCELERATORS else torch.device(device),
             quantization=engine.quantization,
+            layers=engine.layers or (),
             sizes_only=runs_on != "cascade",
             **_hub(tier),
         )
@@ -225,7 +226,7 @@ def _tokenizer(tier: TierConfig) -> Tokenizer:
 
 def _config(tier: TierConfig) -> PreTrainedConfig:
     with _naming(f"The model of tier {tier.name}"):
-        return read_config(tier.model_loading_config.source, **_hub(tier))
+        return read_config(tier.model_loading_config.source, layers=tier.engine_kwargs.layers or (), **_hub(tier))
 
 
 def _hub(tier: TierConfig) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from cascade import family
 from cascade.drafters import AUTO, DrafterSpec, head_of, specs
 from cascade.engine import vllm
 from cascade.engine.generation import AUTO as AUTO_CONFIG
+from cascade.engine.layers import numbers, shown
 from cascade.errors import ModelError, reason
 from cascade.settings.section import Count, Section, Text, did_you_mean
 
@@ -89,6 +90,11 @@ def _listed(chosen: Any) -> Any:
     return [{"kind": spec} if isinstance(spec, str) else spec for spec in several]
 
 
+def _numbered(chosen: Any) -> Any:
+    """Layers may be named by spans, or as how many of the first."""
+    return None if chosen is None else numbers(chosen)
+
+
 class EngineKwargs(Section):
     """How a replica runs its model. On vLLM it also takes vLLM's engine arguments, by their own names."""
 
@@ -104,6 +110,9 @@ class EngineKwargs(Section):
     generation_config: Text = AUTO_CONFIG
     revision: str | None = None  # branch, tag or commit of a model on the hub
     trust_remote_code: bool = False  # run code that comes with a model of the hub
+    # the layers that the tier keeps of its model, with the final norm and the output embedding: `[0-11, 20-31]`, or how many of
+    # the first; all if not given
+    layers: Annotated[tuple[Annotated[int, Field(ge=0)], ...] | None, BeforeValidator(_numbered)] = None
     quantization: str | None = None  # vLLM's method that quantises weights while they load; quantised checkpoints need none
     # LoRA adapters by name, for vLLM alone: paths or hub ids. Requests name those of the full tier; a lower tier drafts with
     # its own of that name
@@ -128,6 +137,8 @@ class EngineKwargs(Section):
             raise ValueError(f"lora_modules are given and lora_path is {self.lora_path!r}: remove one of the two")
         if (head := head_of(self.drafters)) and (beside := self._unlike_heads):
             raise ValueError(f"drafter is {head.kind!r} and {beside}, which do not go together: remove one of the two")
+        if self.layers and (beside := self._unlike_layers):
+            raise ValueError(f"layers are {shown(self.layers)} and {beside}, which do not go together: remove one of the two")
         if self.plugin:  # a plug-in knows what else it takes
             if head:
                 raise ValueError(f"drafter is {head.kind!r}, which only vLLM can do: set engine to 'vllm', or remove it")
@@ -160,6 +171,16 @@ class EngineKwargs(Section):
         """What is given that no tier with a head has, in words; "" if nothing is."""
         ranks = f"tensor_parallel_size is {self.tensor_parallel_size}" if self.tensor_parallel_size > 1 else ""
         return self._adapted or ranks
+
+    @property
+    def _unlike_layers(self) -> str:
+        """What is given that no tier of some of a model's layers has, in words; "" if nothing is."""
+        if head := head_of(self.drafters):
+            return f"drafter is {head.kind!r}"
+        if self.plugin:
+            return f"engine is {self.engine!r}"
+        name = next((name for name in ("hf_overrides", "load_format") if name in (self.model_extra or {})), None)
+        return self._adapted or (f"{name} is given" if name else "")
 
     @property
     def _only_ours(self) -> str:

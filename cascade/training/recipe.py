@@ -13,7 +13,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +38,7 @@ BEFORE_ANSWERS = 2 / 3  # the share of the learning that is done before answers 
 MAX_SHARDS = 400  # 20 M tokens and 4 GB with what the teacher says of them
 JUDGED_SHARDS = 4  # shards whose held-out texts tell the agreement
 SHORTEST_ANSWER = 4  # tokens
-# of a student that has learnt before: larger steps, and Muon, made it worse at first (docs/log.md)
+# of a student that has learnt before, or is layers of its teacher: larger steps, and Muon, made it worse at first (docs/log.md)
 TRAINED_ON = Schedule(adam_lr=1e-4, muon_lr=0.0, tokens=1024, warmup_steps=10, decay_share=0.6)
 SPENT = "spent.json"  # seconds of writing into each folder of the work folder
 
@@ -47,13 +47,16 @@ SPENT = "spent.json"  # seconds of writing into each folder of the work folder
 class Plan:
     """What is made, and in how much time. Raises `ConfigError`."""
 
-    cost: float  # share of the teacher's pass
+    cost: float | None = None  # share of the teacher's pass
+    layers: tuple[int, ...] = ()  # of the teacher, which the student is in place of a share: as wide, with all tokens
     hours: float = 8.0
     max_len: int = 512  # tokens of a text
     rows: int = 128  # texts written at a time
 
     def __post_init__(self) -> None:
-        if not 0 < self.cost < 1:
+        if (self.cost is None) != bool(self.layers):
+            raise ConfigError("give either cost, the share of the model's pass, or layers, which the student is to be made of")
+        if self.cost is not None and not 0 < self.cost < 1:
             raise ConfigError(
                 f"cost is {self.cost:g}: it is the share of the model's pass that the student's takes, such as 0.1"
             )
@@ -94,7 +97,7 @@ class Distillation:
         self.teacher.set_attn_implementation(CAUSAL)
         self.plan, self._out, self._work, self._source = plan, out, work, source
         self._data, self._start = data, start
-        self.shape = Shape.costing(self.teacher.config, plan.cost) if start is None else self._shape_of(start)
+        self.shape = self._planned(plan) if start is None else self._shape_of(start)
         self._texts, self._answers = work / "text", work / f"{out.name}.answers"
         self._checkpoint = work / f"{out.name}.pt"
         self._check_work()
@@ -206,7 +209,11 @@ class Distillation:
     def _begin(self) -> Run:
         shards = self._judged()
         if self._start is not None:
-            student = LlamaForCausalLM.from_pretrained(self._start, dtype=torch.float32).to(self.teacher.device)
+            student: PreTrainedModel = LlamaForCausalLM.from_pretrained(self._start, dtype=torch.float32).to(
+                self.teacher.device
+            )
+        elif self.plan.layers:
+            student = load(self._source, dtype="float32", device=str(self.teacher.device), layers=self.plan.layers)
         else:
             texts = next(batches(shards[0], range(shards[0].num_texts), 16_384))
             self.teacher.set_attn_implementation(CAUSAL)
@@ -214,10 +221,16 @@ class Distillation:
         predicted = self._predicted_tokens() if self.shape.vocab_size < student.config.vocab_size else None
         if predicted is not None:
             student.config.draft_vocab_size = len(predicted)
-        run = Run(student.train(), predicted, Schedule() if self._start is None else TRAINED_ON)
+        new = self._start is None and not self.plan.layers
+        run = Run(student.train(), predicted, Schedule() if new else TRAINED_ON)
         if self._checkpoint.exists():
             run.resume(self._checkpoint)
         return run
+
+    def _planned(self, plan: Plan) -> Shape:
+        if plan.cost is not None:
+            return Shape.costing(self.teacher.config, plan.cost)
+        return replace(Shape.whole(self.teacher.config), layers=plan.layers)
 
     def _shape_of(self, start: Path) -> Shape:
         """The shape of an earlier student; which layers it began as is not known any more."""

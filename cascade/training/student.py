@@ -35,6 +35,11 @@ class Shape:
     vocab_size: int  # tokens that it predicts
 
     @classmethod
+    def whole(cls, teacher: PreTrainedConfig) -> "Shape":
+        """That of the teacher."""
+        return cls(teacher.hidden_size, teacher.intermediate_size, tuple(range(teacher.num_hidden_layers)), teacher.vocab_size)
+
+    @classmethod
     def costing(cls, teacher: PreTrainedConfig, cost: float) -> "Shape":
         """The shape whose pass costs at most the share ``cost`` of the teacher's: as many weights are read for a token.
 
@@ -42,7 +47,7 @@ class Shape:
         Width and neurons shrink with about the square root of the share, and layers fill up what is left. Raises `ConfigError`
         if no shape costs so little.
         """
-        total = _weights_read(teacher, _whole(teacher))
+        total = _weights_read(teacher, Shape.whole(teacher))
         predicted = -(-teacher.vocab_size // VOCAB_SHARE)
         unit = math.lcm(teacher.num_attention_heads, ALIGNED)  # Transformers wants widths that heads divide
         wanted, neurons = WIDER * teacher.hidden_size * cost**0.5, teacher.intermediate_size * cost**0.5
@@ -57,11 +62,7 @@ class Shape:
 
 def cost(teacher: PreTrainedConfig, shape: Shape) -> float:
     """The share of the teacher's weights that a pass of the student reads for a token."""
-    return _weights_read(teacher, shape) / _weights_read(teacher, _whole(teacher))
-
-
-def _whole(teacher: PreTrainedConfig) -> Shape:
-    return Shape(teacher.hidden_size, teacher.intermediate_size, tuple(range(teacher.num_hidden_layers)), teacher.vocab_size)
+    return _weights_read(teacher, shape) / _weights_read(teacher, Shape.whole(teacher))
 
 
 def spread(num_layers: int, kept: int) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from cascade.engine.published_tokenizer import pretrained
 from cascade.errors import ConfigError
+from cascade.settings.check import needs, verify
 from cascade.settings.config import CascadeConfig
 from deployments import app, ray_compat
 from deployments.app import ENVIRONMENT, SURGE_PERCENT, build, parse, tier_options
@@ -110,6 +111,22 @@ WRONG: dict[str, tuple[Any, str]] = {
     "read learning": (
         learning("tiny", drafter={"kind": "eagle3", "source": "a/b"}),
         r"names 'tiny', whose head would not fit new weights",
+    ),
+    "layers of nobody": (engine(layers=0), r"engine_kwargs\.layers is 0: there are no layers: give those to keep"),
+    "layers twice": (engine(layers=["0-4", "3-6"]), r"layers: '3-6' overlaps with layers before it"),
+    "layers and a head": (
+        engine(layers=8, drafter={"kind": "eagle3", "source": "a/b"}),
+        r"layers are 0-7 and drafter is 'eagle3', which do not go together: remove one of the two",
+    ),
+    "layers and adapters": (engine(layers=[0, "2-3"], lora_path="x"), r"layers are 0,2-3 and lora_path is 'x', which do not"),
+    "layers of an engine of one's own": (engine(layers=8, engine="a.module:load"), r"layers are 0-7 and engine is 'a.module:l"),
+    "layers that vLLM is to change": (
+        engine(layers=8, engine="vllm", hf_overrides={"x": 1}),
+        r"layers are 0-7 and hf_overrides is given, which do not go together",
+    ),
+    "layers that learn": (
+        learning("tiny", layers=8),
+        r"names 'tiny', which is some layers of its model, and learns nothing by",
     ),
     "key for nothing": (
         {"tiers": [tier("tiny"), tier("full")], "alignment": {"folder": "/shared", "key_env": "KEY"}},
@@ -350,6 +367,21 @@ def test_tiers_that_belong_together_are_taken(folder: Path) -> None:
     plain, short = str(folder / "plain"), str(folder / "short")
     for values in (trio(plain, plain), trio(short, plain), trio(short, plain, max_model_len=32)):
         assert len(deployments(values)) == 3
+
+
+@pytest.mark.parametrize("engine", ["cascade", "vllm"])
+def test_layers_that_a_model_has_not_are_refused(folder: Path, engine: str) -> None:
+    """Guards the start of a server: layers of a larger model are told before anything starts; a model's own are taken."""
+
+    def parsed(layers: Any) -> CascadeConfig:
+        values = trio(str(folder / "plain"), str(folder / "plain"))
+        values["tiers"][0]["engine_kwargs"] = {"layers": layers, "engine": engine}
+        return CascadeConfig.parse(values)
+
+    whole, part = needs(parsed(["0-1"]))[::-1]
+    assert part.anatomy.parameters < whole.anatomy.parameters
+    with pytest.raises(ConfigError, match=r"tier t0 cannot be used: layers are 0-40, and the model has \d+: they go from 0 to"):
+        verify(parsed(["0-40"]))
 
 
 APART: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {  # folders of models, more of the configuration, words

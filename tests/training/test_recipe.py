@@ -29,8 +29,8 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def distill(teacher: str, out: Path, *more: str) -> str:
-    command = ["distill", "--model", teacher, "--out", str(out), "--cost", "0.6", "--rows", "16", "--max-len", "64", *more]
+def distill(teacher: str, out: Path, *more: str, size: tuple[str, str] = ("--cost", "0.6")) -> str:
+    command = ["distill", "--model", teacher, "--out", str(out), *size, "--rows", "16", "--max-len", "64", *more]
     result = CliRunner().invoke(main, command)
     assert result.exit_code == 0, result.output
     return result.output
@@ -78,6 +78,31 @@ def test_an_earlier_student_goes_on_with_given_text(teacher: str, tmp_path: Path
     assert "of the given files" in card
     one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / name).config for name in ("one", "two"))
     assert (one.hidden_size, one.num_hidden_layers) == (two.hidden_size, two.num_hidden_layers)
+
+
+def test_layers_are_healed(teacher: str, tmp_path: Path) -> None:
+    """Guards layers of a model that learn to do without the others: they begin as what they are, with all tokens."""
+    data = tmp_path / "data.txt"
+    data.write_text("def f(x):\n    return x\n" * 400)
+    distill(teacher, tmp_path / "cut", "--hours", "0.001", "--data", str(data), size=("--layers", "0,2"))
+    assert "it began as | layers 0, 2 of the teacher" in (tmp_path / "cut" / "README.md").read_text()
+    student, whole = (AutoModelForCausalLM.from_pretrained(folder) for folder in (tmp_path / "cut", teacher))
+    assert student.config.num_hidden_layers == 2
+    for place, layer in enumerate((0, 2)):
+        one, other = (
+            network.model.layers[at].mlp.down_proj.weight.float() for network, at in ((student, place), (whole, layer))
+        )
+        assert torch.cosine_similarity(one.flatten(), other.flatten(), 0) > 0.99
+        assert not torch.equal(one, other)
+
+
+def test_a_size_is_given_once(teacher: str, tmp_path: Path) -> None:
+    """Guards against a cost that layers overrule."""
+    result = CliRunner().invoke(
+        main, ["distill", "--model", teacher, "--out", str(tmp_path / "s"), "--layers", "0-1", "--cost", "1"]
+    )
+    assert result.exit_code == 1
+    assert "give either cost" in result.output
 
 
 def test_work_of_another_model_is_refused(teacher: str, tmp_path: Path) -> None:

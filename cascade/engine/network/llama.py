@@ -11,8 +11,9 @@ Calling a kernel from Python takes longer than a kernel of a small pass runs. So
 values are, is put into it.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -132,6 +133,13 @@ class Llama:
         if owned and linear.weight is not self._embedding:
             linear.to("meta")
         self._workspace: Workspace | None = None
+
+    def cut(self, layers: Sequence[int]) -> "Llama":
+        """One of ``layers`` of this one, on the same weights."""
+        other = copy.copy(self)
+        other.layers = [replace(self.layers[layer], number=place) for place, layer in enumerate(layers)]
+        other._workspace = None
+        return other
 
     def __call__(self, ids: Tensor, positions: Tensor, keep: Tensor, planned: NativePass) -> Tensor:
         """Logits ``[kept, vocab_size]`` of those tokens at ``keep`` of ``[tokens]``."""

@@ -1,6 +1,6 @@
 """What the layers of a network attend to, found out by a forward with an attention function that takes notes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -40,6 +40,12 @@ class Survey:
         if survey.strange:
             raise ModelError("it has layers that are neither full nor sliding attention")
         return survey
+
+    def cut(self, layers: Sequence[int]) -> "Survey":
+        """That of a network of ``layers`` of this one's."""
+        places = dict(enumerate(layers))
+        heads = {place: self.heads[layer] for place, layer in places.items()}
+        return Survey({place: self.windows[layer] for place, layer in places.items()}, self.strange, heads)
 
 
 def survey(

@@ -8,6 +8,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,15 +21,16 @@ from cascade.engine.devices import HOST_SHARE, UTILIZATION
 from cascade.engine.draft_vocab import draft_ids
 from cascade.engine.draft_vocab import tokens as draft_tokens
 from cascade.engine.gguf import converted
+from cascade.engine.layers import shown
 from cascade.engine.memory import GIB, host_memory
 from cascade.engine.model_config import read_config
 from cascade.engine.sampling.processors import report
 from cascade.engine.scoring import Packed, Report, asked, scored, unpacked
 from cascade.engine.trees import run_trees
-from cascade.engine.vllm import batch_invariant, installed
+from cascade.engine.vllm import batch_invariant, installed, with_layers
 from cascade.engine.vllm.blocks import RESERVED, Blocks, PagedCache
 from cascade.engine.vllm.heads import readers, reading, speculative_config, with_drafts
-from cascade.engine.vllm.worker import Batch, Coming, Facts
+from cascade.engine.vllm.worker import LAYERS, Batch, Coming, Facts
 from cascade.engine.weights import shapes
 from cascade.errors import ConfigError, InvalidRequest, ModelError, reason
 from cascade.scorer import Row, Runs, Scored
@@ -42,6 +44,7 @@ CHOSEN = {  # engine arguments that a tier sets
     "disable_hybrid_kv_cache_manager": True,
     "disable_log_stats": True,
 }
+LOADING_LAYERS = "cascade.engine.vllm.loader.CascadeWorker"  # the same worker, where layers are read
 BESIDE = 2 * GIB  # of a GPU that several models share, for the context, passes and graphs of each
 LEAST_CACHE = GIB // 4  # for keys and values: with less a tier is of no use
 TIED = {"lm_head.weight"}  # a checkpoint may leave it out
@@ -105,6 +108,7 @@ class VllmModel(Runs):
         most: int = 16,
         draft: bool = False,
         drafter: DrafterSpec | None = None,
+        layers: Sequence[int] = (),
         options: Mapping[str, Any] | None = None,
     ) -> None:
         """Load from a path or the hub; raises `ModelError` if vLLM cannot, and `ConfigError` if it is not installed.
@@ -113,8 +117,8 @@ class VllmModel(Runs):
         are paths or hub ids of LoRA adapters, by the names that `SamplingParams.adapter` has. Those of ``folder`` are loaded by
         the first pass that needs them, ``most`` at a time, from the folder's copies. A ``draft`` model says its draft
         vocabulary alone, and scores rows of an adapter that it has not without one. ``drafter`` is a head that guesses after
-        its texts. ``options`` are vLLM's engine arguments by their own names (``dtype``, ``quantization``, ``max_model_len``,
-        ...), see `check_options`.
+        its texts. Weights of other layers than ``layers`` are not read. ``options`` are vLLM's engine arguments by their own
+        names (``dtype``, ``quantization``, ``max_model_len``, ...), see `check_options`.
         """
         options = dict(options or {})
         check_options(options)
@@ -123,9 +127,13 @@ class VllmModel(Runs):
         self._most = len(adapters or ()) if folder is None else most
         self._source = converted(source)
         self.drafter = "" if drafter is None else drafter.kind
+        if drafter is not None and layers:
+            raise ConfigError(
+                f"layers are {shown(layers)} and drafter is {drafter.kind!r}, which reads all: remove one of the two"
+            )
         if drafter is not None:
             options["speculative_config"] = speculative_config(drafter, self._source)
-        self._engine = _start(self._source, cache_tokens, options, self._most)
+        self._engine = _start(self._source, cache_tokens, options, self._most, layers)
         self._busy = threading.Lock()  # of the workers, which answer one call after the other
         _running.append(self._engine)
         facts: Facts = self._engine.collective_rpc("cascade_facts")[0]
@@ -322,7 +330,9 @@ def _shut_down(engine: Any) -> None:
         _closed.clear()
 
 
-def _start(source: str, cache_tokens: int | None, options: dict[str, Any], num_adapters: int) -> Any:
+def _start(
+    source: str, cache_tokens: int | None, options: dict[str, Any], num_adapters: int, layers: Sequence[int] = ()
+) -> Any:
     """vLLM's engine, of which only the workers are used."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -335,7 +345,8 @@ def _start(source: str, cache_tokens: int | None, options: dict[str, Any], num_a
         share = options.get("gpu_memory_utilization", 1.0)
         if current_platform.is_cuda() and share < UTILIZATION and "kv_cache_memory_bytes" not in options:
             dtype = options["dtype"] if options.get("dtype") in DTYPES else None  # "auto" is the checkpoint's
-            weights = anatomy(source, dtype=dtype, quantization=options.get("quantization"), sizes_only=True).weight_bytes
+            known: dict[str, Any] = {"dtype": dtype, "quantization": options.get("quantization"), "layers": layers}
+            weights = anatomy(source, sizes_only=True, **known).weight_bytes
             each = weights // options.get("tensor_parallel_size", 1)
             options["kv_cache_memory_bytes"] = cache_bytes(current_platform.get_device_total_memory(), share, each)
         if cache_tokens is not None:
@@ -344,8 +355,11 @@ def _start(source: str, cache_tokens: int | None, options: dict[str, Any], num_a
         if num_adapters:
             # on a CPU, rows without an adapter get the last one: it is empty, and adds nothing
             options |= {"enable_lora": True, "max_loras": num_adapters + current_platform.is_cpu()}
+        if layers:
+            options |= {"load_format": LAYERS, "model_loader_extra_config": {LAYERS: [*layers]}}
+            options |= {"hf_overrides": partial(with_layers, layers=tuple(layers)), "worker_extension_cls": LOADING_LAYERS}
         try:
-            return LLMEngine.from_engine_args(EngineArgs(model=source, **CHOSEN, **options))
+            return LLMEngine.from_engine_args(EngineArgs(model=source, **{**CHOSEN, **options}))
         except torch.OutOfMemoryError as error:
             advice = "lower max_model_len, set quantization, or take a larger device"
             raise ModelError(f"vLLM has no memory for {source!r}: {advice}") from error

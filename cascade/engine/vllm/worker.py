@@ -21,6 +21,7 @@ from cascade.scorer import BLOCK
 # vLLM's forward context is a global of the process, as is what its kernels for CPUs write to meanwhile: tiers that share a
 # process launch their passes one after the other. On a GPU they overlap all the same.
 _PASSING = threading.Lock()
+LAYERS = "cascade_layers"  # vLLM's name of `cascade.engine.vllm.loader.LayersLoader`, and of the layers in its options
 PADDING_SLOT = -1  # tokens that only fill a pass up are written nowhere
 
 

@@ -1,0 +1,69 @@
+"""A model of some of its layers, with its embeddings and its final norm: it drafts for the whole without training.
+
+Zhang et al., Draft & Verify, arXiv 2309.08168; its first layers alone are an early exit. Layers are numbered from 0, and keep
+their order.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from cascade.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig  # takes seconds
+
+Layers: TypeAlias = int | str | Sequence[int | str]  # the first so many, or "0-11,20-31", or [0-11, 20-31] as YAML has it
+
+SPAN = re.compile(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*")
+NUMBERED = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")  # in the name of a layer's weight
+ELSEWHERE = re.compile(r"vis|audio")  # in the name of a weight of a layer that reads no text
+PER_LAYER = "layer"  # in the name of a configuration's list that has an entry for each layer
+
+
+def numbers(given: Layers) -> tuple[int, ...]:
+    """Numbers of the layers that are ``given``, increasing; raises `ConfigError` if they are none, or no layers."""
+    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
+        return tuple(range(given))
+    parts = given.split(",") if isinstance(given, str) else given if isinstance(given, list | tuple) else []
+    found: list[int] = []
+    for part in parts:
+        span = SPAN.fullmatch(str(part))
+        if span is None or int(span[2] or span[1]) < int(span[1]):
+            raise ConfigError(f"{part!r} are no layers: give numbers from 0 on and spans of them, such as [0-11, 20-31]")
+        if found and int(span[1]) <= found[-1]:
+            raise ConfigError(f"{part!r} overlaps with layers before it, or stands behind later ones: give each once, in order")
+        found += range(int(span[1]), int(span[2] or span[1]) + 1)
+    if not found:
+        raise ConfigError("there are no layers: give those to keep, such as [0-11, 20-31], or how many of the first")
+    return tuple(found)
+
+
+def shown(layers: Sequence[int]) -> str:
+    """Such as ``0-11,20-31``."""
+    starts = [layer for layer in layers if layer - 1 not in layers]
+    ends = [layer for layer in layers if layer + 1 not in layers]
+    return ",".join(str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True))
+
+
+def cut_config(config: "PreTrainedConfig", layers: Sequence[int]) -> "PreTrainedConfig":
+    """Let ``config`` describe a model of ``layers``, and return it; raises `ModelError` if the model has not all of them."""
+    text = config.get_text_config()
+    total = int(text.num_hidden_layers)
+    if layers[-1] >= total:
+        raise ModelError(f"layers are {shown(layers)}, and the model has {total}: they go from 0 to {total - 1}")
+    for name, value in vars(text).items():
+        if PER_LAYER in name and isinstance(value, list | tuple) and len(value) == total:
+            setattr(text, name, [value[layer] for layer in layers])
+    text.num_hidden_layers = len(layers)
+    return config
+
+
+def renamed(name: str, layers: Sequence[int]) -> str | None:
+    """What a weight of the whole model is called in one of ``layers``; ``None`` if it belongs to a layer that is left out."""
+    found = NUMBERED.search(name)
+    if found is None or ELSEWHERE.search(name):
+        return name
+    if (number := int(found[1])) not in layers:
+        return None
+    return f"{name[: found.start(1)]}{layers.index(number)}{name[found.end(1) :]}"

@@ -1,0 +1,37 @@
+"""Networks of some layers of another one, on the same weights."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from cascade.engine.layers import cut_config
+from cascade.errors import ModelError
+
+
+def stack(network: PreTrainedModel) -> nn.ModuleList:
+    """The layers of a network; raises `ModelError` if they are not in one list."""
+    total = network.config.get_text_config().num_hidden_layers
+    for part in network.modules():
+        if isinstance(part, nn.ModuleList) and len(part) == total:
+            return part
+    raise ModelError(f"{type(network).__name__} has no list of its {total} layers, of which some could be left out")
+
+
+def cut(network: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
+    """Another network of ``layers`` of this one, whose weights are the same tensors; raises `ModelError`."""
+    memo: dict[int, Any] = {id(part): part for part in (*network.parameters(), *network.buffers())}
+    memo |= {id(made): made for module in network.modules() if (made := vars(module).get("forward")) is not None}
+    other = copy.deepcopy(network, memo)
+    every = stack(other)
+    cut_config(other.config, layers)
+    kept = [every[layer] for layer in layers]
+    del every[:]
+    every.extend(kept)
+    for place, layer in enumerate(kept):
+        for part in layer.modules():
+            if hasattr(part, "layer_idx"):
+                part.layer_idx = place  # type: ignore[assignment]  # no module
+    return other

@@ -1,0 +1,85 @@
+"""Which layers of a model to keep for a share of its pass, so that they say as often as possible what the model says.
+
+Sets of layers are judged along the model's own answers, by how often their own token is the model's (SWIFT, Xia et al., arXiv
+2410.06916, here over whole layers). The search begins with the better of two sets: layers that are evenly spread, and those
+without each of which alone the model changes most. Then it swaps a layer that is kept for one that is not, at random, and stays
+with what is no worse. It reads every second answer; the others tell the agreement.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from cascade.agreement import Written, said, written
+from cascade.engine.model import Model
+from cascade.errors import ConfigError
+from cascade.params import SamplingParams
+from cascade.prompts import Prompt
+from cascade.training.student import spread
+
+LEAST = 2  # answers: one is read, one judges
+Tell = Callable[[str], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Layers of a model as a tier of their own."""
+
+    layers: tuple[int, ...]
+    share: float  # of the weights that a pass of the whole model reads
+    agreement: float  # share of positions of answers that were not searched by
+
+
+class LayerSearch:
+    """A model, and its answers to ``prompts`` with ``params``; seeds number the answers."""
+
+    def __init__(self, source: str, prompts: Sequence[Prompt], params: SamplingParams, dtype: str | None = None) -> None:
+        """Raises `ModelError` if the model cannot be loaded, `ConfigError` if it does not write two answers."""
+        asked = [replace(params, seed=seed) for seed in range(len(prompts))]
+        texts = [(text, own) for text, own in zip(written(source, prompts, asked, dtype), asked, strict=True) if text[1]]
+        if len(texts) < LEAST:
+            raise ConfigError(f"{source} wrote {len(texts)} answers: give more prompts")
+        self._read, self._judged = texts[::2], texts[1::2]
+        self._model = Model.from_pretrained(source, dtype=dtype)
+        self.num_layers, self._layer, self._head = self._model.weights_read
+        self._alone: list[int] = []  # how many tokens are right without each layer
+
+    def find(self, share: float, trials: int, tell: Tell = lambda text: None) -> Found:
+        """Layers whose pass reads at most ``share`` of the weights, after ``trials`` swaps; raises `ConfigError` if none do."""
+        whole, total = self.num_layers, self.num_layers * self._layer + self._head
+        kept = int((share * total - self._head) / self._layer + 1e-9)
+        if not 0 < kept < whole:
+            least, most = ((count * self._layer + self._head) / total for count in (1, whole - 1))
+            raise ConfigError(f"share is {share:g}: some of the {whole} layers take from {least:.2f} to {most:.2f} of a pass")
+        best, right = max(((one, self._right(one)) for one in self._beginnings(kept, tell)), key=lambda pair: pair[1])
+        rng = random.Random(0)
+        for trial in range(trials):
+            tell(f"{kept} of {whole} layers, swap {trial + 1} of {trials}: {right / self._positions:.2f}")
+            out, new = rng.choice(best), rng.choice([layer for layer in range(whole) if layer not in best])
+            other = tuple(sorted({*best, new} - {out}))
+            if (found := self._right(other)) >= right:
+                best, right = other, found
+        return Found(best, (kept * self._layer + self._head) / total, self.agreement(best))
+
+    def agreement(self, layers: Sequence[int]) -> float:
+        """How often these layers' own token is the model's, a share of positions of the answers that are not searched by."""
+        return self._right(layers, self._judged) / sum(len(text[1]) for text, _ in self._judged)
+
+    def _beginnings(self, kept: int, tell: Tell) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        everything = range(self.num_layers)
+        for layer in everything[len(self._alone) :]:
+            tell(f"without layer {layer} of {self.num_layers}")
+            self._alone.append(self._right([one for one in everything if one != layer]))
+        needed = sorted(everything, key=lambda layer: self._alone[layer])[:kept]
+        return spread(self.num_layers, kept), tuple(sorted(needed))
+
+    @property
+    def _positions(self) -> int:
+        return sum(len(text[1]) for text, _ in self._read)
+
+    def _right(self, layers: Sequence[int], texts: Sequence[tuple[Written, SamplingParams]] = ()) -> int:
+        """Positions of ``texts``, by default those to search by, where these layers say what stands there."""
+        chosen = texts or self._read
+        found = said(self._model.cut(layers), [text for text, _ in chosen], [own for _, own in chosen])
+        pairs = zip(found, chosen, strict=True)
+        return sum(near[0].token == token for own, (text, _) in pairs for near, token in zip(own, text[1], strict=True))

@@ -1,0 +1,64 @@
+"""Tiers of some of a model's layers on vLLM: they say what they say on our own engine, and read no other weights."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from cascade import Cascade, ConfigError, SamplingParams, Speculation
+from cascade.drafters import DrafterSpec
+from cascade.engine.model import Model
+from tests import small
+from tests.architectures import build
+
+pytest.importorskip("vllm")
+from cascade.engine.vllm.model import CHOSEN, VllmModel  # needs vLLM beside it
+from tests.vllm.models import ARCHITECTURES, OPTIONS, Pair
+from tests.vllm.test_laws import scores_alike
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+
+KEPT = (0, 2, 3)
+WINDOWS: dict[str, Any] = {
+    "llama": {},
+    "gemma2": {"layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]},
+}
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("llama", 1), ("llama", 2), ("gemma2", 1)])
+def test_layers_score_as_on_our_own_engine(name: str, ranks: int, tmp_path: Path) -> None:
+    """Guards names of weights, windows and every rank; a layer that is left out could not be read, for it is not whole."""
+    network = build(name, num_hidden_layers=4, **ARCHITECTURES[name], **WINDOWS[name])
+    network.config.architectures = [type(network).__name__]
+    network.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    spoiled = {name: part[:1].clone() if ".layers.1." in name else part.clone() for name, part in weights.items()}
+    save_file(spoiled, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    options = {**OPTIONS, "tensor_parallel_size": ranks}
+    model = VllmModel(str(tmp_path), cache_tokens=1024, layers=KEPT, options=options)
+    try:
+        own = Model.from_pretrained(str(tmp_path), dtype="float32", device="cpu", cache_tokens=1024, layers=KEPT)
+        scores_alike(Pair(model, own), seed=len(name), passes=10)
+    finally:
+        model.close()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_cascade_of_layers_has_the_full_models_text(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the promise where a model on vLLM drafts for itself, in one process."""
+    monkeypatch.setitem(CHOSEN, "enforce_eager", True)  # compiling both takes a minute
+    full, params = small.paths()[-1], SamplingParams(temperature=temperature, seed=5, max_tokens=32, ignore_eos=True)
+    prompts = ["def read(path):\n", "import os\n\nclass Shape:\n"]
+    options: dict[str, Any] = {"dtype": "float32", "drafter": None}
+    with Cascade.from_pretrained([full, full], layers={"tiny": 4}, engine="vllm", **options) as cascade:
+        found = cascade.generate(prompts, params, Speculation(tiers=("tiny",)))
+    with Cascade.from_pretrained([full], device="cpu", **options) as own:
+        expected = own.generate(prompts, params)
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+
+
+def test_a_head_reads_all_layers() -> None:
+    """Guards heads, which read layers by number: one sentence before anything is loaded."""
+    with pytest.raises(ConfigError, match="layers are 0-3 and drafter is 'eagle3', which reads all: remove one of the two"):
+        VllmModel("anything", layers=range(4), drafter=DrafterSpec("eagle3", "a/b"), options={"dtype": "float32"})

@@ -79,6 +79,10 @@ family: $(VENV)/.installed         ## a published pair, Qwen2.5-Coder-Instruct 0
 gpu-archives: $(VENV)/.installed   ## what a machine with a GPU and without a network lacks, see benchmarks/gpu
 	$(BIN)/python -m benchmarks.gpu.archives archives
 
+bench-family: family               ## the published pair: agreement, and speed beside vLLM and llama.cpp; the last line is JSON
+	-$(MAKE) --keep-going $(VLLM)/.installed $(LLAMA)/.installed
+	$(BIN)/python -m benchmarks.family
+
 soak: $(VENV)/.installed-dev       ## clients for half an hour: right answers, level memory; the last line is JSON
 	$(BIN)/python -m benchmarks.endurance
 

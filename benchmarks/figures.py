@@ -191,6 +191,31 @@ def trio(cluster: Document) -> str:
     return rows(header, lines)
 
 
+def agreeing(family: Document) -> str:
+    """Share of the larger model's tokens that the smaller one says too, by kind of prompt."""
+    found = {key: {kind: f"{share:.2f}" for kind, share in cell["kinds"].items()} for key, cell in _cells(family, "agreement")}
+    return by_temperature("prompts", found)
+
+
+def ranks(family: Document) -> str:
+    """Where the smaller model is wrong: how often each of its runner-ups is right."""
+    found = {
+        key: {f"runner-up {rank}": f"{share:.2f}" for rank, share in enumerate(cell["ranks"], 1)}
+        for key, cell in _cells(family, "agreement")
+    }
+    return by_temperature("", found)
+
+
+def ways(family: Document) -> str:
+    """Every way to draft with the pair."""
+    found = {key: {f"`{name}`": mode(cell) for name, cell in cells.items()} for key, cells in _cells(family, "modes")}
+    return by_temperature("mode", found)
+
+
+def _cells(family: Document, part: str) -> Iterable[tuple[str, Document]]:
+    return tuple(family.get(part, {}).get("cells", {}).items())
+
+
 def third_tier(document: Document) -> str:
     """Speeds over the full model alone of pairs and of three tiers, and what the third tier adds, simulated."""
     lines = []
@@ -393,6 +418,28 @@ SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # 
         "Computed from logits, except *drawn*: what own tokens with the noise of one seed accept. The error is that of "
         "answers, which all rules share.",
         rules,
+    ),
+    (
+        "A published pair: agreement",
+        "family",
+        "make bench-family",
+        "Share of the positions of answers of 1.5B at which 0.5B says the same token, HumanEval and six kinds of chats.",
+        agreeing,
+    ),
+    (
+        "A published pair: runner-ups",
+        "family",
+        "make bench-family",
+        "Where 0.5B says another token than 1.5B: how often each of its runner-ups is the right one.",
+        ranks,
+    ),
+    (
+        "A published pair: speed",
+        "family",
+        "make bench-family",
+        "HumanEval, one request at a time: tokens per second, and over 1.5B alone. `tiny` is 0.5B on the same cores, `suffix` "
+        "drafts in both tiers.",
+        ways,
     ),
     (
         "Drafters that follow the traffic",

@@ -20,13 +20,13 @@ Case: TypeAlias = tuple[int, Said, int]  # a place in an answer, what 0.5B says 
 def measure(
     models: Sequence[str], prompts: Sequence[Prompt], tokens: int, temperatures: Sequence[float], dtype: str
 ) -> dict[str, Any]:
-    """By temperature."""
-    found = {}
+    """By temperature, below ``cells``."""
+    found: dict[str, Any] = {}
     for temperature in temperatures:
         params = SamplingParams(max_tokens=tokens, temperature=temperature, seed=0)
         found[at(temperature)] = shares(record(models, prompts, params, dtype, RANKS))
         console.print(at(temperature), found[at(temperature)]["kinds"])
-    return found
+    return {"cells": found}
 
 
 def shares(recording: Recording) -> dict[str, Any]:

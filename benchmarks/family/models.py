@@ -57,9 +57,14 @@ def name(size: str) -> str:
     return f"Qwen2.5-Coder-{size}-Instruct"
 
 
+def file_of(size: str) -> Path:
+    """Where the GGUF file of "0.5B" or "1.5B" is, if it came in packages."""
+    return WORK / f"{name(size)}.gguf"
+
+
 def path(size: str) -> str:
     """The folder of "0.5B" or "1.5B", which is fetched where it is not there; raises `ModelError` if it cannot be had."""
-    repository, file = f"Qwen/{name(size)}", WORK / f"{name(size)}.gguf"
+    repository, file = f"Qwen/{name(size)}", file_of(size)
     found = family.cached(repository)
     if found is None and not file.exists():
         found = family.fetched(repository)

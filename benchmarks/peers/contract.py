@@ -8,15 +8,16 @@ from typing import Any, Protocol
 POSITIONS = 2048  # of context, of every engine that asks for a number
 NUM_DRAFTED = 4  # tokens a round of a draft model, where an engine asks for a number
 FLOAT32, BFLOAT16 = "float32", "bfloat16"
+AS_PUBLISHED = "as published"  # of a GGUF file: its own numbers
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Folders of one family, each as Transformers saves a model."""
+    """Models of one family: folders as Transformers saves them, or GGUF files where an engine reads those."""
 
     full: str
     tiny: str
-    medium: str
+    medium: str = ""  # "" of a pair
 
 
 @dataclass(frozen=True, slots=True)

@@ -249,7 +249,8 @@ class Model(Runs):
         network = self._network
         if problem := unlike_attention(network.config):
             raise ModelError(problem)
-        network.set_attn_implementation("eager")  # the one that every network has
+        # every network has "eager", which sums up scores in the network's dtype: too coarse for keys as large as Qwen2.5's
+        network.set_attn_implementation("sdpa" if network._supports_sdpa else "eager")
         texts = probe_texts(network.get_input_embeddings().weight.shape[0])
         expected = network(input_ids=torch.tensor(texts, device=self.device), use_cache=False).logits
         if not expected.isfinite().all():

@@ -218,3 +218,13 @@ def test_drafts_that_overflow_harm_nobody(attention: Callable[[], Attention | No
         held.free()
     found = _logits(model, (model.new_cache(), 0, text))  # in the blocks that the first one had
     torch.testing.assert_close(found, expected[0], rtol=1e-4, atol=1e-4)
+
+
+def test_probe_takes_keys_as_large_as_published_ones() -> None:
+    """Guards Qwen2.5 in bfloat16, which was refused: biases of its keys are in the hundreds, and attention that sums up
+    scores in bfloat16 is far from any that does not."""
+    network = build("qwen2")
+    with torch.no_grad():
+        for layer in network.model.layers:
+            layer.self_attn.k_proj.bias.normal_(0, 200)
+    Model(network.to(torch.bfloat16))

@@ -13,7 +13,7 @@ import llama_cpp
 import numpy as np
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-from benchmarks.peers.contract import FLOAT32, NUM_DRAFTED, POSITIONS, Said, Setup, Turn, num_threads
+from benchmarks.peers.contract import AS_PUBLISHED, FLOAT32, NUM_DRAFTED, POSITIONS, Said, Setup, Turn, num_threads
 from benchmarks.peers.gguf_file import converted
 
 F32 = 0  # of keys and values, in llama.cpp's list of types
@@ -119,7 +119,7 @@ class LlamaCpp:
     def __init__(self, setup: Setup) -> None:
         llama_cpp.llama_backend_init()
         llama_cpp.llama_log_set(_quiet, None)
-        full, tiny = (converted(Path(model), setup.dtype, Path(setup.work)) for model in (setup.models.full, setup.models.tiny))
+        full, tiny = (_file(Path(model), setup) for model in (setup.models.full, setup.models.tiny))
         self._full = Context(full, setup.dtype)
         self._end_ids = set(setup.end_ids)
         self._drafters: dict[str, Drafter] = {"alone": nothing, "lookup": Lookup(), "draft": Draft(Context(tiny, setup.dtype))}
@@ -154,6 +154,23 @@ class LlamaCpp:
         return said
 
     def close(self) -> None: ...
+
+
+def _file(model: Path, setup: Setup) -> Path:
+    """The GGUF file of a folder; a file as it is, or with its numbers widened to bfloat16."""
+    if model.is_dir():
+        return converted(model, setup.dtype, Path(setup.work))
+    if setup.dtype == AS_PUBLISHED:
+        return model
+    target = Path(setup.work) / f"{model.stem}-bfloat16.gguf"
+    if not target.exists():
+        params = llama_cpp.llama_model_quantize_default_params()
+        params.ftype, params.allow_requantize, params.nthread = llama_cpp.LLAMA_FTYPE_MOSTLY_BF16, True, num_threads()
+        unfinished = target.with_suffix(".part")
+        if llama_cpp.llama_model_quantize(str(model).encode(), str(unfinished).encode(), params):
+            raise RuntimeError(f"llama.cpp does not widen {model.name}")
+        unfinished.replace(target)
+    return target
 
 
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]

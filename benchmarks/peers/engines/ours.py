@@ -18,6 +18,7 @@ MODES = {
     "cascade_auto": Speculation(),
     "cascade_suffix": Speculation(tiers=("suffix",)),
     "cascade_tiny": Speculation(tiers=("tiny",)),
+    "cascade_suffix_tiny": Speculation(tiers=("suffix", "tiny")),  # in both tiers
     "cascade_medium": Speculation(tiers=("medium",)),
     "cascade_tiny_medium": Speculation(tiers=("tiny", "medium")),
 }
@@ -29,7 +30,7 @@ class Ours:
     def __init__(self, setup: Setup) -> None:
         self._salts = count()
         self._end_ids = setup.end_ids
-        family = [setup.models.tiny, setup.models.medium, setup.models.full]
+        family = [model for model in (setup.models.tiny, setup.models.medium, setup.models.full) if model]
         alone = all(without_dtype(mode) == "cascade_alone" for mode in setup.modes)
         models = family[-1:] if alone else family
         self._cascade = Cascade.from_pretrained(models, dtype=setup.dtype, drafter=TEXT_DRAFTERS)

@@ -1,0 +1,87 @@
+"""A published pair, Qwen2.5-Coder-Instruct 0.5B and 1.5B in bfloat16, on this machine's processor.
+
+    make family bench-family
+
+Parts: ``agreement`` of 0.5B with 1.5B along its answers; ``modes``: one request at a time, every way to draft in turns;
+``vllm``, ``llama``: the same beside vLLM and llama.cpp, which draft with the same pair; ``long`` prompts. All modes must give
+the same text. A part or a temperature that is not run keeps what an earlier run on the same processor said. The last line is
+JSON; the whole document is kept in ``benchmarks/results/family.json``.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.document import RESULTS, finish, keep, parsed, parser, shape, stamp
+from benchmarks.family import agreement, long, speed
+from benchmarks.family.models import PAIR, WORK, name, path
+from benchmarks.family.prompts import asked, human_eval
+from cascade import family
+
+PARTS = ("agreement", *speed.CONTESTS, "long")
+TEMPERATURES = (0.0, 0.7, 1.0)
+MODEL = "Qwen2.5-Coder-Instruct 0.5B and 1.5B, bfloat16"
+AGREEMENT = 8, 1, 64  # problems of HumanEval, chats of each kind, tokens of an answer at most
+SPEED = 6, 0, 64
+LONG = 3, 0, 48
+QUICK = 1, 1, 8
+
+
+def options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    made = parser("family", "A published pair.", PARTS)
+    made.add_argument("--minutes", type=float, default=5, help="of each contest, after which no round begins (%(default)g)")
+    made.add_argument(
+        "--temperatures", type=float, nargs="+", default=TEMPERATURES, help="others keep what is known of them (%(default)s)"
+    )
+    chosen = parsed(made, arguments)
+    chosen.results = chosen.results or (WORK / "quick.json" if chosen.quick else RESULTS / "family.json")
+    chosen.only = chosen.only or PARTS
+    return chosen
+
+
+def begun(place: Path, models: Sequence[str]) -> dict[str, Any]:
+    """What earlier runs of these models on this processor said."""
+    document = {"model": MODEL} | stamp({name(size): shape(source) for size, source in zip(PAIR, models, strict=True)})
+    earlier: dict[str, Any] = json.loads(place.read_text(encoding="utf-8")) if place.exists() else {}
+    same = all(earlier.get(key) == document[key] for key in ("family", "processor"))
+    return {**earlier, **document} if same else document
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    chosen = options(arguments)
+    models = [path(size) for size in PAIR]
+    for part in chosen.only:
+        problems, kinds, tokens = QUICK if chosen.quick else {"agreement": AGREEMENT, "long": LONG}.get(part, SPEED)
+        prompts = asked(problems, kinds)
+        add = partial(added, chosen.results, models, part, {"prompts": len(prompts), "tokens": tokens})
+        if part == "agreement":
+            add(agreement.measure(models, prompts, tokens, chosen.temperatures, family.DTYPE))
+        elif part == "long":
+            add(long.measure(models, human_eval(), problems, tokens, family.DTYPE))
+        else:
+            speed.measure(part, prompts, tokens, chosen.temperatures, 60 * chosen.minutes, add)
+    document = begun(chosen.results, models)
+    finish(document, {part: headline(part, document[part]["cells"]) for part in chosen.only}, chosen.results)
+
+
+def added(place: Path, models: Sequence[str], part: str, how: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Keep what was found of a part."""
+    document = begun(place, models)
+    cells = document.get(part, {}).get("cells", {}) | found["cells"]
+    keep(document | {part: {**how, **found, "cells": cells}}, place)
+
+
+def headline(part: str, cells: dict[str, Any]) -> dict[str, Any]:
+    """Of each temperature: agreement by kind, or tokens per second by mode."""
+    if part == "agreement":
+        return {temperature: found["kinds"] for temperature, found in cells.items()}
+    if part == "long":
+        return cells
+    return {key: {mode: found["tokens_per_second"] for mode, found in modes.items()} for key, modes in cells.items()}
+
+
+if __name__ == "__main__":
+    main()

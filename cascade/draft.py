@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from operator import lt
 
 
 def num_same(one: Sequence[int], other: Sequence[int]) -> int:
@@ -34,7 +35,8 @@ class Draft:
         assert len(self.confidences) in (0, size)
         if self.parents:
             assert len(self.parents) == size
-            assert all(-1 <= parent < node for node, parent in enumerate(self.parents)), "a node comes after its parent"
+            assert min(self.parents) >= -1
+            assert all(map(lt, self.parents, range(size))), "a node comes after its parent"
             if self.parents == tuple(range(-1, size - 1)):
                 object.__setattr__(self, "parents", ())
 
@@ -172,10 +174,10 @@ class Draft:
         """The draft of some nodes, given by their new places; the first entry is the root, of place -1."""
         nodes = list(places)[1:]
         return Draft(
-            tuple(self.tokens[node] for node in nodes),
-            bytes(self.origins[node] for node in nodes),
-            bytes(self.confidences[node] for node in nodes) if self.confidences else b"",
-            tuple(places[self.parent(node)] for node in nodes),
+            tuple([self.tokens[node] for node in nodes]),
+            bytes([self.origins[node] for node in nodes]),
+            bytes([self.confidences[node] for node in nodes]) if self.confidences else b"",
+            tuple([places[self.parent(node)] for node in nodes]),
         )
 
     def union(self, other: "Draft") -> tuple["Draft", Sequence[int]]:

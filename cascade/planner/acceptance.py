@@ -33,6 +33,7 @@ from cascade.scorer import UNIT
 _GAPS = 9  # kinds of gaps: unknown, then one for each power of two
 _GAP = bytes(gap.bit_length() for gap in range(256))  # the kind of each gap
 _LATER = MAX_RANKS * _GAPS  # kinds of guesses right after the text; those of guesses after others follow
+_LATER_GAP = bytes(_LATER + kind for kind in _GAP)  # the kind of an own token of each gap, after others
 
 
 class Calibrations:
@@ -68,14 +69,13 @@ class Calibration:
 
     def chances(self, draft: Draft) -> list[float]:
         """Chance of each node of a draft that it and all nodes on its path are right."""
-        of_kind = self._chances
-        gaps = draft.confidences.translate(_GAP) if draft.confidences else bytes(len(draft.tokens))
+        of_kind, gaps = self._chances, draft.confidences or bytes(len(draft.tokens))
         if draft.is_line:
-            each = [of_kind[_LATER + gap] for gap in gaps]
-            each[:1] = [of_kind[gap] for gap in gaps[:1]]
+            each = [of_kind[kind] for kind in gaps.translate(_LATER_GAP)]
+            each[:1] = [of_kind[kind] for kind in gaps[:1].translate(_GAP)]
             return list(accumulate(each, mul))
         chances: list[float] = []
-        for parent, rank, gap in zip(draft.parents, draft.ranks, gaps, strict=True):
+        for parent, rank, gap in zip(draft.parents, draft.ranks, gaps.translate(_GAP), strict=True):
             kind = min(rank, MAX_RANKS - 1) * _GAPS + gap
             chances.append(of_kind[kind] if parent < 0 else chances[parent] * of_kind[_LATER + kind])
         return chances

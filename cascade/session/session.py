@@ -234,7 +234,7 @@ class Session:
             self.branches.keep_rejected(start, draft, own, margins, path)
         self.changed_from = min(self.changed_from, start)
         self.text += new
-        self._origins += bytes([pool.origins[node] for node in known])
+        self._origins += pool.origins[: len(known)] if pool.is_line else bytes([pool.origins[node] for node in known])
         if len(known) < len(new):
             wrong = next(iter(pool.children(known[-1] if known else -1)), None)
             self._origins.append(origin(self.level, None if wrong is None else origin_level(pool.origins[wrong])))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeAlias, TypeVar
 
 from cascade.errors import InvalidRequest
-from cascade.messages import Close, Commit, Failed, Message, Open, Proposal, SessionSpec
+from cascade.messages import Commit, Failed, Message, Open, Proposal, SessionSpec
 from cascade.planner.chains import Planner
 from cascade.planner.choice import Policy
 from cascade.planner.cost import Profile
@@ -81,19 +81,18 @@ class Loop(Generic[U]):
 
     def receive(self, message: Message, up: U | None, now: float) -> None:
         """A message from above or below; with an Open comes ``up``, who takes its session's proposals."""
-        if isinstance(message, Open):
+        if isinstance(message, Commit):
+            if message.session in self.slots:  # else it has failed meanwhile
+                self._commit(self.slots[message.session], message, now)
+        elif isinstance(message, Open):
             assert up is not None
             self._open(message, up, now)
         elif isinstance(message, Proposal | Failed):
             lost = self._drafting.receive(message, now)
             if lost is not None:
                 log.info("Tier %s goes on without %s: %s", self._name, *lost)
-        elif message.session not in self.slots:
-            return  # it has failed meanwhile
-        elif isinstance(message, Close):
+        elif message.session in self.slots:  # it closes
             self._leave(self.slots[message.session])
-        else:
-            self._commit(self.slots[message.session], message, now)
 
     def drop(self, up: U) -> None:
         """The one who opened sessions as ``up`` is gone: close them all."""
@@ -231,8 +230,9 @@ class Loop(Generic[U]):
             seconds, slot.since = now - slot.since, now
             commit = slot.session.advance(work, result)
             if commit is not None:
-                self._observe(slot, work, result)
-                self._hint(slot)
+                if slot.drafters:
+                    self._observe(slot, work, result)
+                    self._hint(slot)
                 progress.append(Progress(slot, work, len(commit.tokens), seconds))
                 self._drafting.commit(slot, commit)
         self._unsettled, self._num_sessions = batch, len(self.slots)

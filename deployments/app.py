@@ -26,6 +26,7 @@ from deployments.versions import packages
 
 ROUNDING = 1e-6  # sums of decimal shares are not exact: 3 x 0.2 + 0.3 + 0.1 is more than 1
 LEARNER_END_S = 5.0  # seconds that a learner has to end
+LEARNER_LOOK_S = 2.0  # seconds between two health checks, as of a tier
 SURGE_PERCENT = 20  # rounded up to whole replicas
 RESOURCES = {"num_cpus": "CPU", "num_gpus": "GPU"}  # Ray's names, by the options that ask for them
 
@@ -111,7 +112,8 @@ def _bind_learner(config: CascadeConfig, tiers: dict[str, Any], prefix: str) -> 
             raise ConfigError(f"alignment.num_workers is {num_workers}: `pip install '.[train]'`, or leave it out") from None
         actor = {name: value for name, value in actor.items() if name == "runtime_env"} | {"num_cpus": 0}
     actor = _environment(actor)
-    options = {"name": f"{prefix}learner", "ray_actor_options": actor, "graceful_shutdown_timeout_s": LEARNER_END_S}
+    looks = {"health_check_period_s": LEARNER_LOOK_S, "graceful_shutdown_timeout_s": LEARNER_END_S}
+    options = {"name": f"{prefix}learner", "ray_actor_options": actor, **looks}
     return versioned(_deployment(Learner, options, "alignment"), {"learner": known}).bind(values, tiers)
 
 

@@ -209,7 +209,7 @@ def series(_: str) -> str:
         ["series", "kind", "labels", "of", "meaning", "in vLLM"],
         (
             (
-                f"`{one.on_page.removeprefix(PREFIX)}`",
+                f"`{one.shown.removeprefix(PREFIX)}`",
                 one.kind,
                 ", ".join(f"`{label}`" for label in one.labels),
                 ", ".join(PLACES[place] for place in one.places),

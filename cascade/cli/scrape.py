@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cascade.client.connection import API_KEY, NO_KEY, is_near
 from cascade.errors import Unauthenticated, Unavailable
 
-PREFIX = "cascade_"
+PREFIX = "ray_cascade_"
 TIMEOUT_S = 5.0
 Labels = tuple[tuple[str, str], ...]
 

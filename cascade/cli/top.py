@@ -140,7 +140,7 @@ def _edges(now: Scrape, earlier: Scrape | None, seconds: float | None) -> Table:
     table = Table(name, *rates, "acceptance", title="Edges")
     change = now.since(earlier)
     for series, labels in change.samples:
-        if series == "passes_total":
+        if series == "passes_total" and now.samples[series, labels]:
             names = ("passes_total", "proposed_tokens_total", "accepted_tokens_total")
             passes, proposed, accepted = (change.samples.get((name, labels), 0.0) for name in names)
             edge = dict(labels)

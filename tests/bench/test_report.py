@@ -50,7 +50,7 @@ def test_positions_and_reasons_are_reported(served: House) -> None:
     assert said["undrafted"] == "disabled"
     assert said["first_token_s"] > 0
     assert [edge["accepted_by_position"] for edge in said["edges"]] == [[]]
-    assert b'cascade_undrafted_answers_total{reason="disabled"}' in ask(served, "/metrics")[2]
+    assert b'ray_cascade_undrafted_answers_total{reason="disabled"}' in ask(served, "/metrics")[2]
 
 
 def test_inactive_speculation_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -66,7 +66,7 @@ def test_inactive_speculation_is_said_once(caplog: pytest.LogCaptureFixture) -> 
             answered(why)
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     answered("no_replica")
-    assert "cascade_speculation_active 0.0" in metrics.text().decode()
+    assert "ray_cascade_speculation_active 0.0" in metrics.text().decode()
 
 
 def test_branches_are_reported() -> None:
@@ -97,7 +97,7 @@ def test_branches_are_reported() -> None:
     assert top.prefetched <= top.corrected  # how many depends on the machine; tests/simulation has what depends on nothing
     assert top.proposed_by_position[0] >= top.accepted_by_position[0]
     assert all(edge.runner_ups == (0, 0) for edge in lines.edges)
-    assert 'cascade_corrections_total{drafter="medium",verifier="full"}' in text
+    assert 'ray_cascade_corrections_total{drafter="medium",verifier="full"}' in text
     [edge] = said
     assert sum(edge["proposed_by_rank"]) == edge["proposed"]
     assert edge["prefetched"] <= edge["corrected"]
@@ -150,6 +150,6 @@ def test_answers_count_as_they_ended() -> None:
             client.generate(PROMPT, SamplingParams(max_tokens=3, ignore_eos=True))
         built.settle()
         lines = ask(built, "/metrics")[2].decode().splitlines()
-    said = {line for line in lines if line.startswith("cascade_answers_total")}
+    said = {line for line in lines if line.startswith("ray_cascade_answers_total") and not line.endswith(" 0.0")}
     ends = {"deadline_exceeded": 1, "left": 2, "aborted": 1, "length": 1}
-    assert said == {f'cascade_answers_total{{outcome="{end}"}} {count}.0' for end, count in ends.items()}
+    assert said == {f'ray_cascade_answers_total{{outcome="{end}"}} {count}.0' for end, count in ends.items()}

@@ -22,15 +22,15 @@ from tests.doors import House, house, serving
 from tests.waiting import wait_until
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, seed=1, ignore_eos=True)
-COUNTERS = """# TYPE cascade_answers_total counter
-cascade_answers_total{outcome="length"} 2.0
-cascade_answers_total{outcome="stop"} 3.0
-# TYPE cascade_passes_total counter
-cascade_passes_total{drafter="tiny",verifier="full"} 7.0
-# TYPE cascade_inter_token_latency_seconds histogram
-cascade_inter_token_latency_seconds_bucket{le="+Inf"} 4.0
-cascade_inter_token_latency_seconds_count 4.0
-cascade_inter_token_latency_seconds_sum 2.0
+COUNTERS = """# TYPE ray_cascade_answers_total counter
+ray_cascade_answers_total{outcome="length"} 2.0
+ray_cascade_answers_total{outcome="stop"} 3.0
+# TYPE ray_cascade_passes_total counter
+ray_cascade_passes_total{drafter="tiny",verifier="full"} 7.0
+# TYPE ray_cascade_inter_token_latency_seconds histogram
+ray_cascade_inter_token_latency_seconds_bucket{le="+Inf"} 4.0
+ray_cascade_inter_token_latency_seconds_count 4.0
+ray_cascade_inter_token_latency_seconds_sum 2.0
 """
 
 
@@ -57,7 +57,7 @@ def words(shown: RenderableType) -> set[str]:
 def test_requests_of_now_are_shown() -> None:
     """Guards the names of gauges: requests that ran and waited were shown as none."""
     names = ("num_requests_running", "num_requests_waiting")
-    text = "".join(f"# TYPE cascade_{name} gauge\ncascade_{name} {7 + place}.0\n" for place, name in enumerate(names))
+    text = "".join(f"# TYPE ray_cascade_{name} gauge\nray_cascade_{name} {7 + place}.0\n" for place, name in enumerate(names))
     assert all(name in SERIES for name in names)
     assert {"7", "8"} <= words(view(Frame(0.0, scrape=Scrape.parse(text))))
 

@@ -157,8 +157,8 @@ def test_models_tokenize_health_metrics(served: House, client: OpenAI) -> None:
     status, headers, text = ask(served, "/metrics")
     assert status == 200
     assert headers["content-type"].startswith("text/plain")
-    assert b"cascade_num_requests_running 0.0" in text
-    assert b'cascade_accepted_tokens_total{drafter="medium",verifier="full"}' in text
+    assert b"ray_cascade_num_requests_running 0.0" in text
+    assert b'ray_cascade_accepted_tokens_total{drafter="medium",verifier="full"}' in text
 
 
 BAD: dict[str, tuple[str, Any, int, str]] = {

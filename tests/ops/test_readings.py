@@ -136,9 +136,10 @@ def test_vllms_benchmark_finds_what_drafters_did(served: House) -> None:
 
 
 def test_the_page_is_what_prometheus_reads(served: House) -> None:
-    """Guards the page: every series of routers is on it, with a help line."""
+    """Guards the page: every series of routers is on it, with a help line, and counters are 0 before they count."""
     with urllib.request.urlopen(f"{served.url}/metrics", timeout=LONG_S) as answer:
         text = answer.read().decode()
     for series in SERIES.values():
         if "router" in series.places:
-            assert f"# HELP cascade_{series.name}{'_total' if series.kind == 'counter' else ''} {series.help}" in text
+            assert series.kind != "counter" or "position" in series.labels or f"\n{series.shown}" in text, series.name
+            assert f"# HELP ray_cascade_{series.name}{'_total' if series.kind == 'counter' else ''} {series.help}" in text

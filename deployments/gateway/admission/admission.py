@@ -16,7 +16,7 @@ from cascade.tier.scheduler import PRIORITY_S
 from deployments.gateway.admission.access import Access, Account
 from deployments.gateway.admission.fair_queue import Ticket
 from deployments.gateway.admission.lifetime import Lifetime
-from deployments.gateway.admission.metrics import RouterMetrics
+from deployments.gateway.admission.metrics import LEFT, RouterMetrics
 from deployments.gateway.admission.places import Places
 from deployments.gateway.admission.status import Refusal
 from deployments.ops.tracing import AnswerTrace, RequestTrace, tracing
@@ -77,7 +77,7 @@ class Admission:
         self.limits = config.router.limits
         self.access = Access(config.router.access)
         self.places = Places(config.router.max_running, config.router.max_waiting)
-        self.metrics = RouterMetrics(self.places, config.names)
+        self.metrics = RouterMetrics(self.places, config.names, config.drafters)
         self.tracing = tracing("router", config.model_names[0])
         self._active: set[ActiveRequest] = set()
         self._log_after = 0.0  # of `time.monotonic`
@@ -174,7 +174,7 @@ class Admission:
                 record.trace.turn()
                 yield record
         except (GeneratorExit, asyncio.CancelledError):  # a client that leaves after the last piece has its answer
-            record.outcome = "left" if record.outcome == "failed" else record.outcome
+            record.outcome = LEFT if record.outcome == "failed" else record.outcome
             raise
         except CascadeError as error:
             record.outcome = error.code

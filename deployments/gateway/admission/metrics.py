@@ -1,10 +1,12 @@
 """What the router counts, as Prometheus reads it at GET /metrics, and through Ray."""
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import Any, get_args
 
-from cascade.answer import Completion, Undrafted
+from cascade.answer import Completion, FinishReason, Undrafted
+from cascade.errors import KINDS
 from cascade.messages import Edge
 from deployments.gateway.admission.places import Places
 from deployments.ops.metrics.page import Page
@@ -13,6 +15,9 @@ from deployments.replica import replica_name
 log = logging.getLogger(__name__)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+NOBODY = "none"  # the drafter of passes without guesses
+LEFT = "left"  # the outcome of an answer whose client has gone
 
 COUNTERS = ("answers", "resumed_answers", "refused", "undrafted_answers", "prompt_tokens", "generation_tokens")
 OF_PASSES = {  # counters, and the fields of `Edge` that they add up
@@ -41,9 +46,9 @@ OF_LEARNING = ("answers", "rounds", "agreement", "progress", "swaps")
 
 
 class RouterMetrics(Page):
-    """What one router counts; ``names`` are the tiers, bottom to top."""
+    """What one router counts; ``names`` are the tiers, and ``drafters`` those inside of tiers, each bottom to top."""
 
-    def __init__(self, places: Places, names: Sequence[str]) -> None:
+    def __init__(self, places: Places, names: Sequence[str], drafters: Sequence[str] = ()) -> None:
         super().__init__(replica_name())
         self._full = names[-1]
         self.counters = {name: self.counter(name) for name in (*COUNTERS, *OF_PASSES, *OF_DRAFTERS, *BY_POSITION)}
@@ -56,6 +61,8 @@ class RouterMetrics(Page):
         self.gauge("num_requests_running").set_function(lambda: places.num_running)
         self.gauge("num_requests_waiting").set_function(lambda: places.num_waiting)
         self.gauge("tiers").set(len(names))
+        for name, *labels in _known(names, drafters):
+            self.counters[name].labels(*labels)  # 0, so that a rate sees the first that is counted
 
     def text(self) -> bytes:
         """In Prometheus' text form."""
@@ -89,7 +96,7 @@ class RouterMetrics(Page):
             self._drafts(stats.undrafted)
 
     def _count(self, edge: Edge) -> None:
-        labels = (edge.drafter or "none", edge.verifier)
+        labels = (edge.drafter or NOBODY, edge.verifier)
         for name, field in (OF_PASSES | (OF_DRAFTERS if edge.drafter else {})).items():
             self.counters[name].labels(*labels).inc(getattr(edge, field))
         for name in BY_POSITION if edge.drafter else ():
@@ -125,6 +132,17 @@ class RouterMetrics(Page):
         elif active and self._drafted is False:
             log.info("Speculation is active again")
         self._drafted = active
+
+
+def _known(names: Sequence[str], drafters: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Counters with labels that may come, as far as the configuration tells; guesses may be any number of tokens away."""
+    codes = sorted({kind.code for kind in KINDS})
+    yield from (("refused", code) for code in codes)
+    yield from (("answers", outcome) for outcome in (*get_args(FinishReason), LEFT, *codes))
+    yield from (("undrafted_answers", why) for why in get_args(Undrafted))
+    edges = [edge for edge in combinations((*drafters, *names), 2) if edge[1] in names]
+    yield from ((name, *edge) for edge in edges for name in (*OF_PASSES, *OF_DRAFTERS))
+    yield from ((name, NOBODY, verifier) for verifier in names for name in OF_PASSES)
 
 
 def spec_decode(drafted: Edge) -> str:

@@ -1,7 +1,7 @@
 """Every series that a cascade reports: the one place where names, labels and meanings are written down.
 
-Routers show theirs at `GET /metrics` as ``cascade_NAME``; through Ray routers and replicas of tiers report theirs as
-``ray_cascade_NAME``, with the labels `COMMON`. Counters end in ``_total`` on both. `docs/reference/metrics.md` has this table.
+Routers show theirs at `GET /metrics`, and through Ray routers and replicas of tiers report theirs with the labels `COMMON`.
+Names are the same: ``ray_cascade_NAME``, with ``_total`` of counters. `docs/reference/metrics.md` has this table.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,8 @@ from typing import Literal, NamedTuple, TypeAlias
 Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
 Place: TypeAlias = Literal["router", "tier"]  # who reports it: routers, on their page and by Ray; replicas of tiers, by Ray
 
-PREFIX = "cascade_"
+RAY = "ray_"  # which Ray puts before every name, so pages do, too
+PREFIX = f"{RAY}cascade_"
 COMMON = ("application", "model", "tier", "replica")  # labels that all series have by Ray: who says it
 ROUTER = "router"  # the tier that routers say they are
 
@@ -34,15 +35,15 @@ class Series:
     vllm: str = ""
 
     @property
-    def on_page(self) -> str:
-        """As samples at `GET /metrics` are named; those of histograms have endings."""
+    def shown(self) -> str:
+        """As its samples are named; those of histograms have endings."""
         return f"{PREFIX}{self.name}{'_total' if self.kind == 'counter' else ''}"
 
     @property
     def samples(self) -> tuple[str, ...]:
-        """Names of all its samples at Ray's endpoints."""
+        """Names of all its samples."""
         ends = ("_bucket", "_count", "_sum") if self.kind == "histogram" else ("",)
-        return tuple(f"ray_{self.on_page}{end}" for end in ends)
+        return tuple(f"{self.shown}{end}" for end in ends)
 
 
 class Reading(NamedTuple):

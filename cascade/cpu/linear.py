@@ -20,9 +20,9 @@ from torch import Tensor
 
 from cascade.cpu.jit import Step, floats, integer, kernel, num_threads, run_step, thread_num
 from cascade.cpu.layers import Rows, shift_step
-from cascade.cpu.pairs import STEP, Pairs
+from cascade.cpu.pairs import Pairs
 from cascade.cpu.processor import has_pairs
-from cascade.cpu.tile import LANES, group_of, multiply
+from cascade.cpu.tile import LANES, STEP, group_of, multiply
 
 MADV_COLLAPSE = 25
 PAGE_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")  # the size of huge pages

@@ -16,8 +16,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from cascade.cpu.jit import I16, I64, floats, function_of, halves, integer, kernel, num_threads, rounded, thread_num
-from cascade.cpu.pairs import STEP
-from cascade.cpu.tile import LANES
+from cascade.cpu.tile import LANES, STEP
 
 I8 = ir.IntType(8)
 BYTES = I8.as_pointer()

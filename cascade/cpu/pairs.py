@@ -13,9 +13,7 @@ from torch import Tensor
 
 from cascade.cpu.jit import Step, Worker
 from cascade.cpu.processor import has_matrix_tiles
-from cascade.cpu.tile import LANES, group_of
-
-STEP = 32  # places of the depth that one instruction of matrix tiles takes
+from cascade.cpu.tile import LANES, STEP, group_of
 
 
 class Pairs:

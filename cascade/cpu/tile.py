@@ -16,6 +16,7 @@ from cascade.cpu.jit import F32, I16, I32, I64, function_of, inlined
 from cascade.cpu.processor import has_avx512
 
 LANES = 16  # columns of a block
+STEP = 32  # places of the depth that one instruction of matrix tiles takes
 _MANY_REGISTERS = has_avx512()
 ROWS = 12 if _MANY_REGISTERS else 6  # the most rows of a tile: their sums stay in registers
 WIDE = (1, 4, 4 if _MANY_REGISTERS else 2, 2)  # blocks side by side, by rows; one of more rows

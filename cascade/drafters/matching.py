@@ -8,8 +8,8 @@ drafter of vLLM do (Saxena 2023, "Prompt Lookup Decoding"), and in the last text
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from cascade.cpu.matches import GRAM, Matches
 from cascade.draft import NO_DRAFT, Draft
+from cascade.drafters.matches import GRAM, Matches
 from cascade.messages import origin
 from cascade.scorer import Guesser
 

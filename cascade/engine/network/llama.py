@@ -25,8 +25,8 @@ from cascade.cpu.attention import ATTENDING, OF_PASS, Heads, Kind, Sizes, attend
 from cascade.cpu.jit import Step
 from cascade.cpu.layers import Rows, add_step, gate_step, norm_step, rotate_step
 from cascade.cpu.linear import Linear
-from cascade.cpu.pairs import STEP
 from cascade.cpu.program import Program
+from cascade.cpu.tile import STEP
 from cascade.engine.draft_vocab import DraftHead
 from cascade.engine.network.attention import NativePass
 

@@ -38,16 +38,6 @@ def shape(logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, list[int]]:
     return shaped, counts
 
 
-def shape_next(logits: Tensor, params: SamplingParams, state: SequenceState, position: int, guesses: Sequence[int]) -> Tensor:
-    """Logits ``[1, V]`` after ``guesses``, which begin at ``position``, shaped as `shape` does.
-
-    They stay as they are if it is not known what the grammar allows there.
-    """
-    scores = logits.float().expand(1 + len(guesses), -1).clone()  # the last row is the one that is asked for
-    rows = _shape(scores, params, state, position, guesses)
-    return scores[-1:] if rows == len(scores) else logits.float()
-
-
 def _shape(scores: Tensor, params: SamplingParams, state: SequenceState, position: int, guesses: Sequence[int]) -> int:
     """Change scores ``[1 + guesses, V]`` from ``position`` on in place, in the order of vLLM: bias, penalties, then what masks.
 

@@ -5,7 +5,7 @@ from itertools import takewhile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cascade.cpu.matches import GRAM, LONGEST, TRIES, Matches
+from cascade.drafters.matches import GRAM, LONGEST, TRIES, Matches
 
 few = st.lists(st.integers(0, 3), max_size=12)
 steps = st.lists(st.tuples(st.integers(0, 40), few), max_size=12)  # keep so many tokens, then more

@@ -126,6 +126,17 @@ def loop(found: Document) -> str:
     return rows(("", *header), lines)
 
 
+def router(found: Document) -> str:
+    """Share of a core for a thousand tokens a second, and what clients saw of them."""
+    header = ("door", "streams", "of a core", "first token, ms", "gap, ms", "gap, 99th percentile, ms")
+    lines = [
+        [door, streams, f"{one['core_share']:.2f}", *(f"{one[name]:.0f}" for name in ("first_ms", "gap_ms", "gap_p99_ms"))]
+        for door, loads in found["router"].items()
+        for streams, one in loads.items()
+    ]
+    return rows(header, lines)
+
+
 def accelerated(gpu: Document) -> str:
     """Milliseconds of a pass on a GPU, of its kernels, and of vLLM's own step."""
     counts = ("1", "4", "8", "16", "32", "64")
@@ -361,6 +372,14 @@ SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # 
         "Milliseconds of a tier's own work for each pass: from the end of a pass to the start of the next, + what runs while "
         "the model works.",
         loop,
+    ),
+    (
+        "A router",
+        "router",
+        "make bench-router",
+        "What a router takes of a core for 1,000 tokens a second, before a full tier that takes no time. All streams begin "
+        "at once, and each gets a token every 32 or 64 ms.",
+        router,
     ),
     (
         "A tier on vLLM, on a GPU",

@@ -1,21 +1,25 @@
 """Writes answers by sessions at the full tier; one that fails goes on at another replica."""
 
 import asyncio
+import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from cascade.answer import Answer, Chunk
-from cascade.errors import DeadlineExceeded, InvalidRequest, Unavailable
-from cascade.messages import Close, Failed, Message, Open, Proposal, Routing, mint
+from cascade.errors import InvalidRequest, Unavailable
+from cascade.messages import Close, Failed, Message, Open, Proposal, Routing, SessionSpec, mint
 from cascade.settings.config import CascadeConfig
 from deployments.gateway.admission.admission import ActiveRequest, Admission
 from deployments.gateway.admission.lifetime import Lifetime
+from deployments.gateway.model import ServedModel
 from deployments.links.affinity import Prefixes
 from deployments.links.downlink import Downlink
 from deployments.links.leases import HELD_PLACES, LeasePool, Lessor
+from deployments.ops.collector import Collector
 
 log = logging.getLogger(__name__)
 
@@ -56,38 +60,80 @@ class RetryBudget:
         return PAUSES_S[min(self.fruitless, len(PAUSES_S)) - 1]
 
 
-async def next_proposal(inbox: "asyncio.Queue[Message]", retry_budget: RetryBudget, lifetime: Lifetime) -> Proposal:
-    """What the full tier says next; raises `SessionFailed`, or what ends the request.
+class Inbox:
+    """What the full tier says of one session, for the answer that waits for it. Belongs to one event loop.
 
-    Every proposal repeats all that is not acknowledged, so of those that came while the last piece was on its way to the
-    client only the newest counts: a client that is slower than the tier gets fewer and longer pieces.
+    All waits share one timer, because a timer for each token took a tenth of a router's time.
     """
-    try:
-        message = await lifetime.wait(inbox.get, retry_budget.left_s)
-    except DeadlineExceeded:  # which is a `TimeoutError`, too
-        raise
-    except TimeoutError:
-        raise Unavailable(f"The full tier made no progress for {retry_budget.limit_s:g} s") from None
-    while isinstance(message, Proposal) and not inbox.empty():
-        newer = inbox.get_nowait()
-        if isinstance(newer, Failed):  # for the next call: what came before the failure counts, and nothing comes after it
-            inbox.put_nowait(newer)
-            break
-        message = newer
-    if isinstance(message, Failed):
-        raise InvalidRequest(message.reason) if message.fault else SessionFailed(message.reason)
-    assert isinstance(message, Proposal)
-    return message
+
+    def __init__(self, retry_budget: RetryBudget, lifetime: Lifetime) -> None:
+        self._messages = deque[Message]()
+        self._retry_budget = retry_budget
+        self._lifetime = lifetime
+        self._loop = asyncio.get_running_loop()
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        lifetime.wakers.add(self._wake)
+
+    def put(self, message: Message) -> None:
+        self._messages.append(message)
+        self._wake()
+
+    async def next(self) -> Proposal:
+        """What the full tier says next; raises `SessionFailed`, or what ends the request.
+
+        Every proposal repeats all that is not acknowledged, so of those that came while the last piece was on its way to the
+        client only the newest counts: a client that is slower than the tier gets fewer and longer pieces.
+        """
+        self._lifetime.check()
+        while not self._messages:
+            await self._wait()
+            self._lifetime.check()
+        message = self._messages.popleft()
+        while self._messages and isinstance(self._messages[0], Proposal):  # what came before a failure counts
+            message = self._messages.popleft()
+        if isinstance(message, Failed):
+            raise InvalidRequest(message.reason) if message.fault else SessionFailed(message.reason)
+        assert isinstance(message, Proposal)
+        return message
+
+    def close(self) -> None:
+        self._lifetime.wakers.discard(self._wake)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def _wait(self) -> None:
+        """Until there is a message, the request is aborted, or the timer rings."""
+        left_s = self._retry_budget.left_s
+        if not left_s:
+            raise Unavailable(f"The full tier made no progress for {self._retry_budget.limit_s:g} s")
+        if self._timer is None:
+            self._timer = self._loop.call_later(min(left_s, self._lifetime.left_s), self._ring)
+        self._waiter = self._loop.create_future()
+        await self._waiter
+
+    def _ring(self) -> None:
+        self._timer = None
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class FullTier:
     """A router's sessions at the full tier, over ``downlink``; each has an inbox. Belongs to one event loop."""
 
-    def __init__(self, config: CascadeConfig, lessor: Lessor, admission: Admission) -> None:
-        """``lessor`` takes leases on the full tier's replicas."""
+    def __init__(
+        self, config: CascadeConfig, lessor: Lessor, model: ServedModel, admission: Admission, collector: Collector | None
+    ) -> None:
+        """``lessor`` takes leases on the full tier's replicas; ``collector`` keeps what drafters may learn from."""
         self._name = config.names[-1]
+        self._model = model
+        self._admission = admission
+        self._collector = collector
         self._stall_timeout_s = config.router.stall_timeout_s
-        self.inboxes: dict[str, asyncio.Queue[Message]] = {}
+        self.inboxes: dict[str, Inbox] = {}
         leases = LeasePool(
             {self._name: lessor},
             timeout_s=LEASE_TIMEOUT_S,
@@ -101,19 +147,31 @@ class FullTier:
         self._stall_timeout_s = config.router.stall_timeout_s
         self.downlink.leases.hold_s = held_lease_s(config)
 
-    async def pieces(self, answer: Answer, routing: Routing, request: ActiveRequest) -> AsyncGenerator[Chunk, None]:
+    async def pieces(self, spec: SessionSpec, request: ActiveRequest, index: int = 0) -> AsyncGenerator[Chunk, None]:
+        """One answer, piece by piece, when its turn has come; ``index`` is that of its prompt."""
+        async with self._admission.answering(spec, request, index) as record:
+            answer = await self._model.answer(spec, index, lambda: time.monotonic() - request.since)
+            async with contextlib.aclosing(self._written(answer, record.routing, request)) as pieces:
+                async for chunk in pieces:
+                    record.piece(chunk)
+                    if chunk.completion is not None and self._collector is not None:
+                        self._collector.offer(spec, record.routing, record.tokens, chunk.completion, request.account)
+                    yield chunk
+                    record.sent(chunk)
+
+    async def _written(self, answer: Answer, routing: Routing, request: ActiveRequest) -> AsyncGenerator[Chunk, None]:
         """What the client has not had of an answer yet, piece by piece. A session that fails goes on at another replica."""
         if (rest := answer.rest()) is not None:  # the client knows all of its tokens
             yield rest
         retry_budget = RetryBudget(self._stall_timeout_s)
         while not answer.finished:
             session = mint()
-            inbox = self.inboxes[session] = asyncio.Queue()
+            inbox = self.inboxes[session] = Inbox(retry_budget, request.lifetime)
             self.downlink.put([Open(session, answer.resumed(), routing)])
             pause_s = 0.0
             try:
                 while not answer.finished:
-                    chunk, commit = answer.receive(await next_proposal(inbox, retry_budget, request.lifetime))
+                    chunk, commit = answer.receive(await inbox.next())
                     if chunk is not None:
                         yield chunk
                     if commit is not None:  # after the yield: a client that does not read stalls the full tier at its window
@@ -123,6 +181,7 @@ class FullTier:
                 pause_s = retry_budget.failed(str(failure))
                 log.info("%s goes on from token %d on another full replica: %s", request.id, answer.num_tokens, failure)
             finally:
+                inbox.close()
                 del self.inboxes[session]
                 self.downlink.put([Close(session)])
             if pause_s:
@@ -131,7 +190,7 @@ class FullTier:
     def _hear(self, messages: Sequence[Message]) -> None:
         for message in messages:
             if (inbox := self.inboxes.get(message.session)) is not None:
-                inbox.put_nowait(message)
+                inbox.put(message)
 
 
 def held_lease_s(config: CascadeConfig) -> float:

@@ -4,38 +4,29 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from importlib.metadata import version
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message
 
-from cascade.answer import Answer, Chunk
-from cascade.capabilities import Capabilities, Task
-from cascade.engine.adapter_folder import AdapterFolder
-from cascade.engine.generation import sampling_defaults
-from cascade.engine.grammar import Grammars
-from cascade.engine.tokenizer import Tokenizer
-from cascade.errors import ConfigError, InvalidRequest
-from cascade.messages import SessionSpec
-from cascade.params import MOST_BRANCHES, SamplingParams
+from cascade.answer import Chunk
+from cascade.errors import ConfigError
+from cascade.params import MOST_BRANCHES
 from cascade.settings.config import CascadeConfig
-from cascade.settings.engine import generation_folder
 from cascade.settings.live import changed
 from cascade.v1 import serving_pb2 as pb
 from deployments.full_tier import FullTier
-from deployments.gateway.admission.admission import ActiveRequest, Admission
-from deployments.gateway.chat.assistant import LONG_PROMPT, Assistant
+from deployments.gateway.admission.admission import Admission
+from deployments.gateway.chat.assistant import Assistant
 from deployments.gateway.grpc.requests import TextRequest, TurnRequest, metadata, refuse_streaming, refuse_unknown, reported
 from deployments.gateway.grpc.server import GrpcServer
 from deployments.gateway.http.api import Api
 from deployments.gateway.http.server import HttpServer
-from deployments.gateway.threads import GRAMMARS, TEXT, in_thread
+from deployments.gateway.model import ServedModel
 from deployments.links.leases import lessor
 from deployments.links.replica_status import Tiers, may_be_zero
 from deployments.links.siblings import Siblings
@@ -47,11 +38,8 @@ from deployments.ops.metrics.series import ROUTER
 from deployments.ops.tracing import flush
 from deployments.replica import join_serves, starting
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-STREAM_WINDOW = 256  # tokens that the full tier may write before the client's stream takes them
-LONG_ANSWER = 1000  # tokens whose decoding is left to a thread, so that other requests go on
 DESCRIBE_TIMEOUT_S = 2.0
 DRAIN_MARGIN_S = 3.0  # of the time that Serve gives a replica to end, kept for closing
 LINGER_S = 0.1  # what has come through a door before it closed is still admitted
@@ -76,46 +64,19 @@ class Router:
         if self._config.link_tls is not None:
             check(self._config.link_tls)
         self.admission = Admission(self._config)
-        full = self._config.tiers[-1]
-        engine = full.engine_kwargs
-        source = full.model_loading_config.source
-        self.tokenizer = await asyncio.to_thread(
-            Tokenizer.from_pretrained, source, revision=engine.revision, trust_remote_code=engine.trust_remote_code
-        )
-        self.defaults = await asyncio.to_thread(
-            sampling_defaults, source, generation_folder(engine.generation_config), revision=engine.revision
-        )
-        self._folder = None if engine.lora_path is None else await asyncio.to_thread(AdapterFolder, engine.lora_path)
         self._tiers = Tiers(self._config, handles, limits)
-        await self._tiers.start()
-        self.max_model_len = min(self._config.max_model_len or 2**31, self._tiers.limit("context_len"))
-        grammars = Grammars(self.tokenizer)
-        await asyncio.to_thread(grammars.prepare)
-        self._capabilities = Capabilities(
-            self._config.chain_names,
-            drafters=self._config.drafters,
-            vocab_size=self._tiers.limit("vocab_size"),
-            context_len=self.max_model_len,
-            end_ids=self.tokenizer.end_ids,
-            adapters=tuple(engine.lora_modules),
-            check_grammar=grammars.check,
-            window=self._config.window,
-            answer_window=STREAM_WINDOW,
-            max_tokens=self.admission.limits.max_tokens,
-        )
-        tool_format = self._config.router.tool_format
-        self.assistant = Assistant(self.tokenizer, tool_format, self.admission, self.max_model_len, self.check)
+        self.model = await ServedModel.load(self._config, self._tiers)
+        self.assistant = Assistant(self.model, self._config.router.tool_format)
+        full = self._config.tiers[-1]
         self._siblings = Siblings()
-        self._full = FullTier(self._config, lessor(handles[full.name]), self.admission)
-        self.admission.metrics.gauges["full_min_replicas"].set(not may_be_zero(full))
-        self.admission.metrics.also(self._full.downlink.readings)
         metrics = self.admission.metrics
+        self._collector = None if learner is None else Collector(learner, metrics)
+        self._full = FullTier(self._config, lessor(handles[full.name]), self.model, self.admission, self._collector)
+        metrics.gauges["full_min_replicas"].set(not may_be_zero(full))
+        metrics.also(self._full.downlink.readings)
         reported = report(full.model_loading_config.model_id, ROUTER, metrics.readings)
         self._background = [asyncio.create_task(work) for work in (self._tiers.count(metrics.replicas), reported)]
-        self._collector = None
-        if learner is not None:
-            self._collector = Collector(learner, metrics)
-        self._api = Api(self).application()
+        self._api = Api(self.model, self.assistant, self.admission, self._full).application()
         await self._listen()
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
@@ -136,7 +97,7 @@ class Router:
         """Follow ``config`` from now on; raises `ConfigError`."""
         self.admission.change(config)
         self._config = config
-        self._capabilities = replace(self._capabilities, window=config.window, max_tokens=config.router.limits.max_tokens)
+        self.model.change(config)
         self._full.change(config)
 
     async def _listen(self) -> None:
@@ -150,27 +111,27 @@ class Router:
         self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext
     ) -> AsyncIterator[pb.GenerateResponse]:
         """The answer, piece by piece."""
-        asked = TextRequest(request, self.defaults, self.encode)
+        asked = TextRequest(request, self.model)
         async with self._asked(asked, grpc_context) as chunks:
             async for chunk in chunks:
                 yield asked.piece(chunk)
 
     async def Complete(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.CompleteResponse:
         """The whole answer."""
-        asked = TextRequest(request, self.defaults, self.encode)
+        asked = TextRequest(request, self.model)
         async with self._asked(asked, grpc_context, "Generate") as chunks:
             return asked.whole([chunk async for chunk in chunks])
 
     async def Chat(self, request: pb.ChatRequest, grpc_context: RayServegRPCContext) -> AsyncIterator[pb.ChatResponse]:
         """The assistant's next turn, piece by piece."""
-        asked = TurnRequest(request, self.defaults, self.assistant)
+        asked = TurnRequest(request, self.model, self.assistant)
         async with self._asked(asked, grpc_context) as chunks:
             async for chunk in chunks:
                 yield asked.piece(chunk)
 
     async def CompleteChat(self, request: pb.ChatRequest, grpc_context: RayServegRPCContext) -> pb.CompleteChatResponse:
         """The assistant's whole next turn."""
-        asked = TurnRequest(request, self.defaults, self.assistant)
+        asked = TurnRequest(request, self.model, self.assistant)
         async with self._asked(asked, grpc_context, "Chat") as chunks:
             return asked.whole([chunk async for chunk in chunks])
 
@@ -192,12 +153,12 @@ class Router:
             account = self.admission.access.account(metadata(grpc_context).get("authorization"))
             states = await self._tiers.states(DESCRIBE_TIMEOUT_S)
             response = pb.DescribeResponse(
-                max_model_len=self.max_model_len,
+                max_model_len=self.model.context_len,
                 window=self._config.window,
                 version=version("cascade-serve"),
                 drafters=self._config.drafters,
                 branches=MOST_BRANCHES,
-                defaults=pb.Sampling(**self.defaults),
+                defaults=pb.Sampling(**self.model.defaults),
                 key=pb.KeyLimits(name=account.name, **account.limits.model_dump(exclude_none=True)),
             )
             for tier in self._config.tiers:
@@ -216,10 +177,6 @@ class Router:
         async with contextlib.aclosing(relayed(self._api, scope, body)) as messages:
             async for message in messages:
                 yield message
-
-    async def metrics(self) -> bytes:
-        """What this router counts, for `GET /metrics`."""
-        return self.admission.metrics.text()
 
     async def drain(self) -> None:
         """Close the servers, so that other routers behind the same ports get new requests, and let running ones end."""
@@ -243,30 +200,6 @@ class Router:
         await self._full.downlink.close()
         await asyncio.to_thread(flush)
 
-    @property
-    def model_names(self) -> tuple[str, ...]:
-        """Of the model whose text clients get; answers have the first one."""
-        return self._config.model_names
-
-    async def adapters(self) -> Sequence[str]:
-        """Names of all adapters that the full tier has or can load."""
-        return self._capabilities.adapters if self._folder is None else await asyncio.to_thread(self._folder.names)
-
-    async def seek(self, adapter: str) -> bool:
-        """Whether there is an adapter of this name; one in the folder may be used from then on."""
-        if adapter in self._capabilities.adapters:
-            return True
-        if self._folder is None or not adapter or not await asyncio.to_thread(self._folder.has, adapter):
-            return False
-        if adapter not in (known := self._capabilities.adapters):
-            self._capabilities = replace(self._capabilities, adapters=(*known, adapter))
-        return True
-
-    @property
-    def chain_names(self) -> tuple[str, ...]:
-        """Of the drafters inside tiers and the tiers, bottom to top."""
-        return self._config.chain_names
-
     # requests
 
     @contextlib.asynccontextmanager
@@ -281,66 +214,13 @@ class Router:
             account = self.admission.access.account(headers.get("authorization"))
             self.admission.places.check()  # before the work of reading it
             task = await asked.task()
-            spec = await self.admit(task)
+            spec = await self.model.admit(task)
             if asked.request.HasField("resume"):
-                asked.resume(*await self.known([spec]))
+                asked.resume(*await self.model.known([spec]))
             # Ray Serve's proxies do not tell the deadline; they cancel the call when it passes
             left_s = getattr(context, "time_remaining", lambda: None)()
             limits = account, headers.get("request_id"), left_s, [spec]
             told, train = context.invocation_metadata() or (), task.handling.train
             with self.admission.admitted(*limits, since=since, headers=told, train=train) as request:
-                async with contextlib.aclosing(self.chunks(spec, request)) as chunks:
+                async with contextlib.aclosing(self._full.pieces(spec, request)) as chunks:
                     yield chunks
-
-    async def chunks(self, spec: SessionSpec, request: ActiveRequest, index: int = 0) -> AsyncGenerator[Chunk, None]:
-        """One answer, piece by piece; ``index`` is that of its prompt.
-
-        `FullTier.pieces` writes the answer; this waits for its turn, counts, and collects what drafters may learn from.
-        """
-        async with self.admission.answering(spec, request, index) as record:
-            answer = await self._answer(spec, index, lambda: time.monotonic() - request.since)
-            async with contextlib.aclosing(self._full.pieces(answer, record.routing, request)) as pieces:
-                async for chunk in pieces:
-                    record.piece(chunk)
-                    if chunk.completion is not None and self._collector is not None:
-                        self._collector.offer(spec, record.routing, record.tokens, chunk.completion, request.account)
-                    yield chunk
-                    record.sent(chunk)
-
-    async def encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
-        """Token ids of a prompt; raises `TooLarge`. Long texts are left to a thread, so that other requests go on."""
-        if not isinstance(prompt, str):
-            return prompt
-        self.admission.check_length(len(prompt))
-        if len(prompt) < LONG_PROMPT:
-            return self.tokenizer.encode(prompt)
-        return await in_thread(TEXT, self.tokenizer.encode, prompt)
-
-    async def admit(self, task: Task) -> SessionSpec:
-        """The session to open at the full tier; raises `InvalidRequest` if a parameter cannot be honoured."""
-        await self.seek(task.params.adapter)
-        return await _compiling(task.params, partial(self._capabilities.admit, task))
-
-    async def known(self, specs: Sequence[SessionSpec]) -> list[Chunk]:
-        """What clients have of answers that they resume; raises `InvalidRequest` if all are whole."""
-        known = [(await self._answer(spec)).known for spec in specs]
-        if all(chunk.completion is not None for chunk in known):
-            raise InvalidRequest("resume has all tokens of the answer: it has ended, and nothing is left to be written")
-        return known
-
-    async def _answer(self, spec: SessionSpec, index: int = 0, elapsed: Callable[[], float] | None = None) -> Answer:
-        """A new answer, or one that goes on after what the client has of it."""
-        decoder = self.tokenizer.decoder(spec.tokens[: spec.prompt_len])
-        if len(spec.tokens) - spec.prompt_len < LONG_ANSWER:
-            return Answer(spec, decoder, index, elapsed)
-        return await in_thread(TEXT, Answer, spec, decoder, index, elapsed)
-
-    async def check(self, params: SamplingParams) -> None:
-        """Raise `InvalidRequest` if the tiers cannot honour a parameter."""
-        await self.seek(params.adapter)
-        await _compiling(params, partial(self._capabilities.check, params))
-
-
-async def _compiling(params: SamplingParams, work: Callable[[], T]) -> T:
-    """Run ``work``; in a thread if it may have to compile a grammar, so that other requests go on."""
-    return work() if params.structured is None else await in_thread(GRAMMARS, work)

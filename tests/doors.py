@@ -167,7 +167,7 @@ async def _build(
     return House(
         f"127.0.0.1:{listen.grpc_port}",
         f"http://127.0.0.1:{listen.http_port}",
-        router.model_names[0],
+        router.model.names[0],
         net,
         router,
         asyncio.get_running_loop(),

@@ -13,7 +13,7 @@ import pytest
 
 from cascade.answer import Completion, Stats, Undrafted
 from cascade.client import Client
-from cascade.messages import Edge, Open
+from cascade.messages import Edge, SessionSpec
 from cascade.params import SamplingParams, Speculation
 from deployments.gateway.admission.access import ANONYMOUS
 from deployments.gateway.admission.metrics import RouterMetrics
@@ -105,13 +105,13 @@ def test_branches_are_reported() -> None:
 
 def test_time_to_the_first_token_begins_with_the_request(served: House, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against figures that leave out what the router does before it admits a request, such as to compile a grammar."""
-    admit, slow_s = served.router.admit, 0.3
+    admit, slow_s = served.router.model.admit, 0.3
 
-    async def slowly(*asked: Any) -> Open:
+    async def slowly(*asked: Any) -> SessionSpec:
         await asyncio.sleep(slow_s)
         return await admit(*asked)
 
-    monkeypatch.setattr(served.router, "admit", slowly)
+    monkeypatch.setattr(served.router.model, "admit", slowly)
     with Client(served.grpc) as client:
         seconds = client.generate(PROMPT, SamplingParams(max_tokens=4)).stats.first_token_s
     assert seconds is not None

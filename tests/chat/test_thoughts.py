@@ -92,7 +92,7 @@ def test_thoughts_are_told_apart(served: House, name: str) -> None:
     assert turn.reasoning_tokens is None if name in UNREAD else (turn.reasoning_tokens or 0) > 0 or name == "no thoughts"
     if name == "written tags":  # which are tokens of the thoughts, too
         thinking = said.partition(CLOSE)[0] + CLOSE
-        assert turn.reasoning_tokens == len(served.router.tokenizer.encode_part(thinking))
+        assert turn.reasoning_tokens == len(served.router.model.tokenizer.encode_part(thinking))
 
 
 def test_thoughts_go_back(served: House) -> None:
@@ -105,7 +105,7 @@ def test_thoughts_go_back(served: House) -> None:
     for names in ({"reasoning_content"}, {"reasoning"}, {"reasoning", "reasoning_content"}):
         back = {"role": "assistant", "content": turn.content} | dict.fromkeys(names, turn.reasoning_content)
         ids = ask(served, "/tokenize", {"messages": [*says(THOUGHT), back, *says("Thanks.")]})[2]["tokens"]
-        assert f"<|assistant|>{THOUGHT}<|end|>" in served.router.tokenizer.decode(ids, skip_special_tokens=False).replace(
+        assert f"<|assistant|>{THOUGHT}<|end|>" in served.router.model.tokenizer.decode(ids, skip_special_tokens=False).replace(
             "<think>\n\n", "<think>\n"
         )
         lengths.add(len(ids))

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -167,7 +168,7 @@ def test_results_go_back_to_the_model(served: tuple[House, str]) -> None:
     messages = [{"role": "user", "content": "Weather?"}, turn, result, {"role": "user", "content": "Thanks."}]
     answer = ask(house, "/v1/chat/completions", {"messages": messages, "tools": TOOLS, "temperature": 0, "max_tokens": 20})[2]
     assert answer["choices"][0]["message"]["content"] == "Thanks."
-    prompt = house.router.tokenizer.decode(
+    prompt = house.router.model.tokenizer.decode(
         ask(house, "/tokenize", {"messages": messages})[2]["tokens"], skip_special_tokens=False
     )
     assert f"{call.id}: Sunny." in prompt
@@ -178,7 +179,7 @@ def test_results_go_back_to_the_model(served: tuple[House, str]) -> None:
 def test_formats_are_found_out(tmp_path: Path, name: str | None) -> None:
     """Guards detection: the template is asked to write a call; what is not known is not guessed."""
     tokenizer = Tokenizer.from_pretrained(talker(tmp_path, name))
-    unused: Any = None
-    assistants = [Assistant(tokenizer, told, unused, 0, unused) for told in (None, "mistral")]
+    model: Any = SimpleNamespace(tokenizer=tokenizer)
+    assistants = [Assistant(model, told) for told in (None, "mistral")]
     assert [one.format for one in assistants] == [FORMATS.get(name or ""), FORMATS["mistral"]]
     assert assistants[0].template.shows_tools == (name is not None)

@@ -118,8 +118,8 @@ def test_both_protocols_ask_what_the_template_writes(served: House, client: Clie
     goes_on = options.get("continue_final_message", False)
     style = Style(prompts=options.get("add_generation_prompt", not goes_on), goes_on=goes_on)
     tools = None if options.get("tool_choice") == "none" else options.get("tools")
-    family = Family(served.router.tokenizer.chat_template)
-    ids = family.prompt(messages, tools, style, source=served.router.tokenizer.source)
+    family = Family(served.router.model.tokenizer.chat_template)
+    ids = family.prompt(messages, tools, style, source=served.router.model.tokenizer.source)
     asked = {key: options[key] for key in ("add_generation_prompt", "continue_final_message") if key in options}
     _, _, answer = ask(served, "/tokenize", {"messages": messages, "tools": tools, **asked})
     assert answer["tokens"] == ids

@@ -66,6 +66,22 @@ def test_pages_name_files_that_exist() -> None:
                 assert (ROOT / name).exists(), f"{name} of {page.name}"
 
 
+def test_a_parameter_takes_eight_steps_downwards() -> None:
+    """Guards strangers who follow a parameter: each step of the page exists, and none looks back at one before it."""
+    page = (ROOT / "docs" / "explanation" / "request.md").read_text(encoding="utf-8")
+    steps = re.findall(r"^\| \d \| `([\w/]+)\.py` \| `([\w.]+)` \|", page, re.MULTILINE)
+    assert len(steps) == 8
+    sources = [(ROOT / f"{file}.py").read_text(encoding="utf-8") for file, _ in steps]
+    for (file, place), source in zip(steps, sources, strict=True):
+        for name in place.split("."):
+            assert re.search(rf"^ *(?:async )?(?:def|class) {name}\b", source, re.MULTILINE), f"{place} of {file}"
+    for index, source in enumerate(sources):
+        for file, _ in steps[:index]:
+            assert file == "cascade/params" or f"from {file.replace('/', '.')} import" not in source, (
+                f"{steps[index][0]} looks back at {file}"
+            )
+
+
 def test_code_is_code() -> None:
     """Guards what readers copy: Python that compiles and imports, YAML that parses, pieces that the configuration takes."""
     for page in PAGES:

@@ -112,7 +112,7 @@ def test_a_crowd_is_sent_away_before_any_work(served: House, monkeypatch: pytest
     params = SamplingParams(max_tokens=2000, ignore_eos=True)
     with Client(served.grpc) as client, contextlib.closing(client.stream("x", params)) as stream:  # type: ignore[type-var]
         next(stream)
-        monkeypatch.setattr(served.router.tokenizer, "encode", work)
+        monkeypatch.setattr(served.router.model.tokenizer, "encode", work)
         with pytest.raises(Overloaded):
             client.generate("x")
         with pytest.raises(Overloaded):
@@ -124,14 +124,14 @@ def test_a_crowd_is_sent_away_before_any_work(served: House, monkeypatch: pytest
 
 def test_long_lists_of_ids_do_not_stop_the_others(served: House, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards streams: a million ids were decoded in the event loop, for a second in which nobody got anything."""
-    decode: Callable[..., str] = served.router.tokenizer.decode
+    decode: Callable[..., str] = served.router.model.tokenizer.decode
     threads = list[str]()
 
     def note(ids: list[int]) -> str:
         threads.append(threading.current_thread().name)
         return decode(ids)
 
-    monkeypatch.setattr(served.router.tokenizer, "decode", note)
+    monkeypatch.setattr(served.router.model.tokenizer, "decode", note)
     assert ask(served, "/detokenize", {"tokens": [40] * 5000})[0] == 200
     assert threads != ["house"]
 

@@ -10,15 +10,15 @@ import grpc
 import pytest
 
 from cascade.draft import Draft
-from cascade.errors import CascadeError, DeadlineExceeded, Unavailable
-from cascade.messages import Failed, Message, Proposal
+from cascade.errors import Aborted, CascadeError, DeadlineExceeded, Unavailable
+from cascade.messages import Failed, Proposal
 from cascade.scorer import Row
 from cascade.settings.config import CascadeConfig
 from cascade.simulation.toy import ToyModel, full_text
 from cascade.tier.block_manager import BlockManager
 from cascade.v1 import serving_pb2 as pb
 from deployments import router as module
-from deployments.full_tier import MAX_FRUITLESS, RetryBudget, SessionFailed, held_lease_s, next_proposal
+from deployments.full_tier import MAX_FRUITLESS, Inbox, RetryBudget, SessionFailed, held_lease_s
 from deployments.gateway.admission.lifetime import Lifetime
 from deployments.gateway.grpc.requests import TextRequest
 from deployments.links import replica_status
@@ -145,7 +145,7 @@ async def test_no_answer_is_longer_than_the_full_tier_can_hold(net: Net) -> None
     node = net.nodes["full"]
     node.tier.kv_admission.block_manager = BlockManager(node.model.new_cache, 300)
     async with started(net) as router:
-        assert router.max_model_len == 288
+        assert router.model.context_len == 288
         asked = request(288 - len(PROMPT))
         assert len((await router.Complete(asked, Context())).tokens) == 288 - len(PROMPT)
         context = await refused(router.Complete, request(289 - len(PROMPT)))
@@ -158,7 +158,7 @@ async def test_starts_and_serves_without_lower_tiers(net: Net) -> None:
     async with started(net) as router:
         response = await router.Complete(request(), Context())
         alone = ToyModel()
-        spec = await router.admit(await TextRequest(request(), {}, router.encode).task())
+        spec = await router.model.admit(await TextRequest(request(), router.model).task())
         assert [token.id for token in response.tokens] == full_text(alone, spec)[len(PROMPT) :]
         described = await router.Describe(pb.DescribeRequest(), Context())
         assert [(tier.name, tier.replicas, tier.vocab_size) for tier in described.tiers] == [
@@ -181,7 +181,7 @@ async def test_sleeping_tiers_are_not_woken(net: Net, monkeypatch: pytest.Monkey
     described = await router.Describe(pb.DescribeRequest(), Context())
     assert described.max_model_len == 64  # whoever runs
     assert [(tier.name, tier.replicas) for tier in described.tiers] == [("tiny", 0), ("medium", 0), ("full", 0)]
-    await router.metrics()
+    router.admission.metrics.text()
     await Router.__del__(router)
     assert [handle.num_asked for handle in handles.values()] == [0, 0, 0]
 
@@ -243,7 +243,7 @@ async def test_handling_reaches_the_tiers(net: Net) -> None:
     async with started(net) as router:
         asked = request()
         asked.priority, asked.cache_salt = -3, "mine"
-        spec = await router.admit(await TextRequest(asked, {}, router.encode).task())
+        spec = await router.model.admit(await TextRequest(asked, router.model).task())
         assert (spec.priority, spec.cache_salt) == (-3, "mine")
 
 
@@ -281,19 +281,22 @@ async def test_what_cannot_be_honoured_is_refused(net: Net) -> None:
 
 async def test_newest_proposal_counts_and_failures_come_behind() -> None:
     """Guards tokens that came before a failure, and clients that are slower than the tier: fewer pieces, not a longer queue."""
-    inbox: asyncio.Queue[Message] = asyncio.Queue()
+    inbox = Inbox(RetryBudget(5.0), Lifetime())
     for message in (Proposal("s", 4, Draft((1,), b"\0")), Proposal("s", 4, Draft((1, 2), b"\0\0")), Failed("s", "gone")):
-        inbox.put_nowait(message)
-    retry_budget, lifetime = RetryBudget(5.0), Lifetime()
-    assert (await next_proposal(inbox, retry_budget, lifetime)).draft.tokens == (1, 2)
+        inbox.put(message)
+    assert (await inbox.next()).draft.tokens == (1, 2)
     with pytest.raises(SessionFailed, match="gone"):
-        await next_proposal(inbox, retry_budget, lifetime)
+        await inbox.next()
 
 
 async def test_what_ends_the_wait_is_what_is_told() -> None:
     """Guards the reason: a deadline is an error of time, too, and was told as a full tier without progress."""
-    inbox: asyncio.Queue[Message] = asyncio.Queue()
     with pytest.raises(DeadlineExceeded):
-        await next_proposal(inbox, RetryBudget(20.0), Lifetime.of(0.01))
+        await Inbox(RetryBudget(20.0), Lifetime.of(0.01)).next()
     with pytest.raises(Unavailable, match=r"no progress for 0\.01 s"):
-        await next_proposal(inbox, RetryBudget(0.01), Lifetime.of(20))
+        await Inbox(RetryBudget(0.01), Lifetime.of(20)).next()
+    waiting = asyncio.create_task(Inbox(RetryBudget(20.0), lifetime := Lifetime()).next())
+    await asyncio.sleep(0)
+    lifetime.abort()
+    with pytest.raises(Aborted):
+        await waiting

@@ -57,7 +57,7 @@ def completed(served: House, path: str, body: dict[str, Any], **headers: str) ->
 def test_too_long_a_prompt_is_known_by_its_error(served: House, path: str, field: str, body: dict[str, Any]) -> None:
     """Guards agents, which shorten a conversation when they read this, and blamed a max_tokens that nobody had given."""
     status, _, answer = ask(served, path, body)
-    most = served.router.max_model_len
+    most = served.router.model.context_len
     sentence = answer["error"]["message"]
     assert status == 400
     assert f"maximum context length is {most} tokens" in sentence
@@ -80,7 +80,7 @@ def test_too_long_a_prompt_is_known_by_its_error(served: House, path: str, field
 )
 def test_limits_beyond_the_context_are_cut(served: House, path: str, field: str, body: dict[str, Any]) -> None:
     """Guards agents that ask for 32,000 tokens of any model: they were refused. The header says what became of it."""
-    stop = {"logit_bias": {str(min(served.router.tokenizer.end_ids)): 100}} if path == "/v1/completions" else {}
+    stop = {"logit_bias": {str(min(served.router.model.tokenizer.end_ids)): 100}} if path == "/v1/completions" else {}
     headers, _ = completed(served, path, {**body, **stop, field: 1_000_000})
     assert headers["warning"] == f'299 - "Cut to what the context leaves: {field}"'
     assert "warning" not in completed(served, path, {**body, **stop, field: 5})[0]
@@ -315,9 +315,9 @@ def test_schemas_of_pydantic_are_taken(served: House, mode: Any) -> None:
 )
 def test_decimals_are_held_to_their_pattern(served: House, text: str, fits: bool) -> None:
     """Guards the pattern without look-ahead: the same texts."""
-    matcher = Grammars(served.router.tokenizer).matcher(Structured(json_schema={"type": "string", "pattern": DECIMAL}))
+    matcher = Grammars(served.router.model.tokenizer).matcher(Structured(json_schema={"type": "string", "pattern": DECIMAL}))
     assert (re.search(DECIMAL, text) is not None) == fits
-    assert matcher.allows(served.router.tokenizer.encode_part(json.dumps(text))) == fits
+    assert matcher.allows(served.router.model.tokenizer.encode_part(json.dumps(text))) == fits
 
 
 def test_a_grpc_client_is_told_of_the_port_of_http(served: House) -> None:

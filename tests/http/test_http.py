@@ -109,12 +109,12 @@ def test_several_prompts_and_answers(served: House, client: OpenAI) -> None:
     single = client.completions.create(model=served.model, prompt=PROMPT, max_tokens=12)
     assert answer.usage is not None
     assert single.usage is not None
-    assert answer.usage.prompt_tokens == single.usage.prompt_tokens + len(served.router.tokenizer.encode("import"))
+    assert answer.usage.prompt_tokens == single.usage.prompt_tokens + len(served.router.model.tokenizer.encode("import"))
 
 
 def test_echo_stop_and_token_ids(served: House, client: OpenAI) -> None:
     """Guards echo, stop strings across pieces, and prompts of token ids."""
-    ids = served.router.tokenizer.encode(PROMPT)
+    ids = served.router.model.tokenizer.encode(PROMPT)
     asked: dict[str, Any] = {"model": served.model, "prompt": ids, "max_tokens": 30, "seed": 1}
     plain = client.completions.create(**asked).choices[0].text
     assert plain == expected(served, SamplingParams(max_tokens=30, seed=1))
@@ -147,7 +147,7 @@ def test_models_tokenize_health_metrics(served: House, client: OpenAI) -> None:
     """Guards the small routes."""
     assert [model.id for model in client.models.list()] == [served.model]
     assert client.models.retrieve(served.model).id == served.model
-    ids = served.router.tokenizer.encode(PROMPT)
+    ids = served.router.model.tokenizer.encode(PROMPT)
     status, _, body = ask(served, "/tokenize", {"prompt": PROMPT})
     assert (status, body["tokens"], body["count"]) == (200, ids, len(ids))
     assert ask(served, "/detokenize", {"tokens": ids})[2] == {"prompt": PROMPT}

@@ -144,7 +144,7 @@ def test_conversation_has_a_history(page: Page, served: House) -> None:
 
 def test_model_without_a_template_completes(page: Page, served: House, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards base models: what is sent begins a text, and what is sent next goes on with all of it."""
-    monkeypatch.setattr(served.router.tokenizer, "chat_template", None)
+    monkeypatch.setattr(served.router.model.tokenizer, "chat_template", None)
     page.reload()
     text = ""
     for words in (FIRST, SECOND):

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cascade.answer import Chunk
-from cascade.errors import CascadeError, InvalidRequest, TooLarge
+from cascade.errors import CascadeError, InvalidRequest
 from cascade.messages import Routing, SessionSpec, mint
 from cascade.settings.config import CascadeConfig
 from cascade.tier.scheduler import PRIORITY_S
@@ -139,12 +139,6 @@ class Admission:
         }
         self._log_after, self._num_unlogged = now + LOG_S, 0
         log.info("Refused a request: %s", " ".join(f"{name}={value}" for name, value in said.items()), extra=said)
-
-    def check_length(self, num_chars: int) -> None:
-        """Raise `TooLarge` if a prompt has more characters than are tokenized."""
-        most = self.limits.max_prompt_chars
-        if num_chars > most:
-            raise TooLarge(f"The prompt has {num_chars} characters: at most {most} are tokenized")
 
     def abort(self, key: str, id: str) -> int:
         """End the requests with this id of the key of this name, and return how many there were."""

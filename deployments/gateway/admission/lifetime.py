@@ -21,7 +21,7 @@ class Lifetime:
     deadline: float = float("inf")  # of `time.monotonic`
     aborted: bool = False
     leaving: bool = False  # aborted because the server goes: another one may go on
-    _waits: list[asyncio.Timeout] = field(default_factory=list)  # in progress
+    wakers: set[Callable[[], object]] = field(default_factory=set)  # called when it is aborted
 
     @classmethod
     def of(cls, timeout_s: float | None) -> "Lifetime":
@@ -31,9 +31,13 @@ class Lifetime:
     def abort(self, *, leaving: bool = False) -> None:
         """End it now; to be called in its event loop."""
         self.aborted, self.leaving = True, leaving
-        for limit in self._waits:
-            if not limit.expired():
-                limit.reschedule(asyncio.get_running_loop().time())
+        for wake in list(self.wakers):
+            wake()
+
+    @property
+    def left_s(self) -> float:
+        """Seconds to its deadline."""
+        return self.deadline - time.monotonic()
 
     def check(self) -> None:
         """Raise `Aborted`, `DeadlineExceeded`, or `Unavailable` if the server goes, if it is over."""
@@ -42,23 +46,23 @@ class Lifetime:
         if time.monotonic() >= self.deadline:
             raise DeadlineExceeded(LATE)
 
-    async def wait(self, work: Callable[[], Awaitable[T]], seconds: float = float("inf")) -> T:
-        """What ``work`` returns; it is cancelled when the request ends, or after ``seconds``.
-
-        Raises what `check` raises when the request has ended, `TimeoutError` when only the seconds are over.
-        """
+    async def wait(self, work: Callable[[], Awaitable[T]]) -> T:
+        """What ``work`` returns; it is cancelled when the request ends, and what `check` raises then is raised."""
         self.check()
-        left_s = self.deadline - time.monotonic()
-        soonest_s = min(left_s, seconds)
-        limit = asyncio.timeout(None if soonest_s == float("inf") else soonest_s)
-        self._waits.append(limit)
+        limit = asyncio.timeout(None if self.left_s == float("inf") else self.left_s)
+
+        def end() -> None:
+            if not limit.expired():
+                limit.reschedule(asyncio.get_running_loop().time())
+
+        self.wakers.add(end)
         try:
             async with limit:
                 return await work()
         except TimeoutError:
             self.check()
-            if limit.expired() and left_s <= seconds:  # by the event loop's clock, which may be a tick ahead
+            if limit.expired():  # by the event loop's clock, which may be a tick ahead
                 raise DeadlineExceeded(LATE) from None
             raise
         finally:
-            self._waits.remove(limit)
+            self.wakers.discard(end)

@@ -1,23 +1,20 @@
 """From conversations, over any protocol, to prompts, parameters and readers of answers."""
 
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from cascade.chat.conversation import ChatMessage, Conversation, ToolBody
 from cascade.chat.template import CLOSE, OPEN, PROBE_ARGUMENT, PROBE_NAME, ChatTemplate, Style
 from cascade.engine.grammar import unenforced
-from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import InvalidRequest
 from cascade.params import SamplingParams, Structured
-from deployments.gateway.admission.admission import Admission
 from deployments.gateway.chat.calls import FORMATS, JSON, CallParser, ToolFormat
 from deployments.gateway.chat.grammars import GrammarWriter
 from deployments.gateway.chat.reader import TAIL, ThoughtSplitter, TurnReader, opened, prompted
+from deployments.gateway.model import LONG_PROMPT, ServedModel
 from deployments.gateway.threads import TEXT, in_thread
-
-LONG_PROMPT = 2000  # characters from which tokenizing is left to a thread, so that other requests go on
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +35,16 @@ class ToolPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """What is said before the assistant's turn."""
+
+    said: Conversation
+    plan: ToolPlan
+    ids: list[int]
+    room: int  # tokens that the turn may have
+
+
+@dataclass(frozen=True, slots=True)
 class ChatTask:
     """What a conversation asks of the full tier."""
 
@@ -50,37 +57,32 @@ class ChatTask:
 class Assistant:
     """A served model as a partner in conversations.
 
-    ``tool_format`` is how it writes calls, found by its template if not given; ``check`` raises `InvalidRequest` for
-    parameters that no tier could honour.
+    ``tool_format`` is how it writes calls, found by its template if not given.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        tool_format: str | None,
-        front: Admission,
-        max_model_len: int,
-        check: Callable[[SamplingParams], Awaitable[None]],
-    ) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, model: ServedModel, tool_format: str | None) -> None:
+        self._model = model
+        self._tokenizer = model.tokenizer
         self._tool_format = tool_format
-        self.template = ChatTemplate(tokenizer)
-        self._grammars = GrammarWriter(tokenizer)
-        self._front = front
-        self._max_model_len = max_model_len
-        self._check = check
+        self.template = ChatTemplate(model.tokenizer)
+        self._grammars = GrammarWriter(model.tokenizer)
 
-    async def task(self, said: Conversation, sampled: Callable[[int], SamplingParams]) -> ChatTask:
-        """``sampled`` gives parameters for the number of tokens that there is room for; raises `InvalidRequest`."""
+    async def prompt(self, said: Conversation) -> ChatPrompt:
+        """The prompt of a conversation; raises `InvalidRequest`."""
         plan = self._plan(said)
         ids = await self.encode(said.messages, said.tools if plan.shown else None, said.style)
-        left = max(1, self._max_model_len - len(ids))  # what is too long is refused when it is admitted
-        params = await self._enforced(plan, sampled(min(left, self._front.limits.max_tokens or left)))
+        left = max(1, self._model.context_len - len(ids))  # what is too long is refused when it is admitted
+        return ChatPrompt(said, plan, ids, min(left, self._model.limits.max_tokens or left))
+
+    async def task(self, prompt: ChatPrompt, params: SamplingParams) -> ChatTask:
+        """What a prompt and the request's parameters ask for; raises `InvalidRequest`."""
+        said, plan, ids = prompt.said, prompt.plan, prompt.ids
+        params = await self._enforced(plan, params)
         free = unenforced(params.structured, *plan.schemas.values())
         within = self._within(said, ids)
         if params.structured is not None and within is not None and not plan.words_first:
             if within:  # else the text is held from its first token on, and the model does not think
-                await self._check(params)
+                await self._model.check_grammar(params.structured)
                 structured = self._grammars.after_thoughts(params.structured, plan.structured is not None)
                 params = replace(params, structured=structured)
             else:
@@ -94,7 +96,7 @@ class Assistant:
         said = [message.given for message in messages]
         shown = None if tools is None else [tool.given for tool in tools]
         num_chars = sum(message.num_chars for message in messages) + len(str(shown or ""))
-        self._front.check_length(num_chars)
+        self._model.check_length(num_chars)
         encode = self.template.encode
         if num_chars < LONG_PROMPT:
             return encode(said, shown, style)
@@ -110,7 +112,7 @@ class Assistant:
             raise InvalidRequest("ignore_eos is true: with tools whose calls are enforced the text must end", "ignore_eos")
         for index, schema in plan.schemas.items():
             try:
-                await self._check(replace(params, structured=schema))
+                await self._model.check_grammar(schema)
             except InvalidRequest as error:
                 where = f"tools.{index}.function.parameters"
                 raise InvalidRequest(str(error).replace("structured.json_schema", where), where) from None

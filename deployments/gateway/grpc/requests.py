@@ -1,8 +1,7 @@
 """gRPC requests as the library's values, and pieces of an answer as messages; conversations in the form of OpenAI's JSON."""
 
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeAlias, TypeVar
 
@@ -26,6 +25,7 @@ from deployments.gateway.admission.status import refusal
 from deployments.gateway.chat.assistant import Assistant
 from deployments.gateway.chat.calls import CallDelta
 from deployments.gateway.chat.reader import TurnReader, ending, read
+from deployments.gateway.model import ServedModel
 
 T = TypeVar("T")
 Asked: TypeAlias = pb.GenerateRequest | pb.ChatRequest
@@ -55,17 +55,11 @@ def metadata(context: RayServegRPCContext) -> dict[str, str]:
 
 
 class TextRequest:
-    """A request for the text after a prompt, whose tokens ``encode`` tells."""
+    """A request for the text after a prompt."""
 
-    def __init__(
-        self,
-        request: pb.GenerateRequest,
-        defaults: Mapping[str, Any],
-        encode: Callable[[str | Sequence[int]], Awaitable[Sequence[int]]],
-    ) -> None:
+    def __init__(self, request: pb.GenerateRequest, model: ServedModel) -> None:
         self.request = request
-        self._defaults = defaults
-        self._encode = encode
+        self._model = model
 
     async def task(self) -> Task:
         """What the full tier is asked; raises `InvalidRequest`."""
@@ -74,8 +68,8 @@ class TextRequest:
         kind = request.WhichOneof("input")
         if kind is None:
             raise InvalidRequest("The request has neither prompt nor token_ids: set one of them")
-        params = parse_sampling(request, self._defaults)
-        ids = await self._encode(request.prompt if kind == "prompt" else list(request.token_ids.ids))
+        params = parse_sampling(request, self._model.defaults)
+        ids = await self._model.encode(request.prompt if kind == "prompt" else list(request.token_ids.ids))
         return parse_task(request, ids, params)
 
     def resume(self, known: Chunk) -> None:
@@ -100,16 +94,16 @@ class TextRequest:
 class TurnRequest:
     """A request for the assistant's next turn: its `task` comes first, then the pieces of the answer."""
 
-    def __init__(self, request: pb.ChatRequest, defaults: Mapping[str, Any], assistant: Assistant) -> None:
+    def __init__(self, request: pb.ChatRequest, model: ServedModel, assistant: Assistant) -> None:
         self.request = request
-        self._defaults = defaults
+        self._model = model
         self._assistant = assistant
         self._reader = TurnReader()
 
     async def task(self) -> Task:
         """What the full tier is asked; raises `InvalidRequest`."""
-        sampled = partial(parse_sampling, self.request, self._defaults)
-        task = await self._assistant.task(conversation(self.request), sampled)
+        prompt = await self._assistant.prompt(conversation(self.request))
+        task = await self._assistant.task(prompt, parse_sampling(self.request, self._model.defaults, prompt.room))
         self._reader = task.reader()
         return parse_task(self.request, task.ids, task.params)
 

@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection
 from cascade.settings.router import ListenConfig, RequestLimits
 from cascade.v1 import serving_pb2 as pb
 from deployments.gateway.admission.status import UNKNOWN_FAILURE
+from deployments.gateway.patience import Patience
 from deployments.links.tls import check, server_credentials
 
 log = logging.getLogger(__name__)
@@ -91,18 +92,20 @@ class GrpcServer:
                 return await answer(request, context)
 
         async def stream(request: object, context: Context) -> None:
+            patience = Patience(self._read_timeout_s)
             async with aborting(request, context), contextlib.aclosing(answer(request, context)) as responses:
-                async for response in responses:
-                    await self._write(context, response)
+                with contextlib.closing(patience):
+                    async for response in responses:
+                        await self._write(context, response, patience)
 
         serialize = GetMessageClass(method.output_type).SerializeToString
         if method.server_streaming:
             return grpc.unary_stream_rpc_method_handler(stream, parse, serialize)
         return grpc.unary_unary_rpc_method_handler(whole, parse, serialize)
 
-    async def _write(self, context: Context, response: pb.GenerateResponse | pb.ChatResponse) -> None:
+    async def _write(self, context: Context, response: pb.GenerateResponse | pb.ChatResponse, patience: Patience) -> None:
         try:
-            async with asyncio.timeout(self._read_timeout_s):
+            with patience:
                 await context.write(response)
         except TimeoutError:
             log.info("A client that took nothing for %g s was dropped", self._read_timeout_s)

@@ -7,7 +7,6 @@ a piece costs four times as much (docs/log.md).
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
@@ -25,8 +24,8 @@ Pieces = AsyncGenerator[tuple[int, Chunk], None]  # with the index of their answ
 
 def event(content: dict[str, Any], name: str = "") -> bytes:
     """One server-sent event."""
-    head = f"event: {name}\n" if name else ""
-    return f"{head}data: {json.dumps(content, separators=(',', ':'))}\n\n".encode()
+    head = b"event: %s\n" % name.encode() if name else b""
+    return b"%sdata: %s\n\n" % (head, to_json(content, ensure_ascii=True))  # for clients that split at other ends of lines
 
 
 def warned(fields: Mapping[str, Sequence[str]]) -> dict[str, str]:
@@ -91,6 +90,8 @@ async def _left(receive: Receive) -> None:
 
 class Reply(Protocol):
     """Writes the answers to one request in the form of an API: whole, or as server-sent events; a piece may have none."""
+
+    def resume(self, known: Sequence[Chunk]) -> None: ...
 
     def whole(self, pieces: Sequence[tuple[int, Chunk]]) -> dict[str, Any]: ...
 

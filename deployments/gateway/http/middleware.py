@@ -21,6 +21,7 @@ from deployments.gateway.admission.admission import Admission, fits
 from deployments.gateway.admission.status import Refusal, refusal
 from deployments.gateway.http.events import ClientLeft
 from deployments.gateway.http.messages import body_of
+from deployments.gateway.patience import Patience
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,8 @@ class Middleware:
             if not answer.started:
                 with contextlib.suppress(ClientLeft):
                     await answer.refuse(refused, scope, receive)
+        finally:
+            answer.close()
 
 
 class Sender:
@@ -79,6 +82,7 @@ class Sender:
     def __init__(self, send: Send, timeout_s: float, request_id: str) -> None:
         self._send = send
         self._timeout_s = timeout_s
+        self._patience = Patience(timeout_s)
         self.request_id = request_id
         self.started = False
 
@@ -88,13 +92,17 @@ class Sender:
             self.started = True
             message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
         try:
-            async with asyncio.timeout(self._timeout_s):
+            with self._patience:
                 await self._send(message)
         except TimeoutError:
             log.info("A client that took nothing for %g s was dropped", self._timeout_s)
             raise ClientLeft from None
         except OSError:
             raise ClientLeft from None
+
+    def close(self) -> None:
+        """There is no more to send."""
+        self._patience.close()
 
     async def refuse(self, refused: Refusal, scope: Scope, receive: Receive) -> None:
         """Send the error in the form of the API that was asked; a browser is asked for a key."""

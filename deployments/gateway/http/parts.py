@@ -58,6 +58,10 @@ class PartsReply(ABC):
         self._parts: list[dict[str, Any]] = []
         self._open = False  # the last part grows
 
+    def resume(self, known: Sequence[Chunk]) -> None:
+        """Nothing is known: these APIs have no way to say so."""
+        assert not known
+
     def whole(self, pieces: Sequence[tuple[int, Chunk]]) -> dict[str, Any]:
         """The answer at once."""
         for _, chunk in pieces:

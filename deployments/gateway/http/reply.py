@@ -46,18 +46,22 @@ class Form:
 
 
 class CompletionReply:
-    """Writes the answers to one request; ``known`` is what the client has of each choice already."""
+    """Writes the answers to one request."""
 
-    def __init__(self, form: Form, echoes: Sequence[Echo], known: Sequence[Chunk] = ()) -> None:
+    def __init__(self, form: Form, echoes: Sequence[Echo]) -> None:
         self._form = form
         self._echoes = echoes
         self._readers = [form.reader() for _ in echoes]
         self._lengths: dict[int, int] = {}  # characters of each choice so far
         self._ended: list[Completion] = []
-        self._num_tokens = sum(len(chunk.token_ids) for chunk in known)  # of all choices so far
+        self._num_tokens = 0  # of all choices so far
+
+    def resume(self, known: Sequence[Chunk]) -> None:
+        """The client has this of each choice already."""
         for index, chunk in enumerate(known):
+            self._num_tokens += len(chunk.token_ids)
             if chunk.token_ids:
-                self._lengths[index] = len(echoes[index].text) + len(chunk.text)
+                self._lengths[index] = len(self._echoes[index].text) + len(chunk.text)
                 self._readers[index].take(chunk)
 
     def whole(self, pieces: Sequence[tuple[int, Chunk]]) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def test_they_are_cut_with_text_and_ids(cascade: Cascade) -> None:
 @pytest.mark.parametrize("tokenized", [False, True])
 def test_every_protocol_says_the_same(served: House, tokenized: bool) -> None:
     """Guards gRPC and OpenAI's `echo` with `logprobs`, whole and streamed: the prompt's tokens before the answer's."""
-    ids = served.router.tokenizer.encode(PROMPT)
+    ids = served.router.model.tokenizer.encode(PROMPT)
     prompt = ids if tokenized else PROMPT
     with Client(served.grpc) as client:
         params = SamplingParams(max_tokens=8, seed=3, logprobs=2, prompt_logprobs=2)

@@ -1,0 +1,172 @@
+"""The served model as requests meet it: its names, its tokenizer, its defaults, and what may be asked of it."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from cascade.answer import Answer, Chunk
+from cascade.capabilities import Capabilities, Task
+from cascade.engine.adapter_folder import AdapterFolder
+from cascade.engine.generation import sampling_defaults
+from cascade.engine.grammar import Grammars
+from cascade.engine.spelling import Spelling
+from cascade.engine.tokenizer import Tokenizer
+from cascade.errors import InvalidRequest, NotFound, TooLarge
+from cascade.messages import SessionSpec
+from cascade.params import Structured
+from cascade.settings.config import CascadeConfig
+from cascade.settings.engine import generation_folder
+from deployments.gateway.threads import GRAMMARS, TEXT, in_thread
+from deployments.links.replica_status import Tiers
+
+T = TypeVar("T")
+
+LONG_PROMPT = 2000  # characters from which tokenizing is left to a thread, so that other requests go on
+LONG_ANSWER = 1000  # tokens whose decoding is left to a thread, likewise
+STREAM_WINDOW = 256  # tokens that the full tier may write before the client's stream takes them
+
+
+class ServedModel:
+    """Made by `load`. Long texts are left to threads, so that other requests go on."""
+
+    def __init__(
+        self,
+        config: CascadeConfig,
+        tiers: Tiers,
+        tokenizer: Tokenizer,
+        defaults: dict[str, Any],
+        folder: AdapterFolder | None,
+        grammars: Grammars,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.defaults = defaults  # arguments of `SamplingParams` for requests that do not give them
+        self.context_len = min(config.max_model_len or 2**31, tiers.limit("context_len"))  # of prompt and answer together
+        self._folder = folder
+        self._grammars = grammars
+        self._spelling: asyncio.Task[Spelling] | None = None
+        self._capabilities = Capabilities(
+            config.chain_names,
+            drafters=config.drafters,
+            vocab_size=tiers.limit("vocab_size"),
+            context_len=self.context_len,
+            end_ids=tokenizer.end_ids,
+            adapters=tuple(config.tiers[-1].engine_kwargs.lora_modules),
+            check_grammar=grammars.check,
+            window=config.window,
+            answer_window=STREAM_WINDOW,
+        )
+        self.change(config)
+
+    @classmethod
+    async def load(cls, config: CascadeConfig, tiers: Tiers) -> "ServedModel":
+        """The model of the full tier, as far as a router needs it; raises `ModelError`."""
+        full = config.tiers[-1]
+        engine, source = full.engine_kwargs, full.model_loading_config.source
+        tokenizer = await asyncio.to_thread(
+            Tokenizer.from_pretrained, source, revision=engine.revision, trust_remote_code=engine.trust_remote_code
+        )
+        generation = generation_folder(engine.generation_config)
+        defaults = await asyncio.to_thread(sampling_defaults, source, generation, revision=engine.revision)
+        folder = None if engine.lora_path is None else await asyncio.to_thread(AdapterFolder, engine.lora_path)
+        await tiers.start()
+        await asyncio.to_thread((grammars := Grammars(tokenizer)).prepare)
+        return cls(config, tiers, tokenizer, defaults, folder, grammars)
+
+    def change(self, config: CascadeConfig) -> None:
+        """Follow ``config`` from now on."""
+        self.names = config.model_names  # answers have the first one
+        self.chain_names = config.chain_names  # of the drafters inside tiers and the tiers, bottom to top
+        self.limits = config.router.limits
+        self._capabilities = replace(self._capabilities, window=config.window, max_tokens=self.limits.max_tokens)
+
+    # names
+
+    async def adapters(self) -> Sequence[str]:
+        """Names of all adapters that the full tier has or can load."""
+        return self._capabilities.adapters if self._folder is None else await asyncio.to_thread(self._folder.names)
+
+    async def adapter(self, name: str | None) -> str | None:
+        """The adapter that a request names as its model, as ADAPTER or MODEL:ADAPTER; ``None`` for the model itself.
+
+        Raises `NotFound`.
+        """
+        if name is None or name in self.names:
+            return None
+        model, _, adapter = name.rpartition(":")
+        named = adapter if model in self.names else name
+        if not await self._has(named):
+            known = ", ".join(map(repr, (*self.names, *await self.adapters())))
+            raise NotFound(f"model is {name[:200]!r}: this server has {known[:200]}", "model")
+        return named
+
+    async def _has(self, adapter: str) -> bool:
+        """Whether there is an adapter of this name; one in the folder may be used from then on."""
+        if adapter in self._capabilities.adapters:
+            return True
+        if self._folder is None or not adapter or not await asyncio.to_thread(self._folder.has, adapter):
+            return False
+        if adapter not in (known := self._capabilities.adapters):
+            self._capabilities = replace(self._capabilities, adapters=(*known, adapter))
+        return True
+
+    # text
+
+    def check_length(self, num_chars: int) -> None:
+        """Raise `TooLarge` if a prompt has more characters than are tokenized."""
+        most = self.limits.max_prompt_chars
+        if num_chars > most:
+            raise TooLarge(f"The prompt has {num_chars} characters: at most {most} are tokenized")
+
+    async def encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
+        """Token ids of a prompt; raises `TooLarge`."""
+        if not isinstance(prompt, str):
+            return prompt
+        self.check_length(len(prompt))
+        return await _reading(len(prompt), self.tokenizer.encode, prompt)
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids; raises `InvalidRequest` for those that the model does not have."""
+        most = self.tokenizer.num_ids
+        wrong = next((token for token in ids if token >= most), None)
+        if wrong is not None:
+            raise InvalidRequest(f"Token id {wrong} is out of range: ids go from 0 to {most - 1}", "prompt")
+        return await _reading(len(ids), self.tokenizer.decode, ids)
+
+    async def spelling(self) -> Spelling:
+        """What tokens spell; it takes up to a second where it is asked for first."""
+        if self._spelling is None:
+            self._spelling = asyncio.create_task(in_thread(TEXT, Spelling, self.tokenizer))
+        return await asyncio.shield(self._spelling)
+
+    async def answer(self, spec: SessionSpec, index: int = 0, elapsed: Callable[[], float] | None = None) -> Answer:
+        """A new answer, or one that goes on after what the client has of it."""
+        decoder = self.tokenizer.decoder(spec.tokens[: spec.prompt_len])
+        if len(spec.tokens) - spec.prompt_len < LONG_ANSWER:
+            return Answer(spec, decoder, index, elapsed)
+        return await in_thread(TEXT, Answer, spec, decoder, index, elapsed)
+
+    # parameters
+
+    async def admit(self, task: Task) -> SessionSpec:
+        """What the full tier is asked for; raises `InvalidRequest` if a parameter cannot be honoured."""
+        await self._has(task.params.adapter)
+        if task.params.structured is None:
+            return self._capabilities.admit(task)
+        return await in_thread(GRAMMARS, self._capabilities.admit, task)  # it may have to compile a grammar
+
+    async def known(self, specs: Sequence[SessionSpec]) -> list[Chunk]:
+        """What clients have of answers that they resume; raises `InvalidRequest` if all are whole."""
+        known = [(await self.answer(spec)).known for spec in specs]
+        if all(chunk.completion is not None for chunk in known):
+            raise InvalidRequest("resume has all tokens of the answer: it has ended, and nothing is left to be written")
+        return known
+
+    async def check_grammar(self, structured: Structured) -> None:
+        """Raise `InvalidRequest` if a grammar cannot be compiled."""
+        await in_thread(GRAMMARS, self._grammars.check, structured, ())
+
+
+async def _reading(length: int, work: Callable[[Any], T], given: Any) -> T:
+    return work(given) if length < LONG_PROMPT else await in_thread(TEXT, partial(work, given))

@@ -77,11 +77,11 @@ def _speeds(
 _SALTS = count()
 
 
-def _cell(took: Sequence[tuple[float, float, int]]) -> dict[str, float]:
+def _cell(took: Sequence[tuple[float, float, int]]) -> dict[str, float | None]:
     (new, *_), known = took[0], [first for first, _, _ in took[1:]]
     rest, tokens = (sum(one[place] for one in took) for place in (1, 2))
     return {
         "first_token_s": round(new, 2),
-        "first_token_s_known_prefix": round(sum(known) / max(1, len(known)), 2),
+        "first_token_s_known_prefix": round(sum(known) / len(known), 2) if known else None,
         "tokens_per_second": round(tokens / rest, 1) if rest else 0.0,
     }

@@ -13,6 +13,7 @@ from cascade import Cascade, ModelError, SamplingParams, Speculation
 from cascade.engine.adapter_folder import AdapterFolder
 from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer
+from cascade.scorer import Row
 from tests import small
 from tests.architectures import build
 from tests.vllm.models import OPTIONS, WIDE, saved
@@ -77,11 +78,14 @@ def test_a_pass_reads_the_copy_of_an_adapter(folder: Path, tmp_path: Path) -> No
     adapters.place("red")
     shutil.rmtree(tmp_path / "red")
     model = VllmModel(str(folder / "model"), cache_tokens=1024, folder=adapters, most=1, options=OPTIONS)
-    with Cascade([model], Tokenizer.from_pretrained(small.paths()[-1])) as cascade:
-        stream = cascade.stream(PROMPT, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, adapter="red"))
-        text = [token for chunk in stream for token in chunk.token_ids]
+    cache, start, text = model.new_cache(), 0, list(PROMPT)
+    cache.reserve(len(PROMPT) + 20)
+    for _ in range(20):
+        [scored] = model.run([Row(cache, start, text[start:], 1, SamplingParams(temperature=0, seed=0, adapter="red"))])
+        start = len(text)
+        text += scored.own
     model.close()
-    assert text == expected(folder, "red")
+    assert text[len(PROMPT) :] == expected(folder, "red")
 
 
 def test_adapters_that_vllm_refuses_are_named(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which of vLLM's graphs a pass replays. Skipped where vLLM is not installed."""
+"""Graphs of whole passes: which one a pass replays, and what lies where it reads. Skipped where vLLM is not installed."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from cascade.engine.vllm.graphs import dispatched
-from tests.vllm import models  # noqa: F401  # asks for vLLM
+from cascade.engine.vllm.worker import Batch, CascadeWorker
+from tests.vllm.models import Pair
+from tests.vllm.test_laws import scores_alike
 
 # vLLM and what it imports warn of themselves
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
@@ -49,3 +51,17 @@ def test_passes_replay_whole_graphs_where_vllm_captured_them() -> None:
     mode, found = dispatched(pieces, 5, 5, 0)
     assert (mode.name, found.num_tokens) == ("PIECEWISE", 8)
     assert dispatched(pieces, 33, 1, 0)[0].name == "NONE"
+
+
+def test_passes_over_the_buffers_of_graphs_are_those_of_our_own_engine(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards what a graph reads: passes filled up with tokens and empty rows, after larger passes, change no logit."""
+    made, modes = dispatcher("FULL"), set()
+
+    def graph(worker: CascadeWorker, batch: Batch) -> tuple[Any, Any]:
+        found = dispatched(made, len(batch.tokens), len(batch.starts), 0)
+        modes.add(found[0].name)
+        return found
+
+    monkeypatch.setattr(CascadeWorker, "_graph", graph)
+    scores_alike(pair, seed=11, passes=60)
+    assert "FULL" in modes

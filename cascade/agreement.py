@@ -116,7 +116,7 @@ class Agreement:
 
     positions: int
     own: float
-    after_error: float | None  # at positions right after one where it differs; `None` if there are none
+    after_error: float | None  # its share right after a position where it differs; `None` if there are none
     runner_ups: tuple[float, ...]  # where it differs: how often its first, second, ... runner-up is right
 
 

@@ -192,7 +192,7 @@ class Draft:
         known = {(self.parent(node), token): node for node, token in enumerate(self.tokens)}
         tokens, origins, parents = list(self.tokens), bytearray(self.origins), [self.parent(i) for i in range(len(self))]
         said = bytearray(self.confidences or bytes(len(self)))
-        there = {-1: -1}  # in the union, by node of the other draft
+        there = {-1: -1}  # each node of the other draft: its place in the union
         for node, token in enumerate(other.tokens):
             at = there[other.parent(node)]
             if (at, token) not in known:

@@ -26,7 +26,7 @@ class Found:
     """Layers of a model as a tier of their own."""
 
     layers: tuple[int, ...]
-    share: float  # of the weights that a pass of the whole model reads
+    share: float  # the share of the weights that a pass of the whole model reads
     agreement: float  # share of positions of answers that were not searched by
 
 

@@ -104,7 +104,7 @@ class Row:
     runner_ups: int = 0  # wanted with each own token
     guesses: int = 0  # guesses that a drafter which reads the model may make after the text, or `UNREAD`
     input_ids: Sequence[int] = field(init=False, repr=False, compare=False)  # all that the pass reads: tokens and draft
-    num_scored: int = field(init=False, repr=False, compare=False)  # of the last of these, how many own tokens are wanted of
+    num_scored: int = field(init=False, repr=False, compare=False)  # own tokens that are wanted, after the last positions
 
     def __post_init__(self) -> None:
         guessed = self.draft.tokens

@@ -174,7 +174,7 @@ class FullTier:
                     chunk, commit = answer.receive(await inbox.next())
                     if chunk is not None:
                         yield chunk
-                    if commit is not None:  # after the yield: a client that does not read stalls the full tier at its window
+                    if commit is not None:  # behind the yield: a client that does not read stalls the full tier at its window
                         self.downlink.put([commit])
                     retry_budget.progressed(answer.num_tokens)
             except SessionFailed as failure:

@@ -41,9 +41,9 @@ from deployments.replica import join_serves, starting
 log = logging.getLogger(__name__)
 
 DESCRIBE_TIMEOUT_S = 2.0
-DRAIN_MARGIN_S = 3.0  # of the time that Serve gives a replica to end, kept for closing
+DRAIN_MARGIN_S = 3.0  # the part of the time that Serve gives a replica to end, kept for closing
 LINGER_S = 0.1  # what has come through a door before it closed is still admitted
-CLOSE_GRACE_S = 1.0  # for what is still being answered when the servers close
+CLOSE_GRACE_S = 1.0  # the patience with what is still being answered when the servers close
 
 
 class Router:

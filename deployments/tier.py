@@ -74,7 +74,7 @@ class TierReplica:
         self._model = await _apart(partial(load_model, self._config, folder, draft=draft))
         log.info("Tier %s: %s", self._config.name, self._model.summary)
         self._weights = ""  # version of learnt ones
-        known: Profile | None = getattr(self._model, "profile", None)  # of an engine that says itself what passes cost
+        known: Profile | None = getattr(self._model, "profile", None)  # an engine may say itself what passes cost
         measuring = partial(measure, self._model, max_tokens=engine.max_pass_tokens)
         self._profile = await _apart(measuring) if known is None else known
         tokenizer = await asyncio.to_thread(_load_tokenizer, self._config)

@@ -28,7 +28,7 @@ class AdapterFolder:
             raise ConfigError(
                 f"lora_path is {path!r}, which is no folder here: name one that routers and full replicas see; mount a bucket"
             )
-        self._copies: OrderedDict[str, str] = OrderedDict()  # by name; they go with this object
+        self._copies: OrderedDict[str, str] = OrderedDict()  # paths by name; they go with this object
         self._lock = threading.Lock()
 
     def names(self) -> list[str]:

@@ -61,7 +61,7 @@ class Model(Runs):
         devices.add_exactly(self.device)
         self.vocab_size = 0  # rows of the output embedding, padding included
         self.bytes_per_token = 0
-        self._seen = Survey()  # of its layers
+        self._seen = Survey()  # what its layers are
         self._busy = threading.Lock()  # tiers may share a model, and its passes share memory
         self._llama: Llama | None = None  # runs passes in place of the network
         self._owned = owned

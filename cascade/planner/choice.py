@@ -16,7 +16,7 @@ from cascade.planner.tuning import GUESS_PRICE
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
-LEAST_S = 1e-9  # that a pass is said to take
+LEAST_S = 1e-9  # the least seconds that a pass is taken to last
 
 
 def affordable(chances: Floats, sizes: Ints, own: float, tokens: int, cost: Floats) -> int:
@@ -31,7 +31,7 @@ def affordable(chances: Floats, sizes: Ints, own: float, tokens: int, cost: Floa
         return 0
     alone_s = max(float(cost[tokens]), LEAST_S)
     rates = (own + np.cumsum(chances[: len(read)])) / np.maximum(alone_s + GUESS_PRICE * (cost[read] - alone_s), LEAST_S)
-    best = len(rates) - 1 - int(rates[::-1].argmax())  # of equal ones the last
+    best = len(rates) - 1 - int(rates[::-1].argmax())  # the last of equal ones
     return best + 1 if not tokens or rates[best] >= own / alone_s else 0
 
 

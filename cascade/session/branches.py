@@ -36,11 +36,11 @@ class Branch:
     """A runner-up of the text's token at ``start``, and own tokens after it."""
 
     start: int
-    rank: int  # of the runner-up, from 1 on
+    rank: int  # the runner-up's rank, from 1 on
     tokens: list[int]
-    margins: list[Margin]  # of each token
+    margins: list[Margin]  # one for each token
     kv_len: int  # positions that its fork holds keys and values of, the session's before ``start`` included
-    ended: bool = False  # by an ending token or the limit
+    ended: bool = False  # an ending token or the limit has ended it
 
     @property
     def end(self) -> int:
@@ -58,10 +58,11 @@ class Branches:
 
     max_branches: int
     committed: int
-    verdicts: Calibration = field(default_factory=Calibration)  # of the tier above on own tokens and runner-ups
+    verdicts: Calibration = field(default_factory=Calibration)  # the tier above's verdicts on own tokens and runner-ups
     held: list[Branch] = field(default_factory=list)
-    margins: list[Margin] = field(default_factory=list)  # of each token
-    chances: list[float] = field(default_factory=lambda: [1.0])  # that the text before each token is right, and all of it
+    margins: list[Margin] = field(default_factory=list)  # one for each token
+    # the chance that the text before each token is right; the last one is that of all of it
+    chances: list[float] = field(default_factory=lambda: [1.0])
     unsent: bool = False  # the tier above has not been sent all of the branches
 
     def append(self, margin: Margin) -> None:

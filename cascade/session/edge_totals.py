@@ -52,7 +52,7 @@ class EdgeTotals:
         self._tier = tier
         self._drafter = ""  # the tier below, "" for none
         self._by_drafter: defaultdict[str, Counts] = defaultdict(Counts)
-        self.current = self._by_drafter[""]  # of the tier below
+        self.current = self._by_drafter[""]  # the tier below's
         self._below: tuple[Edge, ...] = ()  # what the tier below has told of the edges below it
         self._below_past: dict[tuple[str, str], Edge] = {}  # the same of tiers that drafted before
         self._passed: list[Passed] = []  # not counted yet

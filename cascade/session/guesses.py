@@ -9,14 +9,14 @@ from cascade.planner.acceptance import Calibration, DraftStats
 from cascade.planner.tuning import LIKELY
 from cascade.session.edge_totals import EdgeTotals
 
-MAX_NODES = 64  # of a draft
+MAX_NODES = 64  # the limit of a draft
 
 
 class Hint(NamedTuple):
     """What one drafter inside the tier guesses."""
 
     drafter: str
-    calibration: Calibration  # of its guesses
+    calibration: Calibration  # what its guesses are worth
     draft: Draft
 
 
@@ -24,8 +24,8 @@ class Pool(NamedTuple):
     """All guesses after a text as one tree, the nodes of the tier below first."""
 
     draft: Draft
-    chances: list[float]  # of each node, that the text goes along its path
-    drafters: tuple[str, ...] = ()  # of each node, the drafter inside the tier that alone guesses it; empty without hints
+    chances: list[float]  # the chance of each node, that the text goes along its path
+    drafters: tuple[str, ...] = ()  # for each node the drafter inside the tier that alone guesses it; empty without hints
 
 
 def pooled(draft: Draft, calibration: Calibration, hints: Sequence[Hint]) -> Pool:
@@ -79,10 +79,10 @@ class Guesses:
         self._vocab_size = vocab_size
         self._window = window
         self._totals = totals
-        self.draft = NO_DRAFT  # of the tier below
-        self.hints: tuple[Hint, ...] = ()  # of drafters inside the tier
-        self.stats = DraftStats()  # of the tier below
-        self.calibration = Calibration()  # of its guesses
+        self.draft = NO_DRAFT  # the tier below's
+        self.hints: tuple[Hint, ...] = ()  # what drafters inside the tier guess
+        self.stats = DraftStats()  # the tier below's
+        self.calibration = Calibration()  # what its guesses are worth
         self._unprepared: int | None = None  # position of a correction that no guess is known after
         self._pool: tuple[Draft, tuple[Hint, ...], Pool] | None = None  # the last one, and what it was made of
         self._unlearnt: list[tuple[Calibration, Draft, Sequence[int]]] = []  # guesses, and what the text went on with

@@ -42,8 +42,8 @@ class Work:
     tokens: list[int]
     num_own: int  # own tokens wanted after the last of tokens: 1, or 0 for a prefill chunk that does not end the text
     draft: Draft = NO_DRAFT
-    branch: Branch | None = None  # whose tokens these are; None for the session's text
-    drafters: tuple[str, ...] = ()  # of each node of the draft, see `cascade.session.guesses.Pool`
+    branch: Branch | None = None  # these are its tokens; None: they are the session's text
+    drafters: tuple[str, ...] = ()  # the drafter of each node, see `cascade.session.guesses.Pool`
 
     def __len__(self) -> int:
         """Positions that the pass reads."""
@@ -70,8 +70,8 @@ class Work:
 class Correction(NamedTuple):
     """What a commit of the tier above has changed."""
 
-    commit: Commit  # for the tier below
-    branch: Branch | None  # which is the text now; its keys and values are in its fork
+    commit: Commit  # what the tier below is told
+    branch: Branch | None  # it is the text now; its keys and values are in its fork
 
 
 class Session:

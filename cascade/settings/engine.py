@@ -19,7 +19,7 @@ NOT_VLLMS = {  # vLLM's engine arguments that no tier takes, and what is in thei
     "enable_lora": "lora_modules or lora_path say so",
 }
 EMBEDDED = "embedded:"  # prefix of sources of the demonstration family, such as embedded:tiny
-VLLM_PASS_TOKENS = 2048  # that vLLM makes room for unless it is told
+VLLM_PASS_TOKENS = 2048  # the tokens that vLLM makes room for unless it is told
 
 
 class ModelLoadingConfig(Section):

@@ -18,7 +18,7 @@ FULL = "full"  # the tier of a model's own name
 KEPT = {"enable_prefix_caching": True, "pipeline_parallel_size": 1}  # values that always hold here
 # of vLLM's server and its metrics: chats find calls by the model's template, and metrics are those of the cascade
 NO_EFFECT = ("enable_auto_tool_choice", "tool_call_parser", "log_engine_metrics")
-TOOL_FORMATS = {"hermes": "hermes", "mistral": "mistral", "llama3_json": "llama3"}  # by vLLM's tool_call_parser
+TOOL_FORMATS = {"hermes": "hermes", "mistral": "mistral", "llama3_json": "llama3"}  # vLLM's tool_call_parser, and ours
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ def _tier(model: TierBelow, name: str) -> Values:
     if engine.pop("enable_lora", True) is False and lora is not None:
         raise ConfigError(f"enable_lora of {loading.model_id!r} is False beside its lora_config: remove one of the two")
     for key in ("device", "dtype"):
-        if engine.get(key) == "auto":  # as without it
+        if engine.get(key) == "auto":  # the same as without it
             del engine[key]
     unused = [key for key in NO_EFFECT if engine.pop(key, None) is not None]
     if unused:

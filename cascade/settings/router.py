@@ -8,8 +8,8 @@ from cascade.params import MAX_PRIORITY
 from cascade.settings.deployment import RouterDeploymentConfig
 from cascade.settings.section import Count, Live, Port, Seconds, Section, Text, Variable
 
-MAX_PROMPTS = 4096  # of one request; `limits` may lower both
-MAX_ANSWERS = 1024  # for each prompt
+MAX_PROMPTS = 4096  # prompts of one request; `limits` may lower both
+MAX_ANSWERS = 1024  # answers for each prompt
 
 
 class KeyLimits(Section):

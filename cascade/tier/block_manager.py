@@ -23,10 +23,10 @@ class Allocation:
 
     store: Store
     blocks: int
-    in_use: bool = True  # by a session; False while it is kept for reuse
+    in_use: bool = True  # a session holds it; False while it is kept for reuse
     salt: str = ""
-    tokens: tuple[int, ...] = ()  # whose keys and values others may reuse: they are never rolled back
-    keys: tuple[int, ...] = ()  # of the full blocks of tokens, see `block_keys`
+    tokens: tuple[int, ...] = ()  # others may reuse their keys and values: they are never rolled back
+    keys: tuple[int, ...] = ()  # the keys of the full blocks of tokens, see `block_keys`
 
     @property
     def capacity(self) -> int:
@@ -51,12 +51,12 @@ class BlockManager:
         self.total = num_tokens // first.block * self._unit  # blocks
         self.free = self.total
         self.asked = 0  # positions of all texts that were opened
-        self.reused = 0  # of these, positions that were not scored again
+        self.reused = 0  # those that were not scored again
         self.lent = 0  # blocks of forks
         self._new_store = new_store
         self._allocations: set[Allocation] = set()
         self._kept: dict[Allocation, None] = {}  # the least recently used first
-        self._index: dict[int, dict[Allocation, None]] = defaultdict(dict)  # by block key, the latest allocation last
+        self._index: dict[int, dict[Allocation, None]] = defaultdict(dict)  # allocations by block key, the latest last
 
     @property
     def usage(self) -> float:

@@ -11,7 +11,7 @@ from cascade.planner.tuning import MAX_READING_SHARE, PREFILL_TOKENS, SCOUTS, SE
 from cascade.session.session import Work
 from cascade.tier.slot import Slot, U
 
-FIRST_BACKOFF_S = 0.25  # before a tier that failed is tried again
+FIRST_BACKOFF_S = 0.25  # the first pause before a tier that failed is tried again
 MAX_BACKOFF_S = 8.0
 
 
@@ -38,10 +38,10 @@ class Drafting(Generic[U]):
         self._send = send
         self._mint = mint
         self._planner = planner
-        self._failures: dict[str, Failure] = {}  # by tier, until it works again
+        self._failures: dict[str, Failure] = {}  # each failed tier's, until it works again
         self.calibrations = Calibrations()
         self._num_begun = 0
-        self._slots: dict[str, Slot[U]] = {}  # by the name of their session below
+        self._slots: dict[str, Slot[U]] = {}  # keyed by the session below
 
     def begin(self, slot: Slot[U], num_sessions: int, now: float) -> None:
         """Find a drafter for a new session, one of so many. It does not settle: that its first guesses are late counts."""

@@ -16,8 +16,8 @@ from cascade.tier.slot import Fork, Slot, U
 
 log = logging.getLogger(__name__)
 
-IDLE_S = 1.0  # after which a session that has nothing to score may lose its place to any other
-MEMORY_RETRY_S = 0.1  # before a session that waits for memory looks again, if nothing else happens
+IDLE_S = 1.0  # a session with nothing to score for so long may lose its place to any other
+MEMORY_RETRY_S = 0.1  # a session that waits for memory looks again so often, if nothing else happens
 
 
 class KVAdmission:
@@ -98,7 +98,7 @@ class KVAdmission:
             return
         if accepted is not None and (fork := slot.forks.pop(accepted, None)) is not None:
             assert slot.allocation is not None
-            if self.block_manager.reserve(slot.allocation, accepted.kv_len):  # before the fork's own blocks count as free
+            if self.block_manager.reserve(slot.allocation, accepted.kv_len):  # the fork's own blocks do not count as free yet
                 slot.cache.join(fork.store)
                 session.kv_len = accepted.kv_len
             else:
@@ -165,7 +165,7 @@ def _salt(slot: Slot[Any]) -> str:
 
 def _victim(slot: Slot[U], ranked: Sequence[Slot[U]], now: float) -> Slot[U] | None:
     """Whom ``slot`` preempts: the last session after it, or else the last one that is idle."""
-    is_after = True  # by place in the list: sessions that came together have the same rank
+    is_after = True  # the place in the list decides: sessions that came together have the same rank
     for other in reversed(ranked):
         if other is slot:
             is_after = False

@@ -35,7 +35,7 @@ class LocalDownlink(Link):
     def __init__(self, tiers: Mapping[str, Tier], up: Link) -> None:
         self._tiers = tiers
         self._up = up
-        self._routes: dict[str, Tier] = {}  # by session, until its Close
+        self._routes: dict[str, Tier] = {}  # each session's tier, until its Close
 
     def send(self, messages: Sequence[Message]) -> None:
         for message in messages:
@@ -107,7 +107,7 @@ class Mailbox(Link):
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._inboxes: dict[str, asyncio.Queue[Message]] = {}  # by session
+        self._inboxes: dict[str, asyncio.Queue[Message]] = {}  # one for each session
 
     def send(self, messages: Sequence[Message]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop was closed: its readers are gone

@@ -63,12 +63,12 @@ class Loop(Generic[U]):
         planner: Planner | None = None,
         drafters: Sequence[Drafter] = (),
     ) -> None:
-        self.slots: dict[str, Slot[U]] = {}  # by session
+        self.slots: dict[str, Slot[U]] = {}  # one for each session
         self.agreed = self.corrected = 0  # own tokens of sessions that are over, as the tier above has judged them
         self.kv_admission = kv_admission
         self._unsettled: Batch[U] = []  # the last pass
-        self._progress: list[Progress[U]] = []  # of its rows
-        self._num_sessions = 0  # at its end
+        self._progress: list[Progress[U]] = []  # what its rows got
+        self._num_sessions = 0  # sessions at its end
         self._name = name
         self._level = level
         self._limits = limits

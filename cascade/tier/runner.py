@@ -17,11 +17,11 @@ from cascade.tier.slot import Slot
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 20.0  # that every step of a loop has at least: machines pause
+GRACE_S = 20.0  # every step of a loop has so long at least: machines pause
 FACTOR = 30.0  # times the predicted time, which a pass exceeds under load and at its first run
 SMALL_PASS = 4  # tokens below which a failed pass is not for want of memory
 MAX_PASS_FAILURES = 3  # times that the model may break one after another before the tier calls itself unhealthy
-GREEDY = SamplingParams(temperature=0, seed=0)  # of rows that nobody has asked for
+GREEDY = SamplingParams(temperature=0, seed=0)  # for rows that nobody has asked for
 # tokens of timed passes; the first sizes tell most, for slow models get no further
 GRID = (1, 16, 4, 64, 8, 12, 2, 32, 24, 6, 3, 256, 128, 512)
 CONTEXT = 512  # positions before a pass that is timed a second time
@@ -35,7 +35,7 @@ class TierStats:
     passes: int = 0
     tokens: int = 0  # positions scored
     own_tokens: int = 0
-    busy_s: float = 0.0  # in passes
+    busy_s: float = 0.0  # time in passes
     failures: int = 0  # passes that raised
 
 
@@ -46,7 +46,7 @@ class Watchdog:
     """
 
     def __init__(self) -> None:
-        self._deadline = float("inf")  # of `time.monotonic`
+        self._deadline = float("inf")  # on the clock of `time.monotonic`
 
     def begin(self, expected_s: float = 0.0) -> None:
         """The next step is expected to take so long."""
@@ -66,13 +66,13 @@ class Flight:
     """A pass under way."""
 
     batch: Batch[Any]
-    begin: float  # of `time.monotonic`
+    begin: float  # on the clock of `time.monotonic`
     num_tokens: int = 0
     num_own: int = 0  # own tokens that it gives
     num_read: int = 0  # tokens that are only read
     context: int = 0  # positions before its rows
     launched: Any = None  # what the model's `collect` takes
-    error: Exception | None = None  # that it could not begin for
+    error: Exception | None = None  # why it could not begin
 
 
 class Runner:
@@ -217,7 +217,7 @@ def measure(model: Scorer, *, max_tokens: int = GRID[-1], budget_s: float = 0.6)
     room = model.context_len - 1
     context = max(1, min(CONTEXT, room // 2))
     grid = [tokens for tokens in GRID if tokens <= min(max_tokens, room - context)] or [1]
-    best: dict[tuple[int, int], float] = {}  # by tokens and by positions before them
+    best: dict[tuple[int, int], float] = {}  # keys: tokens, positions before them
     _time(model, grid[0], 1)  # the first pass of a process is slow
     for shape in [*((tokens, 1) for tokens in grid), (1, context)] * ROUNDS:
         if shape != (1, context) and len(best) > 1 and time.perf_counter() > end:

@@ -115,7 +115,7 @@ def _decode_rows(slots: Sequence[Slot[U]], offers: Offers[U], budget: int, max_g
     # candidates: nodes of the drafts after the texts, one text after the other, then branches
     nodes: list[int] = []
     chances: list[float] = []
-    bounds = [0]  # of the nodes of each text
+    bounds = [0]  # where each text's nodes begin
     for slot in texts:
         of_draft, likely = slot.session.candidates(max_guesses)
         if of_draft:
@@ -123,8 +123,8 @@ def _decode_rows(slots: Sequence[Slot[U]], offers: Offers[U], budget: int, max_g
             nodes += of_draft
             chances += likely if certain == 1.0 else [certain * chance for chance in likely]
         bounds.append(len(nodes))
-    chosen: list[int] = []  # of the nodes
-    branches: list[int] = []  # of the offers
+    chosen: list[int] = []  # the chosen nodes
+    branches: list[int] = []  # the chosen offers
     if nodes or offers:
         sizes = [1] * len(nodes) + [len(branch.pending) for _, _, branch in offers]
         chances += [chance for chance, _, _ in offers]
@@ -142,7 +142,7 @@ def _decode_rows(slots: Sequence[Slot[U]], offers: Offers[U], budget: int, max_g
 
 def _best(chances: Floats, sizes: Ints, own: float, tokens: int, cost: Floats) -> Ints:
     """The candidates that a pass scores, see `affordable`: the likeliest first."""
-    order = (-chances).argsort(kind="stable")  # of equal ones the first: a node's chance is at most its parent's
+    order = (-chances).argsort(kind="stable")  # the first of equal ones: a node's chance is at most its parent's
     return order[: affordable(chances[order], sizes[order], own, tokens, cost)]
 
 

@@ -18,7 +18,7 @@ class InnerDrafter(NamedTuple):
     """A drafter inside the tier that guesses for a session."""
 
     name: str
-    calibration: Calibration  # of its guesses
+    calibration: Calibration  # what its guesses are worth
     guesser: Guesser
 
 
@@ -26,10 +26,10 @@ class InnerDrafter(NamedTuple):
 class Fork:
     """What a branch occupies beside its session."""
 
-    store: Any  # of its keys and values, see `cascade.scorer.Store.fork`
+    store: Any  # its keys and values, see `cascade.scorer.Store.fork`
     blocks: int  # lent for it
-    text: list[int]  # that of the session up to the branch, and the branch
-    state: RowState | None = None  # of that text, if sampling parameters ask for it
+    text: list[int]  # the session's text up to the branch, and the branch
+    state: RowState | None = None  # that text's state, if sampling parameters ask for it
 
 
 @dataclass(slots=True, eq=False)
@@ -40,9 +40,9 @@ class Slot(Generic[U]):
     up: U
     since: float  # when it became idle, seconds
     opened: float
-    routing: Routing = NO_ROUTING  # of the sessions below
+    routing: Routing = NO_ROUTING  # that of the sessions below
     allocation: Allocation | None = None  # its keys and values, if it has a place in memory
-    state: RowState | None = None  # of its text, if sampling parameters ask for it
+    state: RowState | None = None  # its text's state, if sampling parameters ask for it
     allowed: Chain = ALONE  # all tiers below that its request allows, without those that cannot serve it
     chain: Chain = ALONE  # those that the planner has chosen
     attached: Chain = ALONE  # those that draft for it

@@ -182,4 +182,4 @@ class Tier:
                 link.send(messages)
             except Exception:  # a broken link must not harm the sessions of others
                 log.exception("A link of tier %s broke", self.name)
-                self.drop(link)  # after the pass, which its sessions may be in
+                self.drop(link)  # the pass is over, which its sessions may be in

@@ -48,7 +48,8 @@ class Plan:
     """What is made, and in how much time. Raises `ConfigError`."""
 
     cost: float | None = None  # share of the teacher's pass
-    layers: tuple[int, ...] = ()  # of the teacher, which the student is in place of a share: as wide, with all tokens
+    # the teacher's layers that the student keeps, as wide and with all tokens, in place of a share
+    layers: tuple[int, ...] = ()
     hours: float = 8.0
     max_len: int = 512  # tokens of a text
     rows: int = 128  # texts written at a time
@@ -102,7 +103,7 @@ class Distillation:
         self._checkpoint = work / f"{out.name}.pt"
         self._check_work()
         self.turns = Turns.of(self.tokenizer, end_tokens(self.teacher, self.tokenizer))
-        self.agreement: dict[float, float] = {}  # by temperature of the text
+        self.agreement: dict[float, float] = {}  # shares by the text's temperature
 
     def run(self, tell: Tell = lambda progress: None) -> dict[float, float]:
         """Do what is left of it; returns the agreement on held-out answers by temperature of the text."""

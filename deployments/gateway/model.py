@@ -42,7 +42,7 @@ class ServedModel:
     ) -> None:
         self.tokenizer = tokenizer
         self.defaults = defaults  # arguments of `SamplingParams` for requests that do not give them
-        self.context_len = min(config.max_model_len or 2**31, tiers.limit("context_len"))  # of prompt and answer together
+        self.context_len = min(config.max_model_len or 2**31, tiers.limit("context_len"))  # prompt and answer together
         self._folder = folder
         self._grammars = grammars
         self._spelling: asyncio.Task[Spelling] | None = None
@@ -77,7 +77,7 @@ class ServedModel:
     def change(self, config: CascadeConfig) -> None:
         """Follow ``config`` from now on."""
         self.names = config.model_names  # answers have the first one
-        self.chain_names = config.chain_names  # of the drafters inside tiers and the tiers, bottom to top
+        self.chain_names = config.chain_names  # drafters inside tiers and tiers, bottom to top
         self.limits = config.router.limits
         self._capabilities = replace(self._capabilities, window=config.window, max_tokens=self.limits.max_tokens)
 

@@ -13,7 +13,7 @@ class Patience:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
-        self._task: asyncio.Task[object] | None = None  # that writes
+        self._task: asyncio.Task[object] | None = None  # the task that writes
         self._since: float | None = None  # when the write began that has not ended
         self._over = False
         self._timer: asyncio.TimerHandle | None = None

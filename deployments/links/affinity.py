@@ -13,8 +13,8 @@ from cascade.scorer import BLOCK
 from cascade.tier.block_manager import block_keys
 
 MOST_KEYS = 1 << 16  # blocks that are remembered: a million positions
-MOST_BLOCKS = 1 << 10  # of one text that are looked at
-LEAST_SHARE = 0.25  # of a text that a replica has to know, to be preferred for it
+MOST_BLOCKS = 1 << 10  # blocks of one text that are looked at
+LEAST_SHARE = 0.25  # the share of a text that a replica has to know, to be preferred for it
 SLACK = 4  # leases that a preferred replica may have more than another
 RATIO = 1.5  # or so many times as many
 

@@ -23,7 +23,7 @@ from deployments.ops.tracing import UNTRACED, SessionSpans, Trace, Tracing
 
 log = logging.getLogger(__name__)
 
-TOTALS = ("leases_taken", "lease_wait_seconds", "failovers")  # of the sessions opened at each tier
+TOTALS = ("leases_taken", "lease_wait_seconds", "failovers")  # counts of the sessions opened at each tier
 
 
 @dataclass(slots=True)
@@ -31,10 +31,10 @@ class Route:
     """Where the messages of one session go."""
 
     tier: str
-    waiting: list[Message] = field(default_factory=list)  # until there is a lease
+    waiting: list[Message] = field(default_factory=list)  # messages wait until there is a lease
     opening: "asyncio.Task[None] | None" = None  # takes the lease
     lease: HeldLease | None = None
-    mailbox: Mailbox | None = None  # of the link to the leased replica
+    mailbox: Mailbox | None = None  # that of the link to the leased replica
     answered: bool = False
 
 
@@ -60,7 +60,7 @@ class Downlink(Link):
         self._loop = asyncio.get_running_loop()
         self._totals = {(name, tier): 0.0 for name in TOTALS for tier in leases.lessors}
         self._routes: dict[str, Route] = {}
-        self._mailboxes: dict[str, Mailbox] = {}  # of streams, by address
+        self._mailboxes: dict[str, Mailbox] = {}  # streams' mailboxes by address
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -176,7 +176,7 @@ class Downlink(Link):
             await race(self._read(call), _write(call, mailbox))
         except grpc.aio.AioRpcError as error:
             reason = error.details() or str(error.code())
-        except Exception as error:  # of any kind: the sessions must go on without this replica
+        except Exception as error:  # the sessions must go on without this replica, whatever it is
             log.exception("The link to %s broke", address)
             reason = f"{type(error).__name__}: {error}"
         finally:

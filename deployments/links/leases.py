@@ -16,7 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from cascade.messages import SessionSpec, mint
 from deployments.links.affinity import Prefixes
 
-PATIENCE_S = 3.0  # with a lease that is not given, before a second one is asked for
+PATIENCE_S = 3.0  # a lease that is not given for so long has a second one asked for
 MOST_HELD = 2  # leases on a tier that no session uses
 HELD_PLACES = 16  # a replica that takes fewer sessions has no place for a lease that nobody uses
 OPEN_TIMEOUT_S = 10.0  # a lease by which no session is open ends after that
@@ -51,7 +51,7 @@ class HeldLease:
     name: str
     call: Lease
     ticket: str  # address and secret
-    until: float  # by the loop's clock
+    until: float  # on the loop's clock
 
     @property
     def address(self) -> str:

@@ -26,7 +26,7 @@ from deployments.ops.tracing import UNTRACED, SessionSpans, Tracing
 log = logging.getLogger(__name__)
 
 WATCH_S = 0.5  # between two checks whether the tier hangs
-REFUSAL_S = 1.0  # before a hanging tier refuses a lease: Serve prefers replicas with little to do, and it has nothing
+REFUSAL_S = 1.0  # the pause before a hanging tier refuses a lease: Serve prefers replicas with little to do, and it has nothing
 MAX_MESSAGE_BYTES = 64 * 2**20
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -87,7 +87,7 @@ class LinkServer(link_pb2_grpc.LinkServicer):
         self._tls = tls
         self._ports = ports
         self._prepare = prepare
-        self._held: dict[str, list[Message]] = {}  # of sessions for which something is being prepared
+        self._held: dict[str, list[Message]] = {}  # messages of sessions for which something is being prepared
         self._preparing = set[asyncio.Task[None]]()
         self._server: grpc.aio.Server | None = None
         self.leases = GivenLeases()

@@ -30,7 +30,7 @@ class Drift:
     _variance: float = 0.0  # the variance of observations
     _num: int = 0
     _last: float = 0.0
-    _right: float = 0.0  # of the next observation
+    _right: float = 0.0  # the next observation's
     _judged: float = 0.0
     _due: float = field(default=-math.inf)
 

@@ -177,7 +177,7 @@ class AnswerTrace:
             "gen_ai.usage.input_tokens": spec.prompt_len,
         }
         self._span = tracing.span("cascade.answer", request.span, attributes=said)
-        self.context = Trace() if tracing.tracer is None else Trace.of(self._span)  # for its sessions
+        self.context = Trace() if tracing.tracer is None else Trace.of(self._span)  # its sessions' context
 
     def turn(self) -> None:
         """It has waited for its turn, and is being written."""

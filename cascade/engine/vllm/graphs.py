@@ -54,7 +54,7 @@ def held(runner: Any, batch: Batch, slots: Tensor, num_rows: int) -> dict[str, A
         "seq_lens_cpu_upper_bound": pinned[:num_rows],
         "num_reqs": num_rows,
         "num_actual_tokens": len(slots),
-        "max_query_len": len(slots),  # as captured
+        "max_query_len": len(slots),  # the value at capture
         "max_seq_len": max(ends),
         "block_table_tensor": table.get_device_tensor(num_rows),
         "slot_mapping": table.slot_mapping.gpu[: len(slots)],

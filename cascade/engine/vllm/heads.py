@@ -39,11 +39,11 @@ FURTHER = re.compile(r"(^|\.)mtp|\.layers\.(\d+)\.")  # names of layers that pre
 class Reading:
     """What a head reads of a pass, and how it guesses after it; plain lists, which travel to the worker."""
 
-    tokens: list[int]  # of all texts, one after the other: at each position the token after it
-    starts: list[int]  # of each text, the first position that the pass read
-    lengths: list[int]  # of each text, how many positions of it are read
-    tables: list[list[int]]  # of each text, its blocks, with room for guesses: the null block where it has none of its own
-    asked: list[Asked]  # of each text: the position of its first guess, and how it is chosen
+    tokens: list[int]  # all texts' tokens, one text after the other: at each position the token after it
+    starts: list[int]  # the first position that the pass read, of each text
+    lengths: list[int]  # how many positions are read, of each text
+    tables: list[list[int]]  # each text's blocks, with room for guesses: the null block where it has none of its own
+    asked: list[Asked]  # the position of each text's first guess, and how it is chosen
     guesses: int  # wanted after each text
 
 
@@ -168,7 +168,7 @@ class Guesses:
     """The guesses after several texts, step by step; vLLM hands it through to `_own_tokens` as its sampling metadata."""
 
     asked: Sequence[Asked]
-    said: list[Tensor] = field(default_factory=list)  # of each step, see `own_tokens_and_next`
+    said: list[Tensor] = field(default_factory=list)  # one for each step, see `own_tokens_and_next`
     all_greedy = False
 
     def choose(self, logits: Tensor) -> Tensor:
@@ -199,7 +199,7 @@ def propose(drafter: Any, asked: Reading, hidden: Tensor, metadata: Any) -> list
     tokens = torch.tensor(asked.tokens, dtype=torch.int32).to(hidden.device)
     drafter.propose(
         num_speculative_tokens=asked.guesses,
-        target_token_ids=tokens.roll(1),  # which the proposer moves back by one
+        target_token_ids=tokens.roll(1),  # the proposer moves them back by one
         target_positions=metadata.positions,
         target_hidden_states=hidden,
         next_token_ids=tokens[ends],

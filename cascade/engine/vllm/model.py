@@ -45,8 +45,8 @@ CHOSEN = {  # engine arguments that a tier sets
     "disable_log_stats": True,
 }
 LOADING_LAYERS = "cascade.engine.vllm.loader.CascadeWorker"  # the same worker, where layers are read
-BESIDE = 2 * GIB  # of a GPU that several models share, for the context, passes and graphs of each
-LEAST_CACHE = GIB // 4  # for keys and values: with less a tier is of no use
+BESIDE = 2 * GIB  # what each of several models on a GPU needs for its context, passes and graphs
+LEAST_CACHE = GIB // 4  # the least memory for keys and values: with less a tier is of no use
 TIED = {"lm_head.weight"}  # a checkpoint may leave it out
 OURS = {*CHOSEN, "model", "tokenizer", "enable_lora", "max_loras"}
 OURS |= {"speculative_config", "pipeline_parallel_size", "data_parallel_size"}  # the cascade drafts; a tier has neither
@@ -134,7 +134,7 @@ class VllmModel(Runs):
         if drafter is not None:
             options["speculative_config"] = speculative_config(drafter, self._source)
         self._engine = _start(self._source, cache_tokens, options, self._most, layers)
-        self._busy = threading.Lock()  # of the workers, which answer one call after the other
+        self._busy = threading.Lock()  # workers answer one call after the other
         _running.append(self._engine)
         facts: Facts = self._engine.collective_rpc("cascade_facts")[0]
         try:
@@ -142,7 +142,7 @@ class VllmModel(Runs):
                 raise ModelError(f"{source!r} cannot be a tier on vLLM: {facts.problem}; set engine to 'cascade'")
             if draft:
                 self._restrict(options.get("revision"), options.get("trust_remote_code", False))
-            self._numbers: dict[str, int] = {}  # of adapters, by name; the one that was not used for longest first
+            self._numbers: dict[str, int] = {}  # adapters' numbers by name, the least recently used first
             for name, adapter in (adapters or {}).items():
                 self._add(name, adapter)
         except ModelError:
@@ -159,7 +159,7 @@ class VllmModel(Runs):
         # on a GPU tiers of one process do not wait for each other's passes
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))  # for weights and caches
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))  # weights and caches are there then
         # with several ranks results come through pipes, which `launch` would wait for
         self._ahead = self.device.type == "cuda" and self._ranks == 1
         self._blocks = Blocks(facts.num_blocks, facts.block)
@@ -182,7 +182,7 @@ class VllmModel(Runs):
         number = min({*range(1, self._most + 1)} - {*self._numbers.values()})
         try:
             self._engine.add_lora(LoRARequest(name, number, source))
-        except Exception as error:  # of any library
+        except Exception as error:  # a library may raise anything
             raise ModelError(f"The adapter {name!r} cannot be loaded from {source!r}: {reason(error)}") from error
         self._numbers[name] = number
 
@@ -229,7 +229,7 @@ class VllmModel(Runs):
         try:
             with self._busy:
                 self._engine.collective_rpc("reload_weights", kwargs={"weights_path": source})
-        except Exception as error:  # of any library
+        except Exception as error:  # a library may raise anything
             raise ModelError(f"vLLM cannot take the weights of {source!r}: {reason(error)}") from error
 
     def launch(self, rows: Sequence[Row]) -> Launched:
@@ -363,7 +363,7 @@ def _start(
         except torch.OutOfMemoryError as error:
             advice = "lower max_model_len, set quantization, or take a larger device"
             raise ModelError(f"vLLM has no memory for {source!r}: {advice}") from error
-        except Exception as error:  # of any library
+        except Exception as error:  # a library may raise anything
             raise ModelError(f"vLLM cannot serve {source!r}: {reason(error)}") from error
 
 

@@ -29,12 +29,12 @@ PADDING_SLOT = -1  # tokens that only fill a pass up are written nowhere
 class Batch:
     """The rows of a pass, as plain lists: they travel to every rank."""
 
-    tokens: list[int]  # of all rows, one row after the other
-    starts: list[int]  # of each row, the position of its first token
-    lengths: list[int]  # of each row, how many tokens it has
-    tables: list[list[int]]  # of each row, its blocks
+    tokens: list[int]  # all rows' tokens, one row after the other
+    starts: list[int]  # the position of each row's first token
+    lengths: list[int]  # each row's number of tokens
+    tables: list[list[int]]  # each row's blocks
     keep: list[int]  # places in ``tokens`` whose logits are wanted
-    adapters: list[int]  # of each row, the number of its LoRA adapter, 0 for none; empty if the model has no adapters
+    adapters: list[int]  # each row's LoRA adapter, 0 for none; empty if the model has no adapters
     asked: list[Asked] | None = None  # how own tokens are chosen, see `own_tokens`; None: the logits are wanted
     runner_ups: int = 0  # wanted beside each own token
 
@@ -48,7 +48,7 @@ class Facts:
     num_blocks: int
     block: int  # positions
     num_parameters: int
-    backend: str  # of attention
+    backend: str  # the backend of attention
     problem: str | None  # why the model cannot be a tier
 
 
@@ -82,7 +82,7 @@ class CascadeWorker:
 
     model_runner: Any  # vLLM's ``GPUModelRunner``, or the one for CPUs that derives from it
     vllm_config: Any
-    _unsaid: Tensor | None = None  # of each token id, whether the model never says it; bool
+    _unsaid: Tensor | None = None  # bool ``[vocab_size]``: the tokens that the model never predicts
     _read: tuple[Tensor, dict[int, int]]  # hidden states of the last pass, and which of them is whose: by slot
 
     def cascade_facts(self) -> Facts:

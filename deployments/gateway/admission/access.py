@@ -87,10 +87,10 @@ class Access:
     """The keys of a server; those of a file are read again when it has changed. Raises `ConfigError` if they cannot be used."""
 
     def __init__(self, config: AccessConfig) -> None:
-        self._accounts: dict[bytes, Account] = {}  # by digests of keys
+        self._accounts: dict[bytes, Account] = {}  # accounts by digests of keys
         self._anonymous = Account(ANONYMOUS)
         self._look_at = time.monotonic() + LOOK_S
-        self._problem = ""  # of the file of keys
+        self._problem = ""  # what is wrong with the file of keys
         self._set_keys(_read(config))
         self.limit(config)
 

@@ -49,9 +49,9 @@ class ActiveRequest:
     account: Account
     lifetime: Lifetime
     since: float  # when it arrived
-    affinity: str = ""  # of the client's own session
+    affinity: str = ""  # the client's own session
     train: bool = True  # drafters may learn from its answers
-    outcomes: list[str] = field(default_factory=list)  # of its answers that are over
+    outcomes: list[str] = field(default_factory=list)  # one for each answer that is over
     num_read: int = 0  # tokens of prompts
     num_written: int = 0
     trace: RequestTrace = field(default_factory=RequestTrace)
@@ -80,7 +80,7 @@ class Admission:
         self.metrics = RouterMetrics(self.places, config.names, config.drafters)
         self.tracing = tracing("router", config.model_names[0])
         self._active: set[ActiveRequest] = set()
-        self._log_after = 0.0  # of `time.monotonic`
+        self._log_after = 0.0  # on the clock of `time.monotonic`
         self._num_unlogged = 0  # refused requests since the last one that the log names
 
     def change(self, config: CascadeConfig) -> None:

@@ -17,7 +17,7 @@ class Ticket:
     """An answer that waits, or has its turn."""
 
     flow: "Flow"
-    number: int  # in the order of coming
+    number: int  # numbers grow in the order of coming
     rank: float  # lower goes first, among those of its flow
     read: int  # tokens
     most: int  # tokens that it may write
@@ -34,7 +34,7 @@ class Flow:
     """The answers of one key."""
 
     weight: float
-    waiting: list[Ticket] = field(default_factory=list)  # by `Ticket.order`
+    waiting: list[Ticket] = field(default_factory=list)  # sorted by `Ticket.order`
     tag: float = 0.0  # tokens over weight
     start: float = 0.0  # least tag until it is away again: corrections give no credit either
     mean: float | None = None  # tokens that its answers wrote

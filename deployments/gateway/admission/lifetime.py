@@ -18,7 +18,7 @@ LATE = "The request's deadline passed before its text was complete"
 class Lifetime:
     """How long a request may live: whatever is awaited by `wait` ends with it. Belongs to one event loop."""
 
-    deadline: float = float("inf")  # of `time.monotonic`
+    deadline: float = float("inf")  # on the clock of `time.monotonic`
     aborted: bool = False
     leaving: bool = False  # aborted because the server goes: another one may go on
     wakers: set[Callable[[], object]] = field(default_factory=set)  # called when it is aborted

@@ -57,7 +57,7 @@ class RouterMetrics(Page):
         self.gauges["speculation_active"].set(1)  # until answers say otherwise
         self._learning = {name: self.gauge(f"alignment_{name}") for name in OF_LEARNING}
         self._drafted: bool | None = None  # as the log says; nothing yet
-        self._guesses = Edge("", self._full)  # of all answers
+        self._guesses = Edge("", self._full)  # all answers' guesses
         self.gauge("num_requests_running").set_function(lambda: places.num_running)
         self.gauge("num_requests_waiting").set_function(lambda: places.num_waiting)
         self.gauge("tiers").set(len(names))

@@ -20,7 +20,7 @@ class Places:
         self._capacity = max_running + max_waiting
         self._free = max_running  # turns that nobody has; below 0 after `resize` to fewer than are in use
         self._queue = FairQueue()
-        self._calls: dict[Ticket, asyncio.Event] = {}  # of answers that wait
+        self._calls: dict[Ticket, asyncio.Event] = {}  # one for each answer that waits
         self._empty = asyncio.Event()
         self._empty.set()
         self.num_admitted = 0

@@ -10,7 +10,8 @@ from cascade.errors import CascadeError, InvalidRequest, Overloaded
 
 log = logging.getLogger(__name__)
 
-MAX_CHARS = 500  # of a sentence: gRPC sends it in a header of limited size, with three bytes for one that is not ASCII
+# the limit of a sentence: gRPC sends it in a header of limited size, with three bytes for one that is not ASCII
+MAX_CHARS = 500
 UNKNOWN_FAILURE = "The server failed; its log says why"
 
 

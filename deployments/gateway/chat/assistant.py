@@ -21,12 +21,12 @@ from deployments.gateway.threads import TEXT, in_thread
 class ToolPlan:
     """What a request's tools ask for."""
 
-    shown: bool = False  # to the model
+    shown: bool = False  # whether the model is shown it
     structured: Structured | None = None  # what the text has to be, if calls are enforced
-    schemas: Mapping[int, Structured] = field(default_factory=dict)  # that are enforced, by the index of the tool
+    schemas: Mapping[int, Structured] = field(default_factory=dict)  # enforced schemas, by the index of the tool
     free: bool = True  # it may be other words, too
-    form: ToolFormat | None = None  # of calls, if the text is read for them
-    functions: frozenset[str] = frozenset()  # that may be called
+    form: ToolFormat | None = None  # the form of calls, if the text is read for them
+    functions: frozenset[str] = frozenset()  # names that may be called
 
     @property
     def words_first(self) -> bool:
@@ -48,7 +48,7 @@ class ChatPrompt:
 class ChatTask:
     """What a conversation asks of the full tier."""
 
-    ids: list[int]  # of the prompt
+    ids: list[int]  # the prompt's tokens
     params: SamplingParams
     reader: Callable[[], TurnReader]  # a new one for each answer
     unread: tuple[str, ...] = ()  # what the chat template does not look at, and schemas cannot enforce

@@ -14,7 +14,7 @@ CALL_ID = "[CALL_ID]"  # some models write it and an id between name and argumen
 B = r"\s{0,64}+"  # blanks; bounded, since what may become a call is read again with each piece
 NAME = r"(?P<name>[A-Za-z0-9_-]{1,64}+)"
 OBJECT = rf'\{{{B}(?:"type"{B}:{B}"function"{B},{B})?"name"{B}:{B}"{NAME}"{B},{B}"(?:arguments|parameters)"{B}:'
-MAX_BLANKS = 32  # before a mark that are left out of the words
+MAX_BLANKS = 32  # blanks before a mark that are left out of the words
 OUTSIDE_STRING = re.compile(r'[{}"]')
 INSIDE_STRING = re.compile(r'\\.|"', re.DOTALL)
 
@@ -28,8 +28,8 @@ class ToolFormat:
     """
 
     name: str
-    begin: str = ""  # before calls; "" where the whole text is calls or none is
-    end: str = ""  # after each call
+    begin: str = ""  # the mark before calls; "" where the whole text is calls or none is
+    end: str = ""  # the mark after each call
     listed: bool = False  # the calls stand in one JSON list
     again: str = ""  # between two calls that are neither listed nor begun anew
     key: str = "arguments"

@@ -15,7 +15,7 @@ from cascade.errors import InvalidRequest
 from cascade.params import MAX_GRAMMAR_CHARS, Structured
 from deployments.gateway.chat.calls import ToolFormat
 
-MAX_CALLS = 16  # in one answer whose calls are enforced
+MAX_CALLS = 16  # calls in one answer whose calls are enforced
 
 
 class GrammarWriter:

@@ -17,7 +17,7 @@ class ThoughtSplitter:
     """
 
     def __init__(self, within: bool) -> None:
-        self._tags = [CLOSE] if within else [OPEN, CLOSE]  # that are still to come
+        self._tags = [CLOSE] if within else [OPEN, CLOSE]  # tags that are still to come
         self._held = ""  # what may begin a tag
 
     @property

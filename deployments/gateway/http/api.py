@@ -47,11 +47,11 @@ from deployments.gateway.threads import TEXT, in_thread
 
 Asked = TypeVar("Asked", bound=SamplingBody)
 Talking = TypeVar("Talking", ChatBody, ResponsesBody, MessagesBody)
-COMPLETION_TOKENS = 16  # of a completion at most, as in OpenAI's API, if neither the request nor the model says
+COMPLETION_TOKENS = 16  # a completion's limit, as in OpenAI's API, if neither the request nor the model says
 STARTED = int(time.time())
 BEARER = HTTPBearer(auto_error=False)  # only for the schema: `Middleware` looks at the key
 Timeout = Annotated[float | None, Header(alias="x-request-timeout-seconds", gt=0, allow_inf_nan=False)]
-TOLD = {name: {"type": "string"} for name in ("message", "type")}  # of an error, in OpenAI's form and in Anthropic's
+TOLD = {name: {"type": "string"} for name in ("message", "type")}  # fields of an error, in OpenAI's form and in Anthropic's
 ERROR_BODY = {"required": ["error"], "properties": {"error": {"required": [*TOLD], "properties": TOLD}}}
 RESPONSES: dict[int | str, dict[str, Any]] = {
     kind.http: {"description": kind.__doc__, "content": {"application/json": {"schema": ERROR_BODY}}}

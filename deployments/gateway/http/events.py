@@ -19,7 +19,7 @@ from cascade.answer import Chunk
 from deployments.gateway.admission.status import Refusal, refusal
 
 T = TypeVar("T")
-Pieces = AsyncGenerator[tuple[int, Chunk], None]  # with the index of their answer
+Pieces = AsyncGenerator[tuple[int, Chunk], None]  # pieces with the index of their answer
 
 
 def event(content: dict[str, Any], name: str = "") -> bytes:

@@ -25,7 +25,7 @@ BILLING = "x-anthropic-billing-header"  # begins a block of the system's text th
 SWITCHES = ("enable_thinking", "thinking")  # variables by which chat templates let a model think, or not
 FUNCTION = {"name", "description", "parameters", "strict"}  # fields of a tool that chat completions have
 STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
-ERROR_TYPES = {  # of statuses, as Anthropic names them
+ERROR_TYPES = {  # Anthropic's names of statuses
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -266,7 +266,7 @@ class MessageReply(PartsReply):
     THOUGHTS, WORDS, CALLS = "thinking", "text", "tool_use"  # also the fields that hold texts
 
     def __init__(self, task: ChatTask, id: str, model: str) -> None:
-        self._arguments = ""  # of the call that grows
+        self._arguments = ""  # the growing call's arguments
         message: dict[str, Any] = {
             "id": f"msg_{id}",
             "type": "message",

@@ -24,7 +24,8 @@ from cascade.params import (
 from cascade.settings.config import MAX_TIERS
 from cascade.settings.router import MAX_ANSWERS, MAX_PROMPTS
 
-CONVERTED = ("max_tokens", "stop", "logit_bias", "logprobs", "prompt_logprobs", "structured")  # of another form in some body
+# fields that have another form in some body
+CONVERTED = ("max_tokens", "stop", "logit_bias", "logprobs", "prompt_logprobs", "structured")
 SAME_FIELDS = tuple(field.name for field in fields(SamplingParams) if field.name not in CONVERTED)
 
 Stops = Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)]
@@ -63,7 +64,8 @@ class StreamOptions(Body):
 class ResumeBody(Body):
     """What the client received of answers whose stream broke off."""
 
-    token_ids: Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS * MAX_ANSWERS, fail_fast=True)]  # of each choice
+    # one list for each choice
+    token_ids: Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS * MAX_ANSWERS, fail_fast=True)]
 
 
 class JsonSchema(Body):

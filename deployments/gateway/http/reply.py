@@ -21,7 +21,7 @@ class Echo:
     """The prompt that an answer repeats; nothing by default."""
 
     text: str = ""
-    begins: tuple[int, ...] = ()  # of the prompt's tokens in the text, if log-probabilities are asked for
+    begins: tuple[int, ...] = ()  # where the prompt's tokens begin in the text, if log-probabilities are asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class Form:
     model: str
     history: bool = False
     usage: bool = False  # after the last piece
-    prompt_tokens: int | None = None  # of all prompts, if every piece has the usage so far
-    spelling: Spelling | None = None  # of tokens, if log-probabilities are asked for
+    prompt_tokens: int | None = None  # all prompts' tokens, if every piece has the usage so far
+    spelling: Spelling | None = None  # the names of tokens, if log-probabilities are asked for
     reader: Callable[[], TurnReader] = TurnReader  # a new one for each answer
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -54,7 +54,7 @@ class CompletionReply:
         self._readers = [form.reader() for _ in echoes]
         self._lengths: dict[int, int] = {}  # characters of each choice so far
         self._ended: list[Completion] = []
-        self._num_tokens = 0  # of all choices so far
+        self._num_tokens = 0  # tokens of all choices so far
 
     def resume(self, known: Sequence[Chunk]) -> None:
         """The client has this of each choice already."""
@@ -231,7 +231,7 @@ def history(chunks: Iterable[Chunk]) -> dict[str, Any]:
 
 def chat_logprobs(chunks: Sequence[Chunk], spelling: Spelling, offset: int) -> dict[str, Any]:
     """Log-probabilities as chat completions have them; the first chunk's text begins at ``offset`` of the answer."""
-    stripped = offset == 0 and not "".join(chunk.text for chunk in chunks).startswith(" ")  # by decoders of some families
+    stripped = offset == 0 and not "".join(chunk.text for chunk in chunks).startswith(" ")  # decoders of some families strip it
 
     def named(id: int, logprob: float, begin: int) -> dict[str, Any]:
         spelled = spelling.bytes(id)

@@ -21,8 +21,8 @@ from deployments.gateway.http.parts import Events, ForeignTool, PartsReply, left
 from deployments.gateway.http.reply import report, usage
 
 PARTS = {"reasoning": "reasoning_text", "message": "output_text"}  # what the items that hold a text hold it as
-LOGPROBS: dict[str, dict[str, Any]] = {"reasoning": {}, "message": {"logprobs": []}}  # that clients want to see there
-PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}  # of ids
+LOGPROBS: dict[str, dict[str, Any]] = {"reasoning": {}, "message": {"logprobs": []}}  # fields that clients want to see there
+PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}  # prefixes of ids
 
 
 class TextPart(Sparse):
@@ -156,14 +156,14 @@ class ResponsesBody(SamplingBody):
     include_reasoning: bool | None = None  # as in vLLM
     chat_template_kwargs: dict[str, Any] | None = None
     stream_options: StreamOptions | None = None
-    max_tool_calls: Annotated[int, Field(ge=1)] | None = None  # of tools that a server calls itself
+    max_tool_calls: Annotated[int, Field(ge=1)] | None = None  # the limit of tools that a server calls itself
     include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=16, fail_fast=True)] | None = None
     truncation: Literal["auto", "disabled"] | None = None  # what is too long is refused either way
     previous_response_id: Any = None
     conversation: Any = None
     prompt: Any = None
     background: bool | None = None
-    client_metadata: dict[str, Any] | None = None  # of Codex
+    client_metadata: dict[str, Any] | None = None  # Codex sends it
 
     INERT: ClassVar[tuple[str, ...]] = ("max_tool_calls", "include", "truncation", "client_metadata")
     PROMPT: ClassVar[str] = "input"
@@ -241,7 +241,7 @@ class ResponseReply(PartsReply):
     def __init__(self, body: ResponsesBody, task: ChatTask, id: str, model: str) -> None:
         self._id = id
         self._num_events = 0
-        self._status = "completed"  # of items that end
+        self._status = "completed"  # the status of items that end
         said = body.model_dump(by_alias=True, include={"tools", "tool_choice", "text", "reasoning"})
         response = {
             "id": f"resp_{id}",

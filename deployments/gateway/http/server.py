@@ -82,7 +82,7 @@ class HttpServer:
         for connection in list(self._server.server_state.connections):  # those that came meanwhile, or do not end
             if (transport := getattr(connection, "transport", None)) is not None:
                 transport.abort()
-        await asyncio.sleep(0)  # in which their sockets are closed
+        await asyncio.sleep(0)  # their sockets are closed meanwhile
 
 
 class _Uvicorn(uvicorn.Server):

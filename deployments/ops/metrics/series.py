@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, TypeAlias
 Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
 Place: TypeAlias = Literal["router", "tier"]  # who reports it: routers, on their page and by Ray; replicas of tiers, by Ray
 
-RAY = "ray_"  # which Ray puts before every name, so pages do, too
+RAY = "ray_"  # Ray puts it before every name, so pages do, too
 PREFIX = f"{RAY}cascade_"
 COMMON = ("application", "model", "tier", "replica")  # labels that all series have by Ray: who says it
 ROUTER = "router"  # the tier that routers say they are

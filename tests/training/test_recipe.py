@@ -56,9 +56,12 @@ def test_distilling_makes_an_ordinary_folder_and_goes_on(teacher: str, tmp_path:
     for text, prompt_len in enumerate(answers.prompts):
         assert {*answers.tokens[answers.span(text)][prompt_len:].tolist()} <= {*said}  # the student wrote it
     before = torch.load(tmp_path / "student.work" / "student.pt", weights_only=True)["numbers"]
-    distill(teacher, out, "--hours", "0.002")
-    assert json.loads((out / FILE).read_text()) == said
-    after = torch.load(tmp_path / "student.work" / "student.pt", weights_only=True)["numbers"]
+    after = before
+    for hours in ("0.002", "0.006", "0.02"):  # a busy machine takes no step in the first
+        if after["step"] == before["step"]:
+            distill(teacher, out, "--hours", hours)
+            assert json.loads((out / FILE).read_text()) == said
+            after = torch.load(tmp_path / "student.work" / "student.pt", weights_only=True)["numbers"]
     assert after["step"] > before["step"] > 0
     assert after["seconds"] > before["seconds"]
     assert not list(tmp_path.rglob("*partial*"))

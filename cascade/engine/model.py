@@ -249,8 +249,10 @@ class Model(Runs):
         network = self._network
         if problem := unlike_attention(network.config):
             raise ModelError(problem)
-        # every network has "eager", which sums up scores in the network's dtype: too coarse for keys as large as Qwen2.5's
-        network.set_attn_implementation("sdpa" if network._supports_sdpa else "eager")
+        # every network has "eager", which sums up scores in the network's dtype: too coarse for keys as large as Qwen2.5's;
+        # but "sdpa" leaves out softcapping, and before Transformers 5.20 without a word
+        capped = getattr(network.config.get_text_config(), "attn_logit_softcapping", None) is not None
+        network.set_attn_implementation("sdpa" if network._supports_sdpa and not capped else "eager")
         texts = probe_texts(network.get_input_embeddings().weight.shape[0])
         expected = network(input_ids=torch.tensor(texts, device=self.device), use_cache=False).logits
         if not expected.isfinite().all():

@@ -135,13 +135,14 @@ class RouterMetrics(Page):
 
 
 def _known(names: Sequence[str], drafters: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Counters with labels that may come, as far as the configuration tells; guesses may be any number of tokens away."""
+    """Counters with labels that may come, as far as the configuration tells; of positions the first."""
     codes = sorted({kind.code for kind in KINDS})
     yield from (("refused", code) for code in codes)
     yield from (("answers", outcome) for outcome in (*get_args(FinishReason), LEFT, *codes))
     yield from (("undrafted_answers", why) for why in get_args(Undrafted))
     edges = [edge for edge in combinations((*drafters, *names), 2) if edge[1] in names]
     yield from ((name, *edge) for edge in edges for name in (*OF_PASSES, *OF_DRAFTERS))
+    yield from ((name, *edge, "0") for edge in edges for name in BY_POSITION)
     yield from ((name, NOBODY, verifier) for verifier in names for name in OF_PASSES)
 
 

@@ -100,6 +100,21 @@ def span(never: Document) -> str:
     return f"{min(ratios):.2f} to {max(ratios):.2f} of the full model alone (errors {min(errors):.2f} to {max(errors):.2f})"
 
 
+def pair(family: Document) -> str:
+    """The published pair's best mode and the planner's, over the full model alone, as words within a sentence."""
+    cells = family["modes"]["cells"]["t0"]
+    best = max((cell for cell in cells.values() if cell), key=lambda cell: float(cell["over_alone"]))
+    planner = cells["cascade_auto"]
+    return " and ".join(f"{cell['over_alone']:.2f} ± {cell['error']:.2f}" for cell in (best, planner))
+
+
+def placed(cluster: Document) -> str:
+    """Three tiers of the map's trio over the full one alone, and over the best pair, as words within a sentence."""
+    measured = cluster["map"]["measured"]
+    alone, pairs = measured["three_vs_alone"], measured["three_vs_pair"]
+    return f"{alone:.1f} times as fast as the full one alone and {pairs:.1f} times the best pair"
+
+
 def served(peers: Document) -> str:
     """Tokens per second over HTTP, `vllm bench serve` as the client."""
     found = {load: cell for load, cell in peers["served"].items() if any(cell[name] for name in ENGINES)}
@@ -502,10 +517,12 @@ def page() -> str:
     for title, name, command, what, table in SECTIONS:
         document = load(name)
         if document and (figures := table(document)):
-            # the parts of the cluster's document have dates of their own
-            parts_of: dict[Callable[[Document], str], str] = {emulated: "one", devices: "scale", mapped: "map"}
-            date = document.get("dates", {}).get(parts_of.get(table, ""), document["date"])
-            source = f"`{document.get('command', command)}`, {date}, {document['processor']}, {document.get('model', MODEL)}."
+            # the parts of the cluster's document have dates and processors of their own
+            parts_of: dict[Callable[[Document], str], str] = {emulated: "one", trio: "one", devices: "scale", mapped: "map"}
+            part = parts_of.get(table, "")
+            date = document.get("dates", {}).get(part, document["date"])
+            processor = document.get("processors", {}).get(part, document["processor"])
+            source = f"`{document.get('command', command)}`, {date}, {processor}, {document.get('model', MODEL)}."
             parts.append(f"## {title}\n\n{what}\n\n{figures}\n{source}\n")
     ships = "Share of held-out positions at which they say the same token as SmolLM2-135M-Instruct, by temperature of the text."
     source = "`cascade distill`, from the model cards in `cascade/family/weights`."
@@ -520,6 +537,8 @@ def filled(text: str) -> str:
         "served": lambda: served(load("peers")),
         "devices": lambda: devices(load("cluster")),
         "span": lambda: span(load("never_slower")),
+        "pair": lambda: pair(load("family")),
+        "placed": lambda: placed(load("cluster")),
         "map": lambda: third_tier(load("map")),
         "llama": lambda: llama(load("published")),
     }

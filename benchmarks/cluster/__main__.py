@@ -29,6 +29,8 @@ from cascade.simulation.trio import TRIO
 WORK = Path(__file__).parents[1] / ".work"
 RECORDING = WORK / "recording.json"
 PARTS = ("one", "scale", "map")
+# each part has its own date and processor, for others may run later and elsewhere
+STAMPS = {"dates": "date", "processors": "processor"}
 QUICK_STRETCH = 1.0
 PROMPTS, TOKENS = 2, 96  # of each category that are recorded; of a text
 DTYPE = "float32"  # of what is recorded
@@ -61,7 +63,7 @@ def measure(parts: Sequence[str], *, quick: bool) -> dict[str, Any]:
         found["map"] = timed("A trio of the map", lambda: one.measure(toys, trio, mapped, console.print))
         console.print(one.table(found["map"]))
     made = stamp()
-    dates = {"dates": dict.fromkeys(found, made["date"])}
+    dates = {name: dict.fromkeys(found, made[of]) for name, of in STAMPS.items()}
     sizes = {"stretch": {"one": single.stretch, "scale": many.stretch, "map": mapped.stretch}}
     devices = {shape.name: {"pass_ms": shape.pass_ms, "context_ms": shape.context_ms} for shape in TRIO}
     return {"head": head(found)} | found | sizes | {"devices": devices} | made | dates
@@ -76,9 +78,9 @@ def _recorded(prompts: int, tokens: int) -> Recording:
 
 
 def joined(kept: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """The document of a run of some parts, and the others as another run has left them; each part has its own date."""
+    """The document of a run of some parts, and the others as another run has left them, with their dates and processors."""
     both = kept | found
-    return both | {"head": head(both), "dates": kept.get("dates", {}) | found["dates"]}
+    return both | {"head": head(both)} | {name: kept.get(name, {}) | found[name] for name in STAMPS}
 
 
 def head(found: dict[str, Any]) -> dict[str, Any]:

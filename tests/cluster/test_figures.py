@@ -57,8 +57,9 @@ def test_replicas_are_compared_at_the_same_load_of_each() -> None:
     assert head.keys() == {"one", "scale", "map", "auto_vs_best", "auto_vs_alone"}
     assert head["auto_vs_best"]["2/2/4 64"] == 0.8
     assert head["auto_vs_alone"]["1/1/1 16"] == 1.0
-    kept = {"scale": found, "dates": {"scale": "2026-01-01"}, "head": {"one": 1}}
-    now = {"stretch": {"one": 6.0}, "dates": {"one": "2026-02-02"}, "head": {}}
+    kept = {"scale": found, "dates": {"scale": "2026-01-01"}, "processors": {"scale": "A"}, "head": {"one": 1}}
+    now = {"stretch": {"one": 6.0}, "dates": {"one": "2026-02-02"}, "processors": {"one": "B"}, "head": {}}
     both = bench.joined(kept, now)
     assert both["head"]["scale"] == head["scale"]
     assert both["dates"] == {"scale": "2026-01-01", "one": "2026-02-02"}
+    assert both["processors"] == {"scale": "A", "one": "B"}

@@ -57,15 +57,15 @@ def specs(chosen: "str | DrafterSpec | Iterable[str | DrafterSpec] | None") -> t
         return ()
     if isinstance(chosen, str | DrafterSpec):
         chosen = (chosen,)
-    specs: list[DrafterSpec] = []
+    listed: list[DrafterSpec] = []
     for drafter in chosen:
-        specs += DEFAULT if drafter == AUTO else [drafter if isinstance(drafter, DrafterSpec) else DrafterSpec(drafter)]
-    kinds = [drafter.kind for drafter in specs]
+        listed += DEFAULT if drafter == AUTO else [drafter if isinstance(drafter, DrafterSpec) else DrafterSpec(drafter)]
+    kinds = [drafter.kind for drafter in listed]
     if twice := next((kind for kind in kinds if kinds.count(kind) > 1), None):
         raise ConfigError(f"drafter names {twice!r} twice: once is enough")
-    if len(heads := [drafter.kind for drafter in specs if drafter.reads]) > 1:
+    if len(heads := [drafter.kind for drafter in listed if drafter.reads]) > 1:
         raise ConfigError(f"drafter names {' and '.join(heads)}: a model has one drafter that reads it")
-    return tuple(specs)
+    return tuple(listed)
 
 
 def head_of(chosen: Iterable[DrafterSpec]) -> DrafterSpec | None:

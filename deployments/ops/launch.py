@@ -219,8 +219,8 @@ def _cause(error: Exception, application: str) -> str:
         states = serve.status().applications[application].deployments.items()
         text = next((f"{name}: {state.message}" for name, state in states if "rror" in state.message), text)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    kind, colon, sentence = lines[-1].partition(": ") if lines else ("", "", "")
-    return sentence if colon and "." in kind and " " not in kind else (lines or [type(error).__name__])[-1]
+    kind, colon, reason = lines[-1].partition(": ") if lines else ("", "", "")
+    return reason if colon and "." in kind and " " not in kind else (lines or [type(error).__name__])[-1]
 
 
 def _line(error: Exception) -> str:

@@ -19,9 +19,10 @@ from torch import Tensor
 from cascade.draft import Draft
 from cascade.drafters import WITHIN, DrafterSpec
 from cascade.drafters.in_pass import MOST_STEPS
+from cascade.engine.layers import shown
 from cascade.engine.sampling.own_tokens import Asked, own_tokens_and_next, runner_ups
 from cascade.engine.weights import fetched, shapes
-from cascade.errors import ModelError
+from cascade.errors import ConfigError, ModelError
 from cascade.scorer import UNREAD, Row, Scored, gap_byte
 
 FARTHEST = 15.9  # nats: the gap of a guess beside which nothing is possible
@@ -110,8 +111,13 @@ def with_drafts(found: Sequence[Scored], reads: Mapping[int, Reader], said: Sequ
 # before the engine starts
 
 
-def speculative_config(drafter: DrafterSpec, source: str) -> dict[str, Any]:
-    """vLLM's argument for a head of the model at ``source``; raises `ModelError` if the head does not fit it."""
+def speculative_config(drafter: DrafterSpec, source: str, layers: Sequence[int] = ()) -> dict[str, Any]:
+    """vLLM's argument for a head of the model at ``source``; raises `ModelError` if the head does not fit it.
+
+    Raises `ConfigError` beside ``layers`` of the model, for a head reads all.
+    """
+    if layers:
+        raise ConfigError(f"layers are {shown(layers)} and drafter is {drafter.kind!r}, which reads all: remove one of the two")
     place = drafter.source or source
     sizes, config, model = shapes(place), _config(place), _config(source)
     inner = config.get("transformer_layer_config") or config

@@ -21,7 +21,6 @@ from cascade.engine.devices import HOST_SHARE, UTILIZATION
 from cascade.engine.draft_vocab import draft_ids
 from cascade.engine.draft_vocab import tokens as draft_tokens
 from cascade.engine.gguf import converted
-from cascade.engine.layers import shown
 from cascade.engine.memory import GIB, host_memory
 from cascade.engine.model_config import read_config
 from cascade.engine.sampling.processors import report
@@ -122,27 +121,22 @@ class VllmModel(Runs):
         """
         options = dict(options or {})
         check_options(options)
-        self._folder, self._draft = folder, draft
+        self._folder, self._draft, self._source = folder, draft, converted(source)
         self._said: list[int] | None = None  # its draft vocabulary, if that is all it says
         self._most = len(adapters or ()) if folder is None else most
-        self._source = converted(source)
         self.drafter = "" if drafter is None else drafter.kind
-        if drafter is not None and layers:
-            raise ConfigError(
-                f"layers are {shown(layers)} and drafter is {drafter.kind!r}, which reads all: remove one of the two"
-            )
         if drafter is not None:
-            options["speculative_config"] = speculative_config(drafter, self._source)
+            options["speculative_config"] = speculative_config(drafter, self._source, layers)
         self._engine = _start(self._source, cache_tokens, options, self._most, layers)
         self._busy = threading.Lock()  # workers answer one call after the other
         _running.append(self._engine)
         facts: Facts = self._engine.collective_rpc("cascade_facts")[0]
+        self._numbers: dict[str, int] = {}  # adapters' numbers by name, the least recently used first
         try:
             if facts.problem is not None:
                 raise ModelError(f"{source!r} cannot be a tier on vLLM: {facts.problem}; set engine to 'cascade'")
             if draft:
                 self._restrict(options.get("revision"), options.get("trust_remote_code", False))
-            self._numbers: dict[str, int] = {}  # adapters' numbers by name, the least recently used first
             for name, adapter in (adapters or {}).items():
                 self._add(name, adapter)
         except ModelError:
@@ -150,21 +144,19 @@ class VllmModel(Runs):
             raise
         config = self._engine.vllm_config
         self._ranks: int = config.parallel_config.world_size
-        self.device, self.dtype = facts.device, facts.dtype
-        self.num_parameters = facts.num_parameters
+        self.device, self.dtype, self.num_parameters = facts.device, facts.dtype, facts.num_parameters
         self.vocab_size: int = config.model_config.get_vocab_size()
         self.context_len: int = config.model_config.max_model_len
-        self.same_bits = batch_invariant()
-        self._facts = facts
+        self.same_bits, self._facts = batch_invariant(), facts
+        self._blocks = Blocks(facts.num_blocks, facts.block)
+        self.cache_tokens = (facts.num_blocks - RESERVED) * facts.block
+        self.healthy = True
         # on a GPU tiers of one process do not wait for each other's passes
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))  # weights and caches are there then
         # with several ranks results come through pipes, which `launch` would wait for
         self._ahead = self.device.type == "cuda" and self._ranks == 1
-        self._blocks = Blocks(facts.num_blocks, facts.block)
-        self.cache_tokens = (facts.num_blocks - RESERVED) * facts.block
-        self.healthy = True
 
     def _restrict(self, revision: str | None, trust_remote_code: bool) -> None:
         """Let a draft model say its draft vocabulary alone, if it has one; raises `ModelError` if its ids do not fit."""

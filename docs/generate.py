@@ -24,11 +24,10 @@ from pydantic import BaseModel
 ROOT = Path(__file__).parents[1]
 PAGES = Path(__file__).parent
 BLOCK = re.compile(r"(<!-- generated: (\w+) ?(\S*) -->\n).*?(<!-- end -->)", re.DOTALL)
-WORDS = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false", "object": "mapping"}
+WORDS = {"integer": "integer", "number": "number", "string": "text", "boolean": "boolean", "object": "mapping"}
 LIMITS = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "exclusiveMaximum": "below"}
 LIMITS |= {"minItems": "at least", "maxItems": "at most"}
 WIDTH = 100
-PLACES = {"router": "routers", "tier": "replicas"}
 
 
 def main() -> None:
@@ -99,13 +98,15 @@ def _section(place: str, section: type[BaseModel], places: dict[type[BaseModel],
                 places[inner] = path + several
                 below.append(inner)
             value, default = f"[section](#{_anchor(places[inner])})", default if field.is_required() else ""
-        rows.append([f"`{name}`", value, default, _sentence(meanings[name]), "yes" if shape.get("live") else ""])
+        meaning = _sentence(meanings[name]) + (" (*live*)" if shape.get("live") else "")
+        value = default if value == "boolean" else f"{value}; {default}" if default else value
+        rows.append([f"`{name}`", value, meaning])
     if place:
         yield f"### {place.strip('.')}"
         yield _prose(section).split("\n\n")[0]
     if base is not None:
         yield f"Fields are those of [`{base}`](#{_anchor(base)}); these have other defaults:"
-    yield table(["field", "value", "default", "meaning", "live"], rows)
+    yield table(["field", "value; default", "meaning"], rows)
     for inner in below:
         yield from _section(f"{places[inner]}.", inner, places)
 
@@ -135,12 +136,12 @@ def _shape(shape: dict[str, Any], known: dict[str, Any]) -> str:
     if "enum" in shape or "const" in shape:
         return ", ".join(f"`{value}`" for value in shape.get("enum", [shape.get("const")]))
     limits = " ".join(f"{word} {shape[key]:g}" for key, word in LIMITS.items() if key in shape)
+    if "minimum" in shape and "maximum" in shape:
+        limits = limits.removeprefix("from ")
     if shape.get("type") == "array":
         return f"list of {_shape(shape.get('items', {}), known)}" + (f", {limits}" if limits else "")
     words = WORDS.get(shape.get("type", ""), "anything")
-    if "pattern" in shape:
-        words += f" like `{shape['pattern']}`"
-    return f"{words}, {limits}" if limits else words
+    return f"{words} {limits}" if limits else words
 
 
 def _value(value: Any) -> str:
@@ -171,54 +172,67 @@ def cli(_: str) -> str:
         asked = option(asked)
     common = {option.name or "" for option in asked.params}
     context = click.Context(program, info_name="cascade", max_content_width=100)
-    parts = [part for name in program.list_commands(context) for part in _command(program, name, context, common)]
-    return "\n\n".join((*parts, "## Options of a request", _options(asked.params, context)))
+    shown: dict[tuple[str, str], str] = {}
+    parts = [part for name in program.list_commands(context) for part in _command(program, name, context, common, shown)]
+    return "\n\n".join((*filter(None, parts), "## Options of a request", _options(_records(asked.params, context))))
 
 
-def _command(group: click.Group, name: str, above: click.Context, common: set[str]) -> Iterator[str]:
+def _command(
+    group: click.Group, name: str, above: click.Context, common: set[str], shown: dict[tuple[str, str], str]
+) -> Iterator[str]:
+    """A command's section; ``shown`` has the options of those before it, which it does not repeat."""
     command = group.get_command(above, name)
     assert command is not None
     context = click.Context(command, info_name=name, parent=above)
     yield f"## {context.command_path}"
-    if not isinstance(command, click.Group):
+    text = re.sub(r"\x08\n((?:.+\n?)+)", lambda found: f"```\n{found[1].strip()}\n```", inspect.cleandoc(command.help or ""))
+    if not isinstance(command, click.Group) and "```" not in text:
         yield f"```\n{context.command_path} {' '.join(command.collect_usage_pieces(context))}\n```"
-    yield re.sub(r"\x08\n((?:.+\n?)+)", lambda found: f"```\n{found[1].strip()}\n```", inspect.cleandoc(command.help or ""))
+    yield text
     if isinstance(command, click.Group):
         for inner in command.list_commands(context):
-            yield from _command(command, inner, context, common)
+            yield from _command(command, inner, context, common, shown)
         return
     own = command.params
     if common <= {option.name for option in own}:
         own = [option for option in own if option.name not in common]
         yield "It also takes the [options of a request](#options-of-a-request)."
-    yield _options(own, context)
+    records = _records(own, context)
+    again: dict[str, list[str]] = {}
+    for record in records:
+        if record in shown:
+            again.setdefault(shown[record], []).append(re.findall(r"--[\w-]+", record[0])[0])
+    for path, names in again.items():
+        yield f"As for [{path}](#{path.replace(' ', '-')}): {', '.join(f'`{name}`' for name in names)}."
+    yield _options(record for record in records if record not in shown)
+    shown.update({record: context.command_path for record in records if record not in shown})
 
 
-def _options(options: Sequence[click.Parameter], context: click.Context) -> str:
-    records = [option.get_help_record(context) for option in options if isinstance(option, click.Option)]
-    return table(["option", "meaning"], [(f"`{name}`", text) for name, text in filter(None, records)])
+def _records(options: Sequence[click.Parameter], context: click.Context) -> list[tuple[str, str]]:
+    """Name and meaning of each option."""
+    found = (option.get_help_record(context) for option in options if isinstance(option, click.Option))
+    return [(name.replace(" RANGE", ""), text.replace("  [", " [")) for name, text in filter(None, found)]
+
+
+def _options(records: Iterable[tuple[str, str]]) -> str:
+    rows = [(f"`{name}`", text) for name, text in records]
+    return table(["option", "meaning"], rows) if rows else ""
 
 
 # metrics, errors, models, calls
 
 
-def series(_: str) -> str:
+def series(place: str) -> str:
+    """What is counted at ``place`` alone, or at both."""
     from deployments.ops.metrics.series import PREFIX, SERIES
 
-    return table(
-        ["series", "kind", "labels", "of", "meaning", "in vLLM"],
-        (
-            (
-                f"`{one.shown.removeprefix(PREFIX)}`",
-                one.kind,
-                ", ".join(f"`{label}`" for label in one.labels),
-                ", ".join(PLACES[place] for place in one.places),
-                one.help,
-                one.vllm and f"`vllm:{one.vllm}`",
-            )
-            for one in SERIES.values()
-        ),
-    )
+    rows = []
+    for one in SERIES.values():
+        if place == ("both" if len(one.places) > 1 else one.places[0]):
+            name = one.shown.removeprefix(PREFIX) + (f"{{{','.join(one.labels)}}}" if one.labels else "")
+            kind = " (histogram)" if one.kind == "histogram" else ""
+            rows.append((f"`{name}`", one.help.rstrip(".") + kind, one.vllm and f"`{one.vllm}`"))
+    return table(["series", "meaning", "`vllm:`"], rows)
 
 
 def alerts(_: str) -> str:
@@ -250,13 +264,10 @@ def errors(_: str) -> str:
 
 
 def models(which: str) -> str:
-    """Architectures that tests serve, or see refused."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
-
+    """Architectures that tests serve, or see refused, by their ``model_type``."""
     from tests import architectures
 
-    names = sorted({name.split("-")[0] for name in getattr(architectures, which.upper())})
-    return table(["`model_type`", "class"], [(f"`{name}`", f"`{CLASSES[name]}`") for name in names])
+    return ", ".join(f"`{name}`" for name in sorted({name.split("-")[0] for name in getattr(architectures, which.upper())}))
 
 
 def calls(_: str) -> str:
@@ -279,20 +290,24 @@ def api(path: str) -> str:
     if is_dataclass(kind):
         meanings = comments(kind)
         shown = [field for field in fields(kind) if not field.name.startswith("_")]
-        rows = [
-            (f"`{field.name}`", f"`{_plain(field.type)}`", _default(field), _sentence(meanings[field.name])) for field in shown
-        ]
-        parts.append(table(["field", "type", "default", "meaning"], rows))
+        lines = (_line(f"{field.name}: {_plain(field.type)}{_default(field)}", meanings[field.name]) for field in shown)
+        parts.append("```python\n" + "\n".join(lines) + "\n```")
     elif (made := inspect.getattr_static(kind, "__init__")) is not object.__init__:
         parts += [_signature("__init__", made), _prose(made)]
     bases = [base for base in reversed(kind.__mro__) if base.__module__.split(".")[0] == "cascade"]
     types = {variable: type for base in getattr(kind, "__orig_bases__", ()) for variable, type in _arguments(base)}
+    signatures: dict[str, str] = {}
     for name, member in {name: member for base in bases for name, member in vars(base).items()}.items():
         if not name.startswith("_") and isinstance(member, property) and member.__doc__:
             parts.append(f"**`{name}`**: {_prose(member)}")
         function = member.__func__ if isinstance(member, classmethod) else member
         if not name.startswith("_") and inspect.isfunction(function) and function.__doc__:
-            parts += [f"### {kind.__name__}.{name}", _signature(name, function, types), _prose(function)]
+            signature = _signature(name, function, types)
+            arguments = signature.partition("(")[2].rpartition(")")[0]
+            if arguments and (same := signatures.setdefault(arguments, name)) != name:
+                answer = signature.rpartition(" -> ")[2].partition(":")[0]
+                signature = f"Takes what `{same}` takes, gives `{answer}`."
+            parts += [f"### {kind.__name__}.{name}", signature, _prose(function)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -345,10 +360,18 @@ def _plain(annotation: Any) -> str:
     return re.sub(r"\b(?:\w+\.)+(?=\w)", "", text)
 
 
+def _line(field: str, meaning: str) -> str:
+    """Of a class that is shown as code: the comment beside the field, or above it."""
+    comment = f"# {meaning}" if meaning else ""
+    return f"{field}  {comment}".rstrip() if len(field) + len(comment) < WIDTH else f"{comment}\n{field}"
+
+
 def _default(field: "Field[Any]") -> str:
     if field.default_factory is not MISSING:
-        return f"`{getattr(field.default_factory, '__name__', field.default_factory)}()`"
-    return "required" if field.default is MISSING else f"`{field.default!r}`"
+        return f" = {getattr(field.default_factory, '__name__', field.default_factory)}()"
+    if field.default is MISSING:
+        return ""
+    return f" = {type(field.default).__name__}()" if is_dataclass(field.default) else f" = {field.default!r}"
 
 
 BLOCKS: dict[str, Callable[[str], str]] = {

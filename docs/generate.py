@@ -362,6 +362,7 @@ def _plain(annotation: Any) -> str:
 
 def _line(field: str, meaning: str) -> str:
     """Of a class that is shown as code: the comment beside the field, or above it."""
+    field = field.replace("'", '"')
     comment = f"# {meaning}" if meaning else ""
     return f"{field}  {comment}".rstrip() if len(field) + len(comment) < WIDTH else f"{comment}\n{field}"
 

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.document import console, finish, parsed, parser, stamp
 from cascade.draft import Draft
 from cascade.drafters import make, specs
-from cascade.engine.scoring import Packed, asked
+from cascade.engine.scoring import Packed, choices
 from cascade.messages import Commit, Link, Message, Open, Proposal, SessionSpec
 from cascade.params import SamplingParams
 from cascade.planner.cost import Profile
@@ -95,7 +95,7 @@ class NullModel:
 
     def launch(self, rows: Sequence[Row]) -> Sequence[Row]:
         Packed.of(rows)
-        asked(rows)
+        choices(rows)
         self._clock.lap(self._clock.gaps_s)
         return rows
 

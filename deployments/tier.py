@@ -219,6 +219,7 @@ def load_model(config: TierConfig, folder: AdapterFolder | None = None, *, draft
         given = {**share, **engine.vllm_options}
         adapters: dict[str, Any] = {"adapters": engine.lora_modules, "folder": folder, "most": engine.max_loras}
         chosen: dict[str, Any] = {"draft": draft, "drafter": head_of(engine.drafters), "layers": engine.layers or ()}
+        chosen |= {"max_pass_tokens": engine.max_pass_tokens, "max_sessions": config.deployment_config.max_ongoing_requests}
         return VllmModel(source, cache_tokens=engine.cache_tokens, options=given, **chosen, **adapters)
     from cascade.engine.loading import load
     from cascade.engine.model import Model

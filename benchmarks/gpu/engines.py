@@ -5,8 +5,10 @@ import importlib.metadata
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +22,17 @@ from benchmarks.vllm import GREEDY, passes, text
 from cascade import LLM, SamplingParams, Speculation, family
 from cascade.draft import Draft
 from cascade.engine.model import Model
-from cascade.engine.vllm.model import VllmModel, undisturbed
+from cascade.engine.sampling.own_tokens import by_kernel, by_operations, find_kernel, sampled
+from cascade.engine.vllm.engine import undisturbed
+from cascade.engine.vllm.model import VllmModel
+from cascade.messages import RUNNER_UPS
 from cascade.scorer import Row, Scorer
 
 PACKAGES = ("vllm", "ray", "transformers", "flashinfer-python")
 IMPORTS = ("vllm.entrypoints.llm", "ray.serve")
 CACHE_TOKENS = 24_576  # of a model: 64 rows of 272, and a text
 PROFILED = 5  # passes
-WHOLE: dict[str, Any] = {  # engine arguments for graphs of whole passes, up to 64 rows with 3 guesses each
-    "max_num_seqs": 256,
-    "compilation_config": {
-        "cudagraph_mode": "FULL",
-        "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256],
-    },
-}
+WHOLE: dict[str, Any] = {"compilation_config": {"cudagraph_mode": "FULL"}}  # engine arguments for graphs of whole passes
 READ_BYTES = 1 << 24
 
 
@@ -72,7 +71,7 @@ def graphs(notes: Notes) -> None:
             one = found[name + kind] = {}
             try:
                 with _model(notes, source, one, **how, **further) as model:
-                    for part in (text, passes, busy):
+                    for part in (text, choosing, waits, passes, busy):
                         one[part.__name__] = part(model)
                         notes.keep(models=found)
             except Exception as error:  # of any library: not every machine lets its GPU be profiled
@@ -95,6 +94,47 @@ def _model(notes: Notes, source: str, found: dict[str, Any], **how: Any) -> Iter
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def choosing(model: VllmModel) -> dict[str, Any]:
+    """Own tokens of random logits by the kernels of a GPU and by PyTorch's operations: whether they and their runner-ups are
+    the same, and microseconds until they are there, by the number of rows. Without a GPU the operations alone."""
+    kernel, rng = find_kernel(model.device), torch.Generator().manual_seed(0)
+    found: dict[str, Any] = {}
+    for rows in (1, 8, 64):
+        logits = (torch.randn(rows, model.vocab_size, generator=rng) * 3).to(model.device, model.dtype)
+        noisy = list(sampled([(SamplingParams(temperature=0.8, seed=row), 200, 1) for row in range(rows)]))
+        ways: dict[str, Callable[[], torch.Tensor]] = {"operations": partial(by_operations, logits, noisy, RUNNER_UPS)}
+        if kernel is not None:
+            ways["kernel"] = partial(by_kernel, kernel, logits, noisy, RUNNER_UPS)
+        tokens = {}
+        for name, way in ways.items():
+            tokens[name] = way()[: 1 + RUNNER_UPS].tolist()
+            begin = time.perf_counter()
+            for _ in range(PROFILED):
+                way().cpu()
+            found[f"{rows}, {name}"] = round((time.perf_counter() - begin) / PROFILED * 1e6, 1)
+        found[f"{rows}, same"] = all(of_way == tokens["operations"] for of_way in tokens.values())
+    return found
+
+
+def waits(model: VllmModel) -> list[str]:
+    """Where the host waits for the device while it launches a pass; nowhere is expected."""
+    stores = [model.new_cache() for _ in range(2)]
+    sampling = SamplingParams(temperature=0.8, seed=1)
+    rows = [Row(stores[0], 0, [5, 6, 7, 8], 4, sampling, runner_ups=RUNNER_UPS), Row(stores[1], 0, [5], 1, GREEDY)]
+    model.run(rows)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if model.device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("warn")
+        launched = model.launch(rows)
+        if model.device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    model.collect(launched)
+    for store in stores:
+        store.free()
+    return [f"{warning.filename}:{warning.lineno}: {warning.message}" for warning in caught]
 
 
 def busy(model: VllmModel) -> dict[str, dict[str, float]]:

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.document import RESULTS, console, keep
 
 NAMES = {"vllm": "vLLM", "torch": "PyTorch", "ray": "Ray", "transformers": "Transformers", "python": "Python"}
-PASSES = ("start_s", "text", "passes", "busy", "vllm_step_ms")
+PASSES = ("start_s", "text", "choosing", "waits", "passes", "busy", "vllm_step_ms")
 SERVED = ("server", "versus")  # steps whose answers were timed
 INVARIANT = "full, VLLM_BATCH_INVARIANT=1"
 

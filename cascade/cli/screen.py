@@ -134,7 +134,7 @@ def needs(tiers: Iterable[Need]) -> Table:
             _bytes(model.weight_bytes) + (f"\n+ {_bytes(need.drafter_bytes)} drafter" if need.drafter_bytes else ""),
             str(model.dtype).removeprefix("torch.") + (f"\n{need.quantization}" if need.quantization else ""),
             f"{ranks}{need.device}, {_bytes(need.device_bytes)}\n{need.engine} engine",
-            f"{max(0, need.cache_tokens):,} tokens\nof {_bytes(model.cache_bytes_per_token)}",
+            f"{max(0, need.cache_tokens):,} tokens\nof {_bytes(need.cache_bytes_per_token)}",
             f"{model.context_len:,}",
         )
     return table

@@ -2,9 +2,12 @@
 
 import contextlib
 import platform
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from cascade.cpu.processor import has_bfloat16, instructions
 from cascade.engine.memory import GIB, host_memory
@@ -43,6 +46,11 @@ def free_bytes(device: torch.device) -> int:
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + kept
     return host_memory()
+
+
+def sent(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """A tensor of ``values`` on ``device``. Nobody waits for a GPU: it copies from pinned memory by itself."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def cache_tokens(device: torch.device, bytes_per_token: int, gpu_memory_utilization: float) -> int:

@@ -20,6 +20,7 @@ from cascade.engine.network.cut import cut, stack
 from cascade.engine.network.llama import Llama, is_written_out
 from cascade.engine.network.products import keeps_bits, multiply_row_by_row
 from cascade.engine.network.survey import Survey, agree, probe_texts
+from cascade.engine.sampling.own_tokens import prepare
 from cascade.engine.sampling.processors import report
 from cascade.engine.scoring import Packed, Report, scored
 from cascade.engine.threads import Pace, Threads, limited
@@ -71,6 +72,7 @@ class Model(Runs):
             self._choose_path()
         except ModelError as error:
             raise ModelError(f"{type(network).__name__} cannot be served: {error}") from error.__cause__
+        prepare(self.device, self.dtype, self.vocab_size)
         self.cache_tokens = cache_tokens or devices.cache_tokens(self.device, self.bytes_per_token, gpu_memory_utilization)
         if num_threads is not None or self.device.type != "cpu":
             self.threads = Threads(num_threads or torch.get_num_threads())
@@ -167,7 +169,7 @@ class Model(Runs):
         assert self._attention is not None
         packed = Packed.of(rows)
         # one copy to the device for all three
-        sent = torch.tensor(packed.tokens + packed.positions + packed.keep).to(self.device, non_blocking=True)
+        sent = devices.sent(packed.tokens + packed.positions + packed.keep, self.device)
         n, plan = len(packed.tokens), self._attention.plan(packed.spans, self._seen.windows)
         return self._forward(sent[:n], sent[n : 2 * n], sent[2 * n :], plan)
 

@@ -6,7 +6,7 @@ from typing import NamedTuple, Self
 from torch import Tensor
 
 from cascade.engine.network.attention import Span
-from cascade.engine.sampling.own_tokens import Asked, own_tokens_and_next, runner_ups
+from cascade.engine.sampling.own_tokens import Choice, own_tokens_and_next, runner_ups
 from cascade.engine.sampling.processors import report, shape
 from cascade.scorer import Row, Scored
 
@@ -35,22 +35,22 @@ class Packed(NamedTuple):
         return packed
 
 
-def unpacked(packed: list[list[int]], rows: Sequence[Row], known: Sequence[int]) -> Iterator[Scored]:
+def unpacked(packed: list[list[int]], rows: Sequence[Row], valid: Sequence[int]) -> Iterator[Scored]:
     """Split ``packed`` ``[1 + 2 * number, sum of num_scored]``, see `with_runner_ups`, into the results of rows.
 
-    The first ``known`` own tokens of each row are valid.
+    The first ``valid`` own tokens of each row count.
     """
     begin = 0
-    for row, count in zip(rows, known, strict=True):
+    for row, count in zip(rows, valid, strict=True):
         part = slice(begin, begin + count)
         next_ = runner_ups([each[part] for each in packed], row.runner_ups) if row.runner_ups else ()
         yield Scored(packed[0][part], runner_ups=next_)
         begin += row.num_scored
 
 
-def asked(rows: Sequence[Row]) -> list[Asked]:
+def choices(rows: Sequence[Row]) -> list[Choice]:
     """Parameters, first position and number of the own tokens that each row wants."""
-    return [(row.params, row.start + len(row.input_ids) - (wanted := row.num_scored) + 1, wanted) for row in rows]
+    return [(row.params, row.start + len(row.input_ids) - (number := row.num_scored) + 1, number) for row in rows]
 
 
 def scored(logits: Tensor, rows: Sequence[Row], on_scored: Report = report) -> list[Scored]:
@@ -58,9 +58,9 @@ def scored(logits: Tensor, rows: Sequence[Row], on_scored: Report = report) -> l
 
     ``on_scored`` is called with logits, rows and own tokens, as `report` is. One host read, and two for each row with logprobs.
     """
-    shaped, known = shape(logits, rows)
+    shaped, valid = shape(logits, rows)
     number = max((row.runner_ups for row in rows), default=0)
-    packed = own_tokens_and_next(shaped, asked(rows), number)
-    found = list(unpacked(packed.tolist(), rows, known))
-    on_scored(logits, rows, [result.own for result in found])
-    return found
+    packed = own_tokens_and_next(shaped, choices(rows), number)
+    results = list(unpacked(packed.tolist(), rows, valid))
+    on_scored(logits, rows, [result.own for result in results])
+    return results

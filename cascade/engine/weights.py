@@ -1,8 +1,8 @@
 """The weights in the files of a checkpoint: whole, or their shapes from the headers."""
 
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +66,22 @@ def shapes(source: str) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def num_weights(source: str) -> int | None:
-    """Numbers in the files of a path or hub id, told from their headers; None where a hub cannot tell. Raises `ModelError`."""
+def num_weights(source: str, counted: Callable[[str], bool] = lambda name: True) -> int | None:
+    """Numbers in the files of a path or hub id, told from their headers; None where a hub cannot tell. Raises `ModelError`.
+
+    Of tensors whose names are ``counted``.
+    """
     check_source(source)
     if is_local(source):
-        return sum(math.prod(shape) for name, shape in shapes(source).items() if name not in MAPS)
-    with model_errors(f"No weights can be loaded from {source!r}"), suppress(NotASafetensorsRepoError):
-        return sum(get_safetensors_metadata(source).parameter_count.values())
-    return None
+        sizes = {name: math.prod(shape) for name, shape in shapes(source).items()}
+    else:
+        with model_errors(f"No weights can be loaded from {source!r}"):
+            try:
+                files = get_safetensors_metadata(source).files_metadata.values()
+            except NotASafetensorsRepoError:
+                return None
+        sizes = {name: tensor.parameter_count for file in files for name, tensor in file.tensors.items()}
+    return sum(size for name, size in sizes.items() if name not in MAPS and counted(name))
 
 
 def _shapes_in(file: Path) -> dict[str, tuple[int, ...]]:

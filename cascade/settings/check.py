@@ -40,7 +40,8 @@ class Need:
     anatomy: Anatomy
     quantization: str | None
     ranks: int  # devices that share the weights and the cache
-    drafter_weights: int  # numbers of its head, beside the model's
+    drafter_bytes: int  # of the weights of its head, which each rank holds
+    cache_bytes_per_token: int  # keys and values of all layers, and of a head's
     device: str  # such as cuda, cpu or H100
     device_bytes: int  # each rank's memory for weights and cache; what is free now, on a device of this machine
     engine: str
@@ -51,14 +52,9 @@ class Need:
         return -(-self.anatomy.weight_bytes // self.ranks) + self.drafter_bytes
 
     @property
-    def drafter_bytes(self) -> int:
-        """Of the weights of its head."""
-        return self.drafter_weights * self.anatomy.dtype.itemsize
-
-    @property
     def cache_tokens(self) -> int:
         """Positions of keys and values that fit beside the weights; negative if the weights do not fit themselves."""
-        return (self.device_bytes - self.weight_bytes) * self.ranks // self.anatomy.cache_bytes_per_token
+        return (self.device_bytes - self.weight_bytes) * self.ranks // self.cache_bytes_per_token
 
     @property
     def problem(self) -> str | None:
@@ -95,7 +91,11 @@ def _need(tier: TierConfig) -> Need:
             **_hub(tier),
         )
     ranks = engine.tensor_parallel_size
-    return Need(tier.name, sizes, engine.quantization, ranks, _drafter_weights(tier), device, size, runs_on)
+    head = _head_weights(tier) * sizes.dtype.itemsize
+    each = sizes.cache_bytes_per_token
+    if head:  # which keeps at most one layer more, alike
+        each += each // _config(tier).get_text_config().num_hidden_layers
+    return Need(tier.name, sizes, engine.quantization, ranks, head, each, device, size, runs_on)
 
 
 def remarks(tiers: Sequence[Need]) -> list[str]:
@@ -144,7 +144,7 @@ def verify(config: CascadeConfig) -> None:
             )
         text = _config(tier).get_text_config()
         _ask_vllm(tier)
-        _drafter_weights(tier)
+        _head_weights(tier)
         context = getattr(text, "max_position_embeddings", None)
         if config.max_model_len is not None and context is not None and context < config.max_model_len:
             raise ConfigError(
@@ -175,7 +175,7 @@ def _ask_vllm(tier: TierConfig) -> None:
     """Ask vLLM whether it takes the tier's arguments and architecture, if it is installed here; else the replica finds out."""
     if not installed() or tier.engine_kwargs.runs_on(gpu=_has_gpu(tier) or default_device() == "cuda") != "vllm":
         return
-    from cascade.engine.vllm.model import check_architectures, check_options
+    from cascade.engine.vllm.engine import check_architectures, check_options
 
     options = tier.engine_kwargs.vllm_options
     try:
@@ -186,15 +186,16 @@ def _ask_vllm(tier: TierConfig) -> None:
         raise ConfigError(f"Tier {tier.name}: {error}") from None
 
 
-def _drafter_weights(tier: TierConfig) -> int:
+def _head_weights(tier: TierConfig) -> int:
     """Numbers that its head adds, as far as that can be known; raises `ConfigError` if it has no files."""
     head = head_of(tier.engine_kwargs.drafters)
-    if head is None or not head.source:
+    if head is None:
         return 0
-    from cascade.engine.weights import num_weights
+    from cascade.engine.vllm.heads import head_weights
 
+    num_layers = _config(tier).get_text_config().num_hidden_layers
     with _naming(f"The drafter of tier {tier.name}"):
-        return num_weights(head.source) or 0
+        return head_weights(head, tier.model_loading_config.source, num_layers) or 0
 
 
 def _device(tier: TierConfig) -> tuple[str, int]:

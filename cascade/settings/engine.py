@@ -19,7 +19,6 @@ NOT_VLLMS = {  # vLLM's engine arguments that no tier takes, and what is in thei
     "enable_lora": "lora_modules or lora_path say so",
 }
 EMBEDDED = "embedded:"  # prefix of sources of the demonstration family, such as embedded:tiny
-VLLM_PASS_TOKENS = 2048  # the tokens that vLLM makes room for unless it is told
 
 
 class ModelLoadingConfig(Section):
@@ -222,8 +221,7 @@ class EngineKwargs(Section):
         names = ("dtype", "revision", "quantization", "gpu_memory_utilization")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         shared = {"trust_remote_code": self.trust_remote_code, "tensor_parallel_size": self.tensor_parallel_size}
-        larger = {"max_num_batched_tokens": self.max_pass_tokens} if self.max_pass_tokens > VLLM_PASS_TOKENS else {}
-        return {**given, **shared, **larger, **(self.model_extra or {})}
+        return {**given, **shared, **(self.model_extra or {})}
 
     @property
     def drafters(self) -> tuple[DrafterSpec, ...]:

@@ -316,13 +316,6 @@ def test_replicas_take_what_they_have_of_a_gpu(fields: dict[str, Any], num_gpus:
     assert parsed.gpu_memory_utilization == pytest.approx(memory)
 
 
-def test_vllm_makes_room_for_the_passes_of_a_tier() -> None:
-    """Guards `max_pass_tokens`, which never reached vLLM: above 2,048 compiled passes failed, as if for want of memory."""
-    for tokens, expected in ((512, None), (4096, 4096)):
-        [parsed] = CascadeConfig.parse(engine(engine="vllm", max_pass_tokens=tokens)).tiers
-        assert parsed.engine_kwargs.vllm_options.get("max_num_batched_tokens") == expected
-
-
 @pytest.mark.parametrize(
     ("changes", "shared"),
     [

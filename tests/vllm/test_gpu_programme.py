@@ -13,7 +13,7 @@ from benchmarks.gpu import engines, results
 from benchmarks.gpu.step import STEPS, Notes
 from tests.vllm import models  # noqa: F401  # asks for vLLM
 
-from cascade.engine.vllm.model import CHOSEN  # isort: skip  # needs vLLM beside it
+from cascade.engine.vllm.engine import CHOSEN  # isort: skip  # needs vLLM beside it
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from cascade.engine.vllm.engine import pass_options
 from cascade.engine.vllm.graphs import dispatched
 from cascade.engine.vllm.worker import Batch, CascadeWorker
+from cascade.params import MAX_BRANCHES
 from tests.vllm.models import Pair
 from tests.vllm.test_laws import scores_alike
 
@@ -15,16 +17,16 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 SIZES = [1, 2, 4, 8, 16, 24, 32]
 
 
-def dispatcher(name: str, max_num_seqs: int = 16) -> Any:
-    """vLLM's own, as after the capture of `SIZES` in a mode."""
+def dispatcher(name: str, sizes: list[int] = SIZES, max_num_seqs: int = 16) -> Any:
+    """vLLM's own, as after the capture of ``sizes`` in a mode."""
     from vllm.config import CUDAGraphMode
     from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher  # which warns
 
     mode = CUDAGraphMode[name]
     compilation = SimpleNamespace(
         cudagraph_mode=mode,
-        cudagraph_capture_sizes=SIZES,
-        max_cudagraph_capture_size=SIZES[-1],
+        cudagraph_capture_sizes=sizes,
+        max_cudagraph_capture_size=sizes[-1],
         compile_sizes=None,
         is_attention_compiled_piecewise=lambda: True,
     )
@@ -51,6 +53,26 @@ def test_passes_replay_whole_graphs_where_vllm_captured_them() -> None:
     mode, found = dispatched(pieces, 5, 5, 0)
     assert (mode.name, found.num_tokens) == ("PIECEWISE", 8)
     assert dispatched(pieces, 33, 1, 0)[0].name == "NONE"
+
+
+@pytest.mark.parametrize(("tokens", "sessions"), [(512, 256), (512, 8), (512, 1), (100, 256), (2048, 300)])
+def test_a_tiers_passes_have_graphs(tokens: int, sessions: int) -> None:
+    """Guards rows with guesses and branches: vLLM captures graphs for twice `max_num_seqs` tokens unless it is told."""
+    options = pass_options(tokens, sessions, {})
+    made = dispatcher("FULL", options["cudagraph_capture_sizes"], options["max_num_seqs"])
+    for size in range(1, min(tokens, 512) + 1):
+        for rows in {1, min(size, sessions), min(size, sessions + MAX_BRANCHES)}:
+            mode, found = dispatched(made, size, rows, 0)
+            assert mode.name == "FULL"
+            assert size <= found.num_tokens <= max(4, 1.5 * size)
+            assert rows <= found.num_reqs
+
+
+def test_vllm_takes_what_a_tiers_passes_need(pair: Pair) -> None:
+    """Guards engine arguments that vLLM does not know, or overrides."""
+    scheduler, options = pair.vllm._engine.vllm_config.scheduler_config, pass_options(512, 256, {})
+    for name in ("max_num_batched_tokens", "max_num_seqs"):
+        assert getattr(scheduler, name) == options[name]
 
 
 def test_passes_over_the_buffers_of_graphs_are_those_of_our_own_engine(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

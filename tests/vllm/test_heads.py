@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,13 @@ from cascade.draft import num_same
 from cascade.drafters import DrafterSpec
 from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer
+from cascade.engine.vllm.engine import weight_bytes
+from cascade.engine.weights import shapes
 from cascade.errors import ModelError
 from cascade.family.packed import widened
 from cascade.scorer import Row
+from cascade.settings.check import needs
+from cascade.settings.config import CascadeConfig
 from cascade.tier.tier import Tier
 from tests import small
 from tests.books import check_pages
@@ -36,6 +41,7 @@ PROMPTS = ["def read(path):\n", "import os\n\nclass Shape:\n", "for name in", LO
 SIZE, VOCAB, LAYERS, WIDE = 384, 4096, 6, 512  # of the model
 KINDS = ("eagle3", rare("eagle"), "medusa", "mtp")  # EAGLE's first version reads what MTP does
 END = 2  # of a turn
+FLOAT32 = {"dtype": "float32"}
 HEAD = Path(__file__).parent / "weights" / "smollm2-eagle3"  # of the demonstration's full model, in 8 bits
 # share of positions at which the first guess, the first two, three, four are right, with the same weights on an engine that is
 # not vLLM's: 12 chats of 60 tokens
@@ -269,6 +275,22 @@ def test_a_further_layer_reads_the_state_and_the_token_after_it(tmp_path: Path) 
             store.free()
         finally:
             model.close()
+
+
+def test_a_head_takes_memory(tmp_path: Path) -> None:
+    """Guards tiers that share a GPU, and `cascade check`: both forgot a head, and layers that predict further tokens."""
+    source, eagle = with_further_layer(tmp_path / "mtp"), random_head("eagle3", tmp_path / "eagle3")
+    alone = weight_bytes(source, FLOAT32, (), None)
+    layer = sum(prod(shape) for name, shape in shapes(source).items() if ".mtp_layers." in name)
+    head = sum(prod(shape) for shape in shapes(eagle).values())
+    for drafter, number in ((DrafterSpec("mtp"), layer), (DrafterSpec("eagle3", eagle), head)):
+        assert number > 100_000
+        assert weight_bytes(source, FLOAT32, (), drafter) == alone + 4 * number
+        options = {"engine": "vllm", "drafter": {"kind": drafter.kind, "source": drafter.source or None}, **FLOAT32}
+        tier = {"name": "full", "model_loading_config": {"model_id": source}, "engine_kwargs": options}
+        [need] = needs(CascadeConfig.parse({"tiers": [tier]}))
+        assert need.drafter_bytes == 4 * number
+        assert need.cache_bytes_per_token * LAYERS == need.anatomy.cache_bytes_per_token * (LAYERS + 1)
 
 
 def test_a_model_without_further_layers_has_no_mtp() -> None:

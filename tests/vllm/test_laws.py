@@ -32,7 +32,8 @@ from tests.architectures import VOCAB, build
 from tests.books import check_pages
 
 vllm = pytest.importorskip("vllm")
-from cascade.engine.vllm.model import CHOSEN, VllmModel  # noqa: E402  # needs vLLM beside it
+from cascade.engine.vllm.engine import CHOSEN  # noqa: E402  # needs vLLM beside it
+from cascade.engine.vllm.model import VllmModel  # noqa: E402
 from tests.vllm.models import ARCHITECTURES, GREEDY, OPTIONS, WIDE, Pair, saved, started  # noqa: E402
 
 # vLLM and what it imports warn of themselves

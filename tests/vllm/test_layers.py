@@ -13,7 +13,8 @@ from tests import small
 from tests.architectures import build
 
 pytest.importorskip("vllm")
-from cascade.engine.vllm.model import CHOSEN, VllmModel  # needs vLLM beside it
+from cascade.engine.vllm.engine import CHOSEN  # needs vLLM beside it
+from cascade.engine.vllm.model import VllmModel
 from tests.vllm.models import ARCHITECTURES, OPTIONS, Pair
 from tests.vllm.test_laws import scores_alike
 

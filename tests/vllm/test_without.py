@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from cascade.engine.memory import GIB
-from cascade.engine.vllm.model import BESIDE, VllmModel, cache_bytes
+from cascade.engine.vllm.engine import BESIDE, cache_bytes, pass_options
+from cascade.engine.vllm.model import VllmModel
 from cascade.errors import ConfigError, ModelError
 from cascade.settings.check import needs
 from cascade.settings.config import CascadeConfig
@@ -15,7 +16,7 @@ from tests.architectures import config
 
 def test_vllm_is_asked_for_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards users against an ImportError: the sentence says what to install."""
-    monkeypatch.setattr("cascade.engine.vllm.model.installed", lambda: False)
+    monkeypatch.setattr("cascade.engine.vllm.engine.installed", lambda: False)
     with pytest.raises(ConfigError, match=r"engine is 'vllm', which is not installed here: pip install '\.\[vllm\]'"):
         VllmModel("anything")
 
@@ -29,6 +30,17 @@ def test_tiers_that_share_a_gpu_get_memory_by_arithmetic() -> None:
     assert min(caches) > 4 * GIB
     with pytest.raises(ModelError, match=r"weights of 16\.0 GiB .* leave no room .* raise num_gpus or"):
         cache_bytes(total, 0.18, 16 * GIB)
+
+
+def test_vllm_makes_room_for_the_passes_of_a_tier() -> None:
+    """Guards `max_pass_tokens`, which never reached vLLM: above 2,048 compiled passes failed, as if for want of memory; and
+    tiers of many sessions, whose rows replayed no graph."""
+    usual, long, short = (pass_options(tokens, 256, {}) for tokens in (512, 4096, 100))
+    assert (usual["max_num_batched_tokens"], long["max_num_batched_tokens"]) == (2048, 4096)
+    assert usual["max_num_seqs"] > 256
+    assert [made["cudagraph_capture_sizes"][-1] for made in (usual, long, short)] == [512, 512, 100]
+    given = pass_options(512, 256, {"max_num_batched_tokens": 64, "compilation_config": {"max_cudagraph_capture_size": 32}})
+    assert given == {"max_num_batched_tokens": 64, "max_num_seqs": 64}
 
 
 def test_architectures_are_vllms_to_know(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ could: Daliri, Musco, Suresh, "Coupling without communication and drafter-invari
 The next tokens by ``logits' + G`` are *runner-ups*: what a verifier with the same noise most likely says if it says another.
 """
 
+import logging
 import math
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -20,16 +21,23 @@ from torch import Tensor
 
 from cascade.cpu.leading import leading
 from cascade.cpu.noise import ROOM, contenders
+from cascade.engine.devices import sent
+from cascade.errors import reason
+from cascade.messages import RUNNER_UPS
 from cascade.params import SamplingParams
 from cascade.scorer import RunnerUp
 from cascade.splitmix import GOLDEN, mix, signed
 
+log = logging.getLogger(__name__)
+
 TOGETHER = 2**18  # scores that are filtered at once, so that they stay in the processor's cache
 UNSURE = 2.0**-20  # more than a sum of probabilities is rounded by, see `cascade.cpu.leading`
-Asked: TypeAlias = tuple[SamplingParams, int, int]
+Choice: TypeAlias = tuple[SamplingParams, int, int]  # parameters, first position, and number of own tokens
+Sampled: TypeAlias = tuple[int, SamplingParams, tuple[int, int]]  # index in logits, parameters, position and mixed seed
+Kernel: TypeAlias = Callable[[Tensor, Sequence[tuple[int, int, float]], int], Tensor]
 
 
-def own_tokens(logits: Tensor, rows: Sequence[Asked]) -> Tensor:
+def own_tokens(logits: Tensor, rows: Sequence[Choice]) -> Tensor:
     """Own tokens ``[N]`` int64 for ``logits`` ``[N, V]``, on their device, without a host read if that is no CPU.
 
     Each of ``rows`` is ``(params, position, n)``: the next ``n`` rows of logits are for ``position, position + 1, ...`` of a
@@ -38,9 +46,16 @@ def own_tokens(logits: Tensor, rows: Sequence[Asked]) -> Tensor:
     return own_tokens_and_next(logits, rows, 0)[0]
 
 
-def own_tokens_and_next(logits: Tensor, rows: Sequence[Asked], number: int) -> Tensor:
+def own_tokens_and_next(logits: Tensor, rows: Sequence[Choice], number: int) -> Tensor:
     """`own_tokens`, and ``number`` runner-ups of each: int64 ``[1 + 2 * number, N]``, see `with_runner_ups`."""
-    noisy = list(_noisy(rows))
+    noisy = list(sampled(rows))
+    if (kernel := find_kernel(logits.device)) is not None:
+        return by_kernel(kernel, logits, noisy, number)
+    return by_operations(logits, noisy, number)
+
+
+def by_operations(logits: Tensor, noisy: Sequence[Sampled], number: int) -> Tensor:
+    """`own_tokens_and_next` by PyTorch's operations, on any device."""
     if not noisy:
         return _best(logits, number)
     places, params, noises = zip(*noisy, strict=True)
@@ -49,7 +64,7 @@ def own_tokens_and_next(logits: Tensor, rows: Sequence[Asked], number: int) -> T
     if device.type == "cpu" and number < min(ROOM, size):
         best = _best_by_bounds(scores, noises, number)
     else:
-        positions, seeds = torch.tensor(noises).T.to(device, non_blocking=True)
+        positions, seeds = sent(noises, device).T
         best = _best(scores + gumbel(noise_bits(seeds, positions, size)), number)
     if every:
         return best
@@ -58,8 +73,50 @@ def own_tokens_and_next(logits: Tensor, rows: Sequence[Asked], number: int) -> T
     return whole
 
 
-def _noisy(rows: Sequence[Asked]) -> Iterator[tuple[int, SamplingParams, tuple[int, int]]]:
-    """Rows of logits that are sampled: their index, parameters, and the position and mixed seed of their noise."""
+@cache
+def find_kernel(device: torch.device) -> Kernel | None:
+    """`cascade.engine.sampling.kernel.own_tokens` on a GPU where it can be compiled; elsewhere PyTorch's operations choose."""
+    if device.type != "cuda":
+        return None
+    try:
+        from cascade.engine.sampling.kernel import own_tokens  # Triton is not everywhere
+
+        own_tokens(torch.zeros(1, 1, device=device), [(0, 0, 1.0)], 0)
+    except Exception as error:  # a compiler may raise anything
+        log.warning("Own tokens are chosen by PyTorch on %s, which takes longer, for Triton fails: %s", device, reason(error))
+        return None
+    return own_tokens
+
+
+def prepare(device: torch.device, dtype: torch.dtype, vocab_size: int) -> None:
+    """Choose once how own tokens are chosen on ``device``, and compile what passes of such a model will take."""
+    if (kernel := find_kernel(device)) is not None:
+        for each in {dtype, torch.float32}:  # logits as they are, and after penalties or filters
+            for number in (0, 1, RUNNER_UPS):
+                kernel(torch.zeros(1, vocab_size, dtype=each, device=device), [(0, 0, 1.0)], number)
+
+
+def by_kernel(kernel: Kernel, logits: Tensor, noisy: Sequence[Sampled], number: int) -> Tensor:
+    """`own_tokens_and_next` by a ``kernel``, which does all but filter."""
+    noises = [(0, 0, 0.0)] * len(logits)
+    for place, params, noise in noisy:
+        noises[place] = (*noise, params.temperature)
+    if filtering := [(place, params) for place, params, _ in noisy if _filters(params, logits.shape[-1])]:
+        places, some = zip(*filtering, strict=True)
+        index = sent(places, logits.device)
+        logits = logits.to(torch.float32, copy=True)  # what the model said is still to be reported
+        logits[index] = adjust(logits[index], some)
+        for place in places:
+            noises[place] = (*noises[place][:2], 1.0)  # the highest score is 0 then: the kernel changes none
+    return kernel(logits, noises, number)
+
+
+def _filters(params: SamplingParams, size: int) -> bool:
+    return 0 < params.top_k < size or params.top_p < 1 or params.min_p > 0
+
+
+def sampled(rows: Sequence[Choice]) -> Iterator[Sampled]:
+    """Rows of logits that are sampled."""
     begin = 0
     for params, position, n in rows:
         if params.temperature > 0:
@@ -145,8 +202,8 @@ def _adjusted(scores: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
     scores = scores - scores.amax(-1, keepdim=True)
     scores /= _column([params.temperature for params in rows], device)
     if places := [place for place, params in enumerate(rows) if 0 < params.top_k < size or params.top_p < 1]:
-        some = [rows[place] for place in places]
-        scores[places] = (filtered if device.type == "cpu" else ordered)(scores[places], some)
+        some, index = [rows[place] for place in places], sent(places, device)
+        scores[index] = (filtered if device.type == "cpu" else ordered)(scores[index], some)
     if any(params.min_p > 0 for params in rows):
         # scores are relative to the likeliest token's, so p(x) < min_p * p(max) reads
         least = _column([_log(params.min_p) if params.min_p > 0 else -math.inf for params in rows], device)
@@ -155,7 +212,7 @@ def _adjusted(scores: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
 
 
 def _column(numbers: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.tensor(numbers, dtype=dtype)[:, None].to(device, non_blocking=True)
+    return sent(numbers, device, dtype)[:, None]
 
 
 def filtered(scores: Tensor, rows: Sequence[SamplingParams]) -> Tensor:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from cascade.engine.devices import sent
 from cascade.errors import InvalidRequest
 from cascade.messages import Logprobs, SessionSpec
 from cascade.params import Structured
@@ -62,7 +63,7 @@ class SequenceState:
             self._counted += new
         counts = self._counts.expand_as(like)
         if guesses:
-            ids = torch.tensor(guesses).to(like.device, non_blocking=True).expand(len(like), -1)
+            ids = sent(guesses, like.device).expand(len(like), -1)
             counts = counts.scatter_add(1, ids, torch.ones(ids.shape, device=like.device).tril(-1))
         return counts
 
@@ -111,7 +112,7 @@ class SequenceState:
 
 
 def _add(counts: Tensor, tokens: Sequence[int], what: float) -> None:
-    ids = torch.tensor(tokens).to(counts.device, non_blocking=True)
+    ids = sent(tokens, counts.device)
     counts.index_add_(0, ids, torch.full((len(tokens),), what, device=counts.device))
 
 

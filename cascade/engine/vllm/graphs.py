@@ -23,8 +23,8 @@ def dispatched(dispatcher: Any, num_tokens: int, num_rows: int, num_adapters: in
     most = dispatcher.vllm_config.scheduler_config.max_num_seqs
     whole = dispatcher.cudagraph_mode == CUDAGraphMode.FULL and num_rows <= most
     adapted = {"has_lora": num_adapters > 0, "num_active_loras": num_adapters}
-    found: tuple[Any, Any] = dispatcher.dispatch(num_tokens, invalid_modes=None if whole else {CUDAGraphMode.FULL}, **adapted)
-    return found
+    graph: tuple[Any, Any] = dispatcher.dispatch(num_tokens, invalid_modes=None if whole else {CUDAGraphMode.FULL}, **adapted)
+    return graph
 
 
 def held(runner: Any, batch: Batch, slots: Tensor, num_rows: int) -> dict[str, Any]:

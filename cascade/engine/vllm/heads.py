@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +20,10 @@ from torch import Tensor
 from cascade.draft import Draft
 from cascade.drafters import WITHIN, DrafterSpec
 from cascade.drafters.in_pass import MOST_STEPS
+from cascade.engine.devices import sent
 from cascade.engine.layers import shown
-from cascade.engine.sampling.own_tokens import Asked, own_tokens_and_next, runner_ups
-from cascade.engine.weights import fetched, shapes
+from cascade.engine.sampling.own_tokens import Choice, own_tokens_and_next, runner_ups
+from cascade.engine.weights import fetched, num_weights, shapes
 from cascade.errors import ConfigError, ModelError
 from cascade.scorer import UNREAD, Row, Scored, gap_byte
 
@@ -33,6 +35,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {  # tensors that a head must have, with
     "eagle3": ("fc", *LAYER, "input_layernorm", "hidden_norm", "norm", "lm_head"),
     "medusa": (),
 }
+NO_FURTHER = "the model's files hold no layers that predict further tokens (MTP)"
 FURTHER = re.compile(r"(^|\.)mtp|\.layers\.(\d+)\.")  # names of layers that predict further tokens, or numbers of layers
 
 
@@ -44,7 +47,7 @@ class Reading:
     starts: list[int]  # the first position that the pass read, of each text
     lengths: list[int]  # how many positions are read, of each text
     tables: list[list[int]]  # each text's blocks, with room for guesses: the null block where it has none of its own
-    asked: list[Asked]  # the position of each text's first guess, and how it is chosen
+    choices: list[Choice]  # the position of each text's first guess, and how it is chosen
     guesses: int  # wanted after each text
 
 
@@ -74,38 +77,40 @@ class Reader(NamedTuple):
         return min(self.row.guesses, 1 + max(0, self.row.cache.capacity - self.end)) if self.new else 0
 
 
-def readers(rows: Sequence[Row], found: Sequence[Scored]) -> dict[int, Reader]:
+def readers(rows: Sequence[Row], results: Sequence[Scored]) -> dict[int, Reader]:
     """The texts that a head reads of a pass, by index of their rows."""
-    reads = {}
-    for index, (row, scored) in enumerate(zip(rows, found, strict=True)):
+    texts = {}
+    for index, (row, scored) in enumerate(zip(rows, results, strict=True)):
         if row.guesses != UNREAD:
-            reads[index] = Reader(row, row.draft.walk(scored.own)[0] if row.num_own == 1 else [])
-    return reads
+            texts[index] = Reader(row, row.draft.walk(scored.own)[0] if row.num_own == 1 else [])
+    return texts
 
 
-def reading(reads: Sequence[Reader]) -> Reading:
-    """``reads`` as the worker takes them."""
-    guesses = max(read.wanted for read in reads)
+def reading(texts: Sequence[Reader]) -> Reading:
+    """``texts`` as the worker takes them."""
+    guesses = max(text.wanted for text in texts)
     return Reading(
-        tokens=[token for read in reads for token in read.tokens],
-        starts=[read.row.start for read in reads],
-        lengths=[read.length for read in reads],
-        tables=[read.row.cache.guessing(read.end, read.end + guesses) for read in reads],
-        asked=[(read.row.params, read.end + 1, 1) for read in reads],
+        tokens=[token for text in texts for token in text.tokens],
+        starts=[text.row.start for text in texts],
+        lengths=[text.length for text in texts],
+        tables=[text.row.cache.guessing(text.end, text.end + guesses) for text in texts],
+        choices=[(text.row.params, text.end + 1, 1) for text in texts],
         guesses=guesses,
     )
 
 
-def with_drafts(found: Sequence[Scored], reads: Mapping[int, Reader], said: Sequence[Sequence[Sequence[int]]]) -> list[Scored]:
-    """``found`` with the guesses after each text: ``said`` are, step by step, results of `own_tokens_and_next`."""
-    results = list(found)
-    gaps = [[others[0].gap if others else FARTHEST for others in runner_ups(step, 1)] for step in said]
-    for place, (index, read) in enumerate(reads.items()):
-        if size := min(read.wanted, len(said)):
-            tokens = tuple(said[step][0][place] for step in range(size))
-            chances = bytes(gap_byte(gaps[step][place]) for step in range(size))
-            results[index] = replace(results[index], draft=Draft(tokens, bytes(size), chances))
-    return results
+def with_drafts(
+    results: Sequence[Scored], texts: Mapping[int, Reader], steps: Sequence[Sequence[Sequence[int]]]
+) -> list[Scored]:
+    """``results`` with the guesses after each text; each of ``steps`` has one of each, as `own_tokens_and_next` returns it."""
+    drafted = list(results)
+    gaps = [[others[0].gap if others else FARTHEST for others in runner_ups(step, 1)] for step in steps]
+    for place, (index, text) in enumerate(texts.items()):
+        if size := min(text.wanted, len(steps)):
+            tokens = tuple(step[0][place] for step in steps[:size])
+            chances = bytes(gap_byte(gap[place]) for gap in gaps[:size])
+            drafted[index] = replace(drafted[index], draft=Draft(tokens, bytes(size), chances))
+    return drafted
 
 
 # before the engine starts
@@ -122,7 +127,8 @@ def speculative_config(drafter: DrafterSpec, source: str, layers: Sequence[int] 
     sizes, config, model = shapes(place), _config(place), _config(source)
     inner = config.get("transformer_layer_config") or config
     if drafter.kind == WITHIN:
-        problem = _no_further(sizes, model)
+        num_layers = model.get("num_hidden_layers", 0)
+        problem = "" if any(_further(name, num_layers) for name in sizes) else NO_FURTHER
     else:
         problem = _missing(drafter.kind, sizes) or _unlike(drafter.kind, sizes, inner, model)
     if problem:
@@ -133,16 +139,27 @@ def speculative_config(drafter: DrafterSpec, source: str, layers: Sequence[int] 
 
 def _config(source: str) -> dict[str, Any]:
     file = fetched(source) / "config.json"
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return found.get("text_config") or found
+    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return config.get("text_config") or config
 
 
-def _no_further(sizes: Mapping[str, Any], model: Mapping[str, Any]) -> str:
-    """Why a model has no layers that predict further tokens, in words; "" if it has them."""
-    layers = model.get("num_hidden_layers", 0)
-    found = (FURTHER.search(name) for name in sizes)
-    has = any(one and (one[2] is None or int(one[2]) >= layers) for one in found)
-    return "" if has else "the model's files hold no layers that predict further tokens (MTP)"
+def head_weights(drafter: DrafterSpec, source: str, num_layers: int) -> int | None:
+    """Numbers that a head adds to the model at ``source``, which has ``num_layers``, told from headers of files.
+
+    None where a hub cannot tell. Raises `ModelError` if there are none.
+    """
+    if drafter.kind != WITHIN:
+        return num_weights(drafter.source)
+    number = num_weights(source, partial(_further, num_layers=num_layers))
+    if number == 0:
+        raise ModelError(f"The drafter {WITHIN!r} cannot be used: {NO_FURTHER}")
+    return number
+
+
+def _further(name: str, num_layers: int) -> bool:
+    """Whether a tensor belongs to layers that predict further tokens."""
+    match = FURTHER.search(name)
+    return match is not None and (match[2] is None or int(match[2]) >= num_layers)
 
 
 def _missing(kind: str, sizes: Mapping[str, Any]) -> str:
@@ -155,10 +172,10 @@ def _missing(kind: str, sizes: Mapping[str, Any]) -> str:
 def _unlike(kind: str, sizes: Mapping[str, tuple[int, ...]], head: Mapping[str, Any], model: Mapping[str, Any]) -> str:
     """Why a head is not for a model, in words; "" if it may be."""
     size, vocab = model.get("hidden_size"), model.get("vocab_size")
-    told = (shape[0] for end in ("t2d", "embed_tokens.weight") for name, shape in sizes.items() if name.endswith(end))
-    known = next(told, head.get("vocab_size"))
-    if vocab and known and known != vocab:
-        return f"it is for a vocabulary of {known} tokens, and the model's has {vocab}"
+    lengths = (shape[0] for end in ("t2d", "embed_tokens.weight") for name, shape in sizes.items() if name.endswith(end))
+    tokens = next(lengths, head.get("vocab_size"))
+    if vocab and tokens and tokens != vocab:
+        return f"it is for a vocabulary of {tokens} tokens, and the model's has {vocab}"
     fc = next((shape for name, shape in sizes.items() if name.endswith("fc.weight")), None)
     wide = head.get("target_hidden_size") or (fc[1] // (3 if kind == "eagle3" else 2) if fc else head.get("hidden_size"))
     if size and wide and wide != size:
@@ -173,15 +190,15 @@ def _unlike(kind: str, sizes: Mapping[str, tuple[int, ...]], head: Mapping[str, 
 class Guesses:
     """The guesses after several texts, step by step; vLLM hands it through to `_own_tokens` as its sampling metadata."""
 
-    asked: Sequence[Asked]
-    said: list[Tensor] = field(default_factory=list)  # one for each step, see `own_tokens_and_next`
+    choices: Sequence[Choice]
+    steps: list[Tensor] = field(default_factory=list)  # one for each step, see `own_tokens_and_next`
     all_greedy = False
 
     def choose(self, logits: Tensor) -> Tensor:
-        step = len(self.said)
-        rows = [(params, position + step, n) for params, position, n in self.asked]
-        self.said.append(own_tokens_and_next(logits, rows, 1))
-        return self.said[-1][0]
+        step = len(self.steps)
+        rows = [(params, position + step, n) for params, position, n in self.choices]
+        self.steps.append(own_tokens_and_next(logits, rows, 1))
+        return self.steps[-1][0]
 
 
 def _own_tokens(model: Any, hidden: Tensor, guesses: Guesses) -> tuple[Tensor, None]:
@@ -189,22 +206,22 @@ def _own_tokens(model: Any, hidden: Tensor, guesses: Guesses) -> tuple[Tensor, N
     return guesses.choose(model.compute_logits(hidden)), None
 
 
-def propose(drafter: Any, asked: Reading, hidden: Tensor, metadata: Any) -> list[list[list[int]]]:
+def propose(drafter: Any, reading: Reading, hidden: Tensor, metadata: Any) -> list[list[list[int]]]:
     """Let a head read ``hidden`` ``[sum of lengths, width]`` of texts, and guess after them; the results step by step.
 
     ``metadata`` is vLLM's of these texts, and is changed.
     """
-    guesses = Guesses(asked.asked)
-    ends = torch.tensor(asked.lengths, device=hidden.device).cumsum(0) - 1
+    guesses = Guesses(reading.choices)
+    ends = sent([end - 1 for end in accumulate(reading.lengths)], hidden.device)
     if not hasattr(drafter, "_sample_draft_tokens"):  # Medusa's: no layers, and no steps
-        if asked.guesses:
-            for logits in drafter.model.compute_logits(drafter.model(hidden[ends]))[: asked.guesses]:
+        if reading.guesses:
+            for logits in drafter.model.compute_logits(drafter.model(hidden[ends]))[: reading.guesses]:
                 guesses.choose(logits)
-        return [step.tolist() for step in guesses.said]
+        return [step.tolist() for step in guesses.steps]
     drafter._sample_draft_tokens = partial(_own_tokens, drafter.model)
-    tokens = torch.tensor(asked.tokens, dtype=torch.int32).to(hidden.device)
+    tokens = sent(reading.tokens, hidden.device, torch.int32)
     drafter.propose(
-        num_speculative_tokens=asked.guesses,
+        num_speculative_tokens=reading.guesses,
         target_token_ids=tokens.roll(1),  # the proposer moves them back by one
         target_positions=metadata.positions,
         target_hidden_states=hidden,
@@ -213,4 +230,4 @@ def propose(drafter: Any, asked: Reading, hidden: Tensor, metadata: Any) -> list
         common_attn_metadata=metadata,
         sampling_metadata=guesses,
     )
-    return [step.tolist() for step in guesses.said]
+    return [step.tolist() for step in guesses.steps]

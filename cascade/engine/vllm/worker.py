@@ -5,7 +5,6 @@ all ranks. Neither vLLM's scheduler nor its sampler takes part. Tried with vLLM 
 """
 
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Self
@@ -13,7 +12,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from cascade.engine.sampling.own_tokens import Asked, own_tokens_and_next
+from cascade.engine.devices import sent
+from cascade.engine.sampling.own_tokens import Choice, own_tokens_and_next, prepare
 from cascade.engine.vllm.graphs import dispatched, held
 from cascade.engine.vllm.heads import Reading, propose
 from cascade.scorer import BLOCK
@@ -35,7 +35,7 @@ class Batch:
     tables: list[list[int]]  # each row's blocks
     keep: list[int]  # places in ``tokens`` whose logits are wanted
     adapters: list[int]  # each row's LoRA adapter, 0 for none; empty if the model has no adapters
-    asked: list[Asked] | None = None  # how own tokens are chosen, see `own_tokens`; None: the logits are wanted
+    choices: list[Choice] | None = None  # how own tokens are chosen, see `own_tokens`; None: the logits are wanted
     runner_ups: int = 0  # wanted beside each own token
 
 
@@ -53,28 +53,28 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Coming:
-    """What a pass says, on its way to the host."""
+class HostCopy:
+    """Own tokens of a pass on their way to the host."""
 
-    values: Tensor  # int64 on the host, void until ``there``
-    there: torch.cuda.Event | None  # None: they are there already
+    values: Tensor  # int64 on the host, void until ``done``
+    done: torch.cuda.Event | None  # None: they are there already
 
     @classmethod
-    def sent(cls, values: Tensor) -> Self:
+    def begin(cls, values: Tensor) -> Self:
         """Begin to copy ``values`` of a device; nobody waits."""
         if values.device.type != "cuda":
             return cls(values, None)
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
-        there = torch.cuda.Event()
-        there.record()
-        return cls(host, there)
+        done = torch.cuda.Event()
+        done.record()
+        return cls(host, done)
 
     def read(self) -> list[list[int]]:
         """Wait for them."""
-        if self.there is not None:
-            self.there.synchronize()
-        found: list[list[int]] = self.values.tolist()
-        return found
+        if self.done is not None:
+            self.done.synchronize()
+        values: list[list[int]] = self.values.tolist()
+        return values
 
 
 class CascadeWorker:
@@ -82,12 +82,13 @@ class CascadeWorker:
 
     model_runner: Any  # vLLM's ``GPUModelRunner``, or the one for CPUs that derives from it
     vllm_config: Any
-    _unsaid: Tensor | None = None  # bool ``[vocab_size]``: the tokens that the model never predicts
+    _excluded: Tensor | None = None  # bool ``[vocab_size]``: the tokens that the model never predicts
     _read: tuple[Tensor, dict[int, int]]  # hidden states of the last pass, and which of them is whose: by slot
 
     def cascade_facts(self) -> Facts:
-        """What a tier must know before its first pass."""
+        """What a tier must know before its first pass, for which all is compiled afterwards."""
         runner = self.model_runner
+        prepare(runner.device, runner.dtype, self.vllm_config.model_config.get_vocab_size())
         groups = runner.kv_cache_config.kv_cache_groups
         return Facts(
             device=runner.device,
@@ -99,11 +100,11 @@ class CascadeWorker:
             problem=_problem(runner),
         )
 
-    def cascade_say(self, ids: list[int]) -> None:
-        """Let the model say ``ids``, its draft vocabulary, alone."""
-        self._unsaid = torch.ones(self.vllm_config.model_config.get_vocab_size(), dtype=torch.bool)
-        self._unsaid[ids] = False
-        self._unsaid = self._unsaid.to(self.model_runner.device)
+    def cascade_restrict(self, ids: list[int]) -> None:
+        """Let the model predict ``ids``, its draft vocabulary, alone."""
+        excluded = torch.ones(self.vllm_config.model_config.get_vocab_size(), dtype=torch.bool)
+        excluded[ids] = False
+        self._excluded = excluded.to(self.model_runner.device)
 
     @torch.inference_mode()
     def cascade_copy(self, blocks: list[tuple[int, int]]) -> None:
@@ -115,7 +116,7 @@ class CascadeWorker:
                 cache[target * parts : (target + 1) * parts] = cache[source * parts : (source + 1) * parts]
 
     @torch.inference_mode()
-    def cascade_score(self, batch: Batch) -> Tensor | Coming | list[list[int]] | None:
+    def cascade_score(self, batch: Batch) -> Tensor | HostCopy | list[list[int]] | None:
         """One forward: logits ``[len(keep), vocab_size]``, or what `own_tokens_and_next` says of them; None on other ranks.
 
         With one rank nobody waits for a GPU here.
@@ -125,21 +126,21 @@ class CascadeWorker:
             logits = self._forward(batch)
             if logits is None or ranks.rank:
                 return None
-            if batch.asked is None:
+            if batch.choices is None:
                 return logits if ranks.world_size == 1 else logits.cpu()
-            own = own_tokens_and_next(logits, batch.asked, batch.runner_ups)
-            return Coming.sent(own) if ranks.world_size == 1 else own.tolist()
+            own = own_tokens_and_next(logits, batch.choices, batch.runner_ups)
+            return HostCopy.begin(own) if ranks.world_size == 1 else own.tolist()
 
     @torch.inference_mode()
-    def cascade_propose(self, asked: Reading) -> list[list[list[int]]]:
+    def cascade_propose(self, reading: Reading) -> list[list[list[int]]]:
         """Let the model's head read texts of the last pass and guess after them, see `cascade.engine.vllm.heads.propose`."""
         runner, (hidden, places_of) = self.model_runner, self._read
         block = runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        positions, slots = _places(asked, block)
-        sent = _on(runner.device, [*positions, *slots, *(places_of[slot] for slot in slots)])
-        places, slot_mapping, read = sent.split(len(slots))
+        positions, slots = _places(reading, block)
+        read_at = [places_of[slot] for slot in slots]
+        places, slot_mapping, read = sent([*positions, *slots, *read_at], runner.device).split(len(slots))
         with _PASSING:
-            return propose(runner.drafter, asked, hidden[read], self._common(asked, slot_mapping, places))
+            return propose(runner.drafter, reading, hidden[read], self._common(reading, slot_mapping, places))
 
     def _forward(self, batch: Batch) -> Tensor | None:
         from vllm.forward_context import set_forward_context
@@ -150,9 +151,8 @@ class CascadeWorker:
         positions, slots = _places(batch, runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         fill = [0] * (padded - n)
         # one copy to the device for all four
-        sent = [*batch.tokens, *fill, *positions, *fill, *slots, *[PADDING_SLOT] * len(fill), *batch.keep]
-        on_device = _on(runner.device, sent)
-        ids, places, slot_mapping, keep = on_device.split([padded, padded, padded, len(batch.keep)])
+        whole = [*batch.tokens, *fill, *positions, *fill, *slots, *[PADDING_SLOT] * len(fill), *batch.keep]
+        ids, places, slot_mapping, keep = sent(whole, runner.device).split([padded, padded, padded, len(batch.keep)])
         ids = ids.to(torch.int32)
         if fill or mode.value:  # graphs read where they were captured
             runner.input_ids.gpu[:padded].copy_(ids)
@@ -164,13 +164,13 @@ class CascadeWorker:
         metadata, mapping = self._metadata(batch, slot_mapping, places, descriptor if mode.name == "FULL" else None)
         options = {"num_tokens": padded, "cudagraph_runtime_mode": mode, "batch_descriptor": descriptor}
         with set_forward_context(metadata, self.vllm_config, slot_mapping=mapping, **options):
-            found = runner.model(input_ids=ids, positions=places)
-        hidden, several = found if isinstance(found, tuple) else (found, ())
+            output = runner.model(input_ids=ids, positions=places)
+        hidden, several = output if isinstance(output, tuple) else (output, ())
         if runner.speculative_config is not None:
             self._read = (torch.cat(several, -1) if several else hidden)[:n], {slot: place for place, slot in enumerate(slots)}
         logits: Tensor | None = runner.model.compute_logits(hidden[keep])
-        if logits is not None and self._unsaid is not None:
-            logits.masked_fill_(self._unsaid, torch.finfo(logits.dtype).min)
+        if logits is not None and self._excluded is not None:
+            logits.masked_fill_(self._excluded, torch.finfo(logits.dtype).min)
         return logits
 
     def _graph(self, batch: Batch) -> tuple[Any, Any]:
@@ -193,8 +193,8 @@ class CascadeWorker:
         else:
             from vllm.v1.attention.backend import CommonAttentionMetadata
 
-            known = held(self.model_runner, batch, slots, whole.num_reqs)
-            common, slots = CommonAttentionMetadata(**known, causal=True, positions=positions), known["slot_mapping"]
+            buffers = held(self.model_runner, batch, slots, whole.num_reqs)
+            common, slots = CommonAttentionMetadata(**buffers, causal=True, positions=positions), buffers["slot_mapping"]
         metadata: dict[str, Any] = {}
         for group in (group for groups in self.model_runner.attn_groups for group in groups):
             built = group.get_metadata_builder(0).build(common_prefix_len=0, common_attn_metadata=common)
@@ -211,25 +211,20 @@ class CascadeWorker:
         width = max(map(len, batch.tables))
         tables = [table + [0] * (width - len(table)) for table in batch.tables]
         return CommonAttentionMetadata(
-            query_start_loc=_on(runner.device, bounds, torch.int32),
+            query_start_loc=sent(bounds, runner.device, torch.int32),
             query_start_loc_cpu=torch.tensor(bounds, dtype=torch.int32),
-            seq_lens=_on(runner.device, ends, torch.int32),
+            seq_lens=sent(ends, runner.device, torch.int32),
             seq_lens_cpu_upper_bound=torch.tensor(ends, dtype=torch.int32),  # proposers count both up
             num_reqs=rows,
             num_actual_tokens=len(batch.tokens),
             max_query_len=max(batch.lengths),
             max_seq_len=max(ends),
-            block_table_tensor=_on(runner.device, tables, torch.int32),
+            block_table_tensor=sent(tables, runner.device, torch.int32),
             slot_mapping=slots,
             causal=True,
             positions=positions,
             is_prefilling=torch.zeros(rows, dtype=torch.bool),
         )
-
-
-def _on(device: torch.device, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
-    """Integers on a device; from memory that a GPU copies by itself, so that nobody waits."""
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _problem(runner: Any) -> str | None:

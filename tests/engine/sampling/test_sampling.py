@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cascade.cpu.noise import ROOM, contenders
 from cascade.engine.sampling.own_tokens import (
-    Asked,
+    Choice,
     adjust,
     gumbel,
     mixed,
@@ -153,7 +153,7 @@ WARM_PARAMS = st.builds(SamplingParams, temperature=st.sampled_from([0.3, 0.7, 1
 
 
 def of_the_whole_vocabulary(
-    logits: torch.Tensor, rows: list[Asked], number: int
+    logits: torch.Tensor, rows: list[Choice], number: int
 ) -> tuple[list[int], list[tuple[RunnerUp, ...]]]:
     """Own tokens and runner-ups by their definition, row by row: those of a sort."""
     own, others = [], []
@@ -211,7 +211,7 @@ def test_own_tokens_of_a_seed_stay_the_same() -> None:
     number=2,
 )
 def test_bounds_change_no_bit(
-    rows: list[Asked], size: int, shape: str, spread: float, seed: int, dtype: torch.dtype, number: int
+    rows: list[Choice], size: int, shape: str, spread: float, seed: int, dtype: torch.dtype, number: int
 ) -> None:
     """Guards own tokens, runner-ups and gaps, ties and filtered tokens: to the bit what a sort of the whole vocabulary says."""
     number = min(number, size - 1)

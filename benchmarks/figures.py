@@ -52,7 +52,7 @@ def mode(found: Document) -> str:
 
 def one(peers: Document) -> str:
     """Tokens per second of one request at a time, beside peers, in float32 and in bfloat16."""
-    names = {"alone": "full model alone", "auto": "cascade", "best": "cascade, best drafter"}
+    names = {"alone": "full model alone", "auto": "cascade"}
     names |= {"vllm_alone": "vLLM", "vllm_best": "vLLM, best drafter"}
     names |= {"llama_alone": "llama.cpp", "llama_best": "llama.cpp, best drafter"}
     lines = []
@@ -63,9 +63,8 @@ def one(peers: Document) -> str:
         half = {"alone": narrow.get("cascade_alone"), "auto": narrow.get("cascade_auto")}
         half |= {"llama_alone": narrow.get("llama_alone"), "llama_best": best}
         for dtype, found in (("float32", peers["one"][key]), ("bfloat16", half)):
-            ours = [number(found.get(name), found["alone"]) for name in ("auto", "best")]
-            theirs = [number(found.get(name)) for name in [*names][3:]]
-            lines.append([label, dtype, number(found["alone"]), *ours, *theirs])
+            theirs = [number(found.get(name)) for name in [*names][2:]]
+            lines.append([label, dtype, number(found["alone"]), number(found.get("auto"), found["alone"]), *theirs])
     return rows(("temperature", "dtype", *names.values()), lines)
 
 

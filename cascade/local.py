@@ -139,12 +139,14 @@ class Cascade:
     ) -> Self:
         """Load ``models`` bottom to top, each a local path or a Hugging Face hub id.
 
-        ``dtype`` (such as ``"bfloat16"``) and ``device`` (such as ``"cuda:0"``) default to the checkpoint's and to the GPU if
-        there is one. ``names``, ``window``, ``policy`` and ``drafter`` are `Cascade`'s. With ``engine`` "vllm" all run on vLLM;
-        for other engine arguments load each as a `cascade.engine.vllm.model.VllmModel`. Requests without parameters get those
-        of the last model's ``generation_config``: "auto" is its own file, "vllm" none, and else a folder that holds one.
-        ``layers``, by name of a tier, makes it these layers of its model: `{"tiny": ["0-11", "20-31"]}`, or the first 16 by
-        `{"tiny": 16}`. On our own engine it shares their weights with a tier of the whole model; on vLLM it has a copy.
+        - ``dtype``, ``device``: such as ``"bfloat16"``, ``"cuda:0"``; by default the checkpoint's, and the GPU if there is one.
+        - ``names``: one a model; of three ``tiny``, ``medium``, ``full``.
+        - ``window``: tokens that a tier may run ahead of the one above it, unless a request sets its own.
+        - ``policy``: how long a pass waits for guesses, and how many it scores (`cascade.planner.choice.Policy`).
+        - ``drafter``: drafters inside every tier, by kind; ``None``: none. A head is the last model's.
+        - ``engine``: "vllm" runs all on vLLM. For its other arguments load each as a `cascade.engine.vllm.model.VllmModel`.
+        - ``generation_config``: defaults of requests: "auto" from the last model's own file, "vllm" none, else from a folder.
+        - ``layers``: layers that a tier keeps of its model, `{"tiny": ["0-11", "20-31"]}`, or the first 16, `{"tiny": 16}`.
 
         Raises `ModelError` if a model cannot be loaded, `ConfigError` if they do not belong together.
         """

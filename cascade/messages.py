@@ -22,22 +22,22 @@ MAX_RANKS = 1 + RUNNER_UPS  # kinds of guesses: own tokens of the drafter, first
 class Edge:
     """What happened so far between a drafter and its verifier, for one request; passes are the verifier's."""
 
-    drafter: str  # "" if the verifier went alone
+    drafter: str  # "" if there was none
     verifier: str
     passes: int = 0  # passes that gave own tokens
-    proposed: int = 0  # guesses that the passes scored
+    proposed: int = 0  # guesses scored
     accepted: int = 0  # those equal to the verifier's own tokens
     emitted: int = 0  # own tokens
-    waited_s: float = 0.0  # time the verifier waited for guesses, seconds
+    waited_s: float = 0.0  # seconds that the verifier waited for guesses
     accepted_by_position: tuple[int, ...] = ()  # passes that accepted their 1st, 2nd, ... guess; at most MAX_POSITIONS
-    proposed_by_position: tuple[int, ...] = ()  # guesses that the passes scored there, all branches together
+    proposed_by_position: tuple[int, ...] = ()  # guesses scored there, all branches together
     accepted_by_rank: tuple[int, ...] = ()  # guesses: own tokens of the drafter, its runner-ups; at most MAX_RANKS
     proposed_by_rank: tuple[int, ...] = ()
-    corrected: int = 0  # times that the verifier said another token than the drafter's own
-    prefetched: int = 0  # corrections behind which the drafter had written before it heard of them
-    prefetched_tokens: int = 0  # tokens that it had written there, in all
+    corrected: int = 0  # own tokens of the drafter that the verifier replaced
+    prefetched: int = 0  # corrections for which the drafter had prepared a branch
+    prefetched_tokens: int = 0  # tokens of those branches
     undrafted_passes: int = 0  # passes that scored no guess
-    agreed: int = 0  # own tokens of the drafter that the verifier said too, scored or too late for that
+    agreed: int = 0  # own tokens of the drafter equal to the verifier's, scored or not
 
     @property
     def mean_accepted_len(self) -> float:
@@ -46,7 +46,7 @@ class Edge:
 
     @property
     def agreement(self) -> float | None:
-        """Share of the drafter's own tokens that the verifier said too; ``None`` if there are none."""
+        """Share of the drafter's own tokens equal to the verifier's; ``None`` if there are none."""
         return self.agreed / (self.agreed + self.corrected) if self.agreed + self.corrected else None
 
     @property

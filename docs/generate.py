@@ -24,7 +24,7 @@ from pydantic import BaseModel
 ROOT = Path(__file__).parents[1]
 PAGES = Path(__file__).parent
 BLOCK = re.compile(r"(<!-- generated: (\w+) ?(\S*) -->\n).*?(<!-- end -->)", re.DOTALL)
-WORDS = {"integer": "integer", "number": "number", "string": "text", "boolean": "boolean", "object": "mapping"}
+WORDS = {"string": "text", "object": "mapping"}  # kinds of values that have other names here
 LIMITS = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "exclusiveMaximum": "below"}
 LIMITS |= {"minItems": "at least", "maxItems": "at most"}
 WIDTH = 100
@@ -73,7 +73,7 @@ def comments(kind: type) -> dict[str, str]:
 
 
 def settings(_: str) -> str:
-    """A table for each section of the YAML file; one that stands at two places is shown once."""
+    """Each section as YAML with comments; one that stands at two places is shown once."""
     from cascade.settings.config import CascadeConfig
 
     places: dict[type[BaseModel], str] = {}
@@ -82,31 +82,32 @@ def settings(_: str) -> str:
 
 def _section(place: str, section: type[BaseModel], places: dict[type[BaseModel], str]) -> Iterator[str]:
     meanings, schema = comments(section), section.model_json_schema()
-    base = places.get(section.__mro__[1])
-    rows, below = [], []
+    base = section.__mro__[1] if section.__mro__[1] in places else None
+    lines, below = [], []
     for name, field in section.model_fields.items():
         if base is not None and name not in section.__annotations__:
             continue
-        path, shape = f"{place}{name}", schema["properties"][name]
-        value, default = (
-            _shape(shape, schema.get("$defs", {})),
-            "required" if field.is_required() else _value(shape.get("default")),
-        )
+        shape = schema["properties"][name]
+        kind, default = _shape(shape, schema.get("$defs", {})), _value(shape.get("default"))
         for inner in _models(field.annotation):
             several = "[]" if "tuple" in str(field.annotation) else ".NAME" if "dict" in str(field.annotation) else ""
             if inner not in places:
-                places[inner] = path + several
+                places[inner] = f"{place}{name}{several}"
                 below.append(inner)
-            value, default = f"[section](#{_anchor(places[inner])})", default if field.is_required() else ""
-        meaning = _sentence(meanings[name]) + (" (*live*)" if shape.get("live") else "")
-        value = default if value == "boolean" else f"{value}; {default}" if default else value
-        rows.append([f"`{name}`", value, meaning])
+            kind, default = "" if places[inner] == f"{place}{name}{several}" else f"see {places[inner]}", ""
+        if kind in ("boolean", "text"):
+            kind = ""
+        elif default and kind.startswith(("integer", "number")):
+            kind = kind.partition(" ")[2]
+        needed = "required" if field.is_required() else ""
+        marks = filter(None, (meanings[name], kind, needed, "live" if shape.get("live") else ""))
+        lines.append(_line(f"{name}: {'...' if needed else default}".rstrip(), _sentence("; ".join(marks))))
     if place:
         yield f"### {place.strip('.')}"
         yield _prose(section).split("\n\n")[0]
     if base is not None:
-        yield f"Fields are those of [`{base}`](#{_anchor(base)}); these have other defaults:"
-    yield table(["field", "value; default", "meaning"], rows)
+        yield f"Fields are those of [`{places[base]}`](#{_anchor(places[base])}); these have other defaults:"
+    yield "```yaml\n" + "\n".join(lines) + "\n```"
     for inner in below:
         yield from _section(f"{places[inner]}.", inner, places)
 
@@ -139,13 +140,23 @@ def _shape(shape: dict[str, Any], known: dict[str, Any]) -> str:
     if "minimum" in shape and "maximum" in shape:
         limits = limits.removeprefix("from ")
     if shape.get("type") == "array":
+        if "minItems" in shape and shape["minItems"] == shape.get("maxItems"):
+            limits = f"{shape['minItems']} of them"
         return f"list of {_shape(shape.get('items', {}), known)}" + (f", {limits}" if limits else "")
-    words = WORDS.get(shape.get("type", ""), "anything")
+    words = WORDS.get(shape.get("type", ""), shape.get("type", "anything"))
     return f"{words} {limits}" if limits else words
 
 
 def _value(value: Any) -> str:
-    return "" if value in (None, [], {}, ()) else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+    return (
+        ""
+        if value in (None, [], {}, ())
+        else str(value).lower()
+        if isinstance(value, bool)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )
 
 
 def _anchor(path: str) -> str:
@@ -215,8 +226,11 @@ def _records(options: Sequence[click.Parameter], context: click.Context) -> list
 
 
 def _options(records: Iterable[tuple[str, str]]) -> str:
-    rows = [(f"`{name}`", text) for name, text in records]
-    return table(["option", "meaning"], rows) if rows else ""
+    """As `--help` prints them."""
+    formatter = click.HelpFormatter(width=WIDTH)
+    if rows := list(records):
+        formatter.write_dl(rows)
+    return f"```\n{formatter.getvalue()}```" if rows else ""
 
 
 # metrics, errors, models, calls
@@ -231,26 +245,17 @@ def series(place: str) -> str:
         if place == ("both" if len(one.places) > 1 else one.places[0]):
             name = one.shown.removeprefix(PREFIX) + (f"{{{','.join(one.labels)}}}" if one.labels else "")
             kind = " (histogram)" if one.kind == "histogram" else ""
-            rows.append((f"`{name}`", one.help.rstrip(".") + kind, one.vllm and f"`{one.vllm}`"))
-    return table(["series", "meaning", "`vllm:`"], rows)
+            same = f" = `vllm:{one.vllm}`" if one.vllm else ""
+            rows.append((f"`{name}`", one.help.rstrip(".") + kind + same))
+    return table(["series", "meaning"], rows)
 
 
 def alerts(_: str) -> str:
     rules = yaml.safe_load((ROOT / "cluster" / "prometheus" / "rules.yaml").read_text())["groups"][0]["rules"]
     plain = re.compile(r"\{\{ \$(?:labels\.)?(\w+)[^}]*\}\}")
-    rows = []
-    for rule in rules:
-        said = rule["annotations"]
-        rows.append(
-            (
-                f"`{rule['alert']}`",
-                rule["labels"]["severity"],
-                rule.get("for", ""),
-                plain.sub(r"*\1*", said["summary"]),
-                said["description"],
-            )
-        )
-    return table(["alert", "severity", "after", "what is wrong", "what to do"], rows)
+    said = [(rule["alert"], rule["annotations"]) for rule in rules]
+    rows = [(f"`{name}`", plain.sub(r"*\1*", words["summary"]), words["description"]) for name, words in said]
+    return table(["alert", "what is wrong", "what to do"], rows)
 
 
 def errors(_: str) -> str:
@@ -259,8 +264,8 @@ def errors(_: str) -> str:
     told = [(kind.__name__, _prose(kind), kind) for kind in KINDS if kind is not CascadeError]
     told += [("CascadeError", "Anything else of this package.", CascadeError)]
     told += [("Exception", "A bug: the log has its traceback.", CascadeError)]
-    rows = [(f"`{name}`", said, f"`{of.grpc}`", str(of.http), f"`{of.type}`", f"`{of.code}`") for name, said, of in told]
-    return table(["error", "meaning", "gRPC", "HTTP", "`error.type`", "`error.code`"], rows)
+    rows = [(f"`{name}`", said, f"`{of.grpc}`, {of.http}", f"`{of.type}`, `{of.code}`") for name, said, of in told]
+    return table(["error", "meaning", "gRPC, HTTP", "`error.type`, `error.code`"], rows)
 
 
 def models(which: str) -> str:
@@ -290,9 +295,12 @@ def api(path: str) -> str:
     if is_dataclass(kind):
         meanings = comments(kind)
         shown = [field for field in fields(kind) if not field.name.startswith("_")]
-        lines = (_line(f"{field.name}: {_plain(field.type)}{_default(field)}", meanings[field.name]) for field in shown)
+        lines = (
+            _line(f"{field.name}: {_plain(field.type)}{_default(field)}".replace("'", '"'), meanings[field.name])
+            for field in shown
+        )
         parts.append("```python\n" + "\n".join(lines) + "\n```")
-    elif (made := inspect.getattr_static(kind, "__init__")) is not object.__init__:
+    elif (made := inspect.getattr_static(kind, "__init__")) is not object.__init__ and not hasattr(kind, "from_pretrained"):
         parts += [_signature("__init__", made), _prose(made)]
     bases = [base for base in reversed(kind.__mro__) if base.__module__.split(".")[0] == "cascade"]
     types = {variable: type for base in getattr(kind, "__orig_bases__", ()) for variable, type in _arguments(base)}
@@ -361,10 +369,10 @@ def _plain(annotation: Any) -> str:
 
 
 def _line(field: str, meaning: str) -> str:
-    """Of a class that is shown as code: the comment beside the field, or above it."""
-    field = field.replace("'", '"')
-    comment = f"# {meaning}" if meaning else ""
-    return f"{field}  {comment}".rstrip() if len(field) + len(comment) < WIDTH else f"{comment}\n{field}"
+    """A field that is shown as code, with its meaning beside it or above it."""
+    if len(field) + len(meaning) < WIDTH - 4:
+        return f"{field}  # {meaning}" if meaning else field
+    return textwrap.fill(meaning, WIDTH, initial_indent="# ", subsequent_indent="#   ") + f"\n{field}"
 
 
 def _default(field: "Field[Any]") -> str:

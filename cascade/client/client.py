@@ -100,14 +100,16 @@ class Calls(Connection, ABC, Generic[Text, Texts, Said, SaidPieces, Info]):
 
 
 class Client(Calls[Completion, Iterator[Chunk], Turn, Iterator[TurnPiece], ServerInfo]):
-    """Talks to the server at ``address``, or in turn to those at several; ``application`` names the Serve application if
-    there are several.
+    """Talks to the server at ``address``, or in turn to those at several.
 
-    ``api_key`` is for servers that ask for one; if ``None`` it is that of the environment variable ``CASCADE_API_KEY``, and ""
-    sends none. ``timeout`` is the deadline of each request, in seconds. A request whose server is gone is sent again, also to
-    another one, and a stream goes on where it broke off, with the same text, until no server has sent anything for
-    ``patience_s`` (0: never again). An address that begins with ``grpcs://`` is one of TLS; ``authority`` is then a file of
-    certificates (PEM) to trust instead of the public ones, or of those that ``GRPC_DEFAULT_SSL_ROOTS_FILE_PATH`` names.
+    - ``api_key``: by default that of the environment variable ``CASCADE_API_KEY``; "" sends none.
+    - ``application``: name of the Serve application, if there are several.
+    - ``timeout``: deadline of each request, seconds.
+    - ``authority``: file of certificates (PEM) to trust at an address ``grpcs://HOST:PORT``; by default the public ones, or
+      those that ``GRPC_DEFAULT_SSL_ROOTS_FILE_PATH`` names.
+    - ``patience_s``: a request whose server is gone is sent again, also to another server, and a stream goes on where it broke
+      off, until no server has sent anything for so long.
+
     Arguments that cannot be used raise `ConfigError`; what a server refuses, or cannot finish, raises the other errors of
     `cascade.errors`.
     """

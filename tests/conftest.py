@@ -1,5 +1,6 @@
 """How tests share a machine and a cluster, and how many cases they try."""
 
+import os
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -87,6 +88,7 @@ def cluster() -> Iterator[Cluster]:
     from deployments.ops.launch import LOOPBACK, _start_ray, free_port
 
     grpc_port, http_port = free_port(), free_port()
+    os.environ.setdefault("RAY_metrics_report_interval_ms", "2000")  # tests of metrics wait for several reports
     _start_ray(FAKE_GPUS)
     try:
         serve.start(

@@ -149,7 +149,6 @@ def test_check_takes_files_for_serve_deploy(tmp_path: Path) -> None:
     assert (code, "has 0 applications with tiers" in " ".join(output.split())) == (1, True)
 
 
-@pytest.mark.xdist_group("ray")
 @pytest.mark.parametrize("num_tiers", [1, rare(3)])
 def test_ctrl_c_stops_everything(num_tiers: int) -> None:
     """Guards against Ray processes, tiers and ports left behind by `cascade serve`, and its options against being ignored."""

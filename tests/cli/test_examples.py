@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.doors import House, serving
+from tests.waiting import LONG_S
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 KEY = "example-0123456789abcdef"
@@ -38,7 +39,7 @@ def test_example_runs(served: House, name: str, monkeypatch: pytest.MonkeyPatch,
     elif shutil.which("curl") is None:
         pytest.skip("needs curl")
     else:
-        subprocess.run(["sh", *command], timeout=120, check=True)
+        subprocess.run(["sh", *command], timeout=LONG_S, check=True)
     printed = capfd.readouterr().out
     assert printed.strip()
     assert WORDS[name] in printed

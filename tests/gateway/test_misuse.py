@@ -95,7 +95,7 @@ def test_a_controller_that_hangs_holds_up_nobody(served: House, monkeypatch: pyt
             assert ask(served, "/metrics")[0] == 200
             for answer in answers:
                 with pytest.raises(Unavailable, match="controller does not say"):
-                    answer.result(60)
+                    answer.result(LONG_S)
             assert len(asked) == 1
     finally:
         free.set()

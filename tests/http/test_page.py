@@ -13,6 +13,7 @@ from cascade.messages import origin, origin_level
 from cascade.planner.chains import Planner
 from tests.doors import House, house
 from tests.http.test_http import ask
+from tests.waiting import LONG_S
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
@@ -35,6 +36,7 @@ def served() -> Iterator[House]:
 def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        expect.set_options(timeout=1e3 * LONG_S)
         yield browser
         browser.close()
 
@@ -44,6 +46,7 @@ def page(browser: Browser, served: House) -> Iterator[Page]:
     """The page; but for refusals it may not complain on its console, nor ask for anything from elsewhere."""
     complaints: list[str] = []
     page = browser.new_page()
+    page.set_default_timeout(1e3 * LONG_S)
     page.on("console", lambda said: complaints.append(said.text) if said.type == "error" and "400" not in said.text else None)
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("request", lambda to: None if to.url.startswith((served.url, "data:")) else complaints.append(to.url))
@@ -75,7 +78,7 @@ def say(page: Page, text: str = FIRST, tokens: int = 60, seed: str = "1") -> Non
 
 
 def settled(page: Page) -> None:
-    expect(page.locator("#go")).to_have_text("Send", timeout=120_000)
+    expect(page.locator("#go")).to_have_text("Send")
 
 
 def said(page: Page) -> str:
@@ -337,7 +340,7 @@ def test_stop_frees_every_tier(page: Page) -> None:
     What has come stays, and is a part of the conversation.
     """
     send(page, FIRST, 3500)
-    expect(page.locator(".said .t")).not_to_have_count(0, timeout=30_000)
+    expect(page.locator(".said .t")).not_to_have_count(0)
     page.click("#go")
     settled(page)
     assert page.locator("#error").is_hidden()

@@ -1,6 +1,5 @@
 """Who judges new weights on the way to replicas, and whose answers a router keeps."""
 
-import asyncio
 import json
 import time
 from collections.abc import Sequence
@@ -120,12 +119,14 @@ class Away:
     """What a handle of the learner is, for a collector: it may be away."""
 
     def __init__(self) -> None:
+        self.asked = 0
         self.taken: list[Sample] = []
         self.drifting: list[str] = []
         self.away = False
         self.take = SimpleNamespace(remote=self._take)
 
     async def _take(self, router: str, samples: Sequence[Sample], drifting: Sequence[str]) -> dict[str, Any]:
+        self.asked += 1
         if self.away:
             raise RuntimeError("the actor died")
         self.taken += samples
@@ -142,7 +143,7 @@ async def offered(
     stats = Stats(1, 1, edges=(Edge("tiny", "full", corrected=3),))
     for asked, account in answers:
         made.offer(*asked, [7, 8], Completion("", (7, 8), "length", 1, stats), account)
-    await asyncio.sleep(0.1)
+    await until(lambda: away.asked or not answers)
     return made
 
 
@@ -173,7 +174,7 @@ async def test_a_learner_that_is_away_costs_no_answer(monkeypatch: pytest.Monkey
     away.away = True
     made = await offered(monkeypatch, away, [(asked_for(number), Account("alice")) for number in range(600)])
     away.away = False
-    await asyncio.sleep(0.2)
+    await until(lambda: away.taken)
     await made.close()
     assert [one.tokens[0] for one in away.taken] == list(range(600 - collector.MOST_HELD, 600))
 

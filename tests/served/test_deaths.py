@@ -13,7 +13,7 @@ from cascade import Cascade, Completion, SamplingParams, Speculation
 from cascade.cli.scrape import scrape
 from cascade.client import AsyncClient, Client
 from deployments.ops.launch import APPLICATION, Server
-from tests.served.test_serve import PROMPT, alone, settle
+from tests.served.test_serve import PROMPT, settle
 from tests.waiting import LONG_S, wait_until
 
 CHAINS = (None, ("tiny",), ("tiny", "medium"))
@@ -62,7 +62,9 @@ def test_killed_routers_cost_no_answer(server: Server, reference: Cascade) -> No
     """Guards against failed answers, and other texts, when the process of a router dies under load: streams go on, whole
     answers are asked for again; the dead router's leases and sessions end, and a new router comes."""
     wait_until(lambda: num_routers() == 2)
-    expected = {(c, t): essence(alone(reference, asked(c, t))) for c in range(4) for t in range(NUM_ANSWERS)}
+    turns = [(client, turn) for client in range(4) for turn in range(NUM_ANSWERS)]
+    answers = reference.generate([PROMPT] * len(turns), [asked(*turn) for turn in turns], Speculation("off"))
+    expected = dict(zip(turns, map(essence, answers), strict=True))
     before, begun = resumed(server.url), set[int]()
 
     def stream(number: int) -> list[Completion]:

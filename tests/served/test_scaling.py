@@ -23,8 +23,9 @@ PARAMS = SamplingParams(max_tokens=48, temperature=0.8, seed=3, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def server(cluster: Cluster) -> Iterator[Server]:
-    """Tiny may have no replica, and begins so; medium, which nobody asks for, has one."""
+    """A drafter that may have no replica, and begins so."""
     values = Setup(stretch=1.0).values
+    del values["tiers"][1]
     tiny = values["tiers"][0]["deployment_config"]
     del tiny["num_replicas"]
     tiny["autoscaling_config"] = {"min_replicas": 0, "max_replicas": 1, "target_ongoing_requests": 4, **QUICK}

@@ -22,6 +22,7 @@ from cascade.training.reservoir import ROWS, SEALED, Limits, Reservoir, Sample
 from cascade.training.text import Shard
 from cascade.training.versions import KEPT, Versions
 from tests import small
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -116,18 +117,15 @@ def write(folder):
 while True:
     versions.choose(versions.add(write))
 """
+    versions = Versions(tmp_path)
     for wait_s in (0.25, 0.1, 0.15):
         writer = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)])
-        versions, deadline = Versions(tmp_path), time.monotonic() + 30
-        known = versions.current
-        while versions.current == known and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda known=versions.current: versions.current != known)
         time.sleep(wait_s)
         os.kill(writer.pid, signal.SIGKILL)
         writer.wait()
         current = versions.current
         assert current is not None
-        assert current != known
         assert [(current / part).stat().st_size for part in ("a", "b")] == [2**20, 2**20]
         assert len(versions.all) <= KEPT + 1  # one may wait for its turn
 

@@ -40,7 +40,7 @@ def lesson(folder: Path) -> Lesson:
     rng = np.random.default_rng(0)
     answers = [Sample(tuple(rng.integers(10, 400, 48).tolist()), 8, 0.0, "", 1, time.time()) for _ in range(96)]
     tiny, _, full = small.paths()
-    return Lesson("tiny", full, tiny, answers, [], seconds=2.0, folder=folder)
+    return Lesson("tiny", full, tiny, answers, [], seconds=0.5, folder=folder)
 
 
 def stopping(progress: Progress) -> None:
@@ -67,8 +67,9 @@ def member(rank: int, folder: Path) -> tuple[Tensor, Outcome, bool]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The folder, and what each process of a group found."""
-    folder = tmp_path_factory.mktemp("group")
-    with ProcessPoolExecutor(SIZE, mp_context=get_context("spawn")) as processes:
+    folder, context = tmp_path_factory.mktemp("group"), get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # PyTorch and Transformers are imported once for all of them
+    with ProcessPoolExecutor(SIZE, mp_context=context) as processes:
         return folder, list(processes.map(partial(member, folder=folder), range(SIZE)))
 
 

@@ -1,10 +1,6 @@
 """The benchmark against other engines: what it makes of what they say, and that who is not there is named."""
 
-import json
-import struct
-import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -13,11 +9,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.document import keep
 from benchmarks.peers import __main__ as peers
-from benchmarks.peers import contest, crew, environments, gguf_file, report, served
+from benchmarks.peers import contest, report, served
 from benchmarks.peers.agreement import agreement
-from benchmarks.peers.contract import Models, Said, Setup, Turn, vllm_drafts
+from benchmarks.peers.contract import Models, Said, vllm_drafts
 from cascade.settings.config import CascadeConfig
-from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +28,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def models(source: str) -> Models:
     return Models(source, source, source)
-
-
-def setup(engine: str, modes: tuple[str, ...], source: str, work: Path) -> Setup:
-    return Setup(engine, modes, models(source), "float32", (2,), str(work))
 
 
 def said(speed: float, text: Sequence[int] = (1, 2, 3, 4)) -> Said:
@@ -96,56 +87,6 @@ def test_a_part_keeps_what_an_earlier_run_said_of_this_family(model: str, tmp_pa
     assert peers.begun(path, models(model))["agreement"]["tiny"] is None
 
 
-def test_a_peer_that_is_not_installed_is_named(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Guards against figures that nobody measured, and a run that ends where one peer is not to be had."""
-    monkeypatch.setattr(environments, "ROOT", tmp_path)
-    workers = contest.Crew()
-    with ExitStack() as stack:
-        workers.hire([post for post in contest.POSTS if post.environment is environments.LLAMA], models(model), (2,), stack)
-    assert workers.workers == {}
-    assert len(workers.missing) == 6
-    assert "make .venv-llama/.installed" in workers.missing["llama_alone_bf16"]
-
-
-def test_a_worker_that_cannot_load_says_why(model: str, tmp_path: Path) -> None:
-    """Guards against a peer whose reason is lost with its process."""
-    asked = setup("nobody", ("nobody_alone",), model, tmp_path)
-    with (
-        crew.Worker(asked, sys.executable, {}) as worker,
-        pytest.raises(crew.WorkerFailed, match=r"ModuleNotFoundError.*nobody"),
-    ):
-        worker.load()
-
-
-def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
-    """Guards against waiting for a server that has ended."""
-    command = [sys.executable, "-c", "raise SystemExit('no such model')"]
-    with pytest.raises(crew.WorkerFailed, match="no such model"):
-        crew.Server(command, {}, tmp_path / "log", "http://127.0.0.1:9")
-
-
-def state(process: Path) -> str:
-    return (process / "stat").read_text().rpartition(")")[2].split()[0]
-
-
-@pytest.mark.slow  # a process that imports Transformers
-def test_who_does_not_compute_is_stopped(model: str, tmp_path: Path) -> None:
-    """Guards those who compute against threads that spin, and workers against being left behind stopped."""
-    asked = setup("huggingface", ("generate", "generate_lookup", "generate_assisted"), model, tmp_path)
-    with crew.Worker(asked, sys.executable, {"OMP_NUM_THREADS": "1"}) as worker:
-        worker.load()
-        answers = {mode: worker.ask(Turn(mode, [50, 51, 52], 1, 0.0, 4)) for mode in asked.modes}
-        process = Path("/proc") / str(worker._process.pid)
-        wait_until(lambda: state(process) == "T")  # a signal takes a moment
-        assert all(one.processor_s <= worker.processor_s() for one in answers.values())  # counted in ticks: an answer may be 0
-        assert worker.processor_s() > 0
-        with pytest.raises(crew.WorkerFailed, match="KeyError"):
-            worker.ask(Turn("nobody", [1], 0, 0.0, 4))
-    assert not process.exists()
-    assert len({str(one.token_ids) for one in answers.values()}) == 1
-    assert 0 < len(answers["generate"].token_ids) <= 4
-
-
 def test_servers_are_told_the_family_and_how_to_draft(model: str) -> None:
     """Guards the served part against a configuration that is refused after minutes of loading."""
     names = CascadeConfig.model_validate(served.cascade_config(models(model))).chain_names
@@ -169,11 +110,3 @@ def test_agreement_counts_positions_at_which_the_greedy_token_is_the_same(model:
     assert agreement(model, prompts, answers) == 1.0
     answers[0][-1] = (answers[0][-1] + 1) % 64
     assert agreement(model, prompts, answers) == pytest.approx(11 / 12)
-
-
-def test_weights_that_would_be_rounded_are_refused(tmp_path: Path) -> None:
-    """Guards `same weights`: dtypes that are not read exactly. `tests/engine/test_gguf.py` holds every number of the others."""
-    header = json.dumps({"x": {"dtype": "F16", "shape": [1], "data_offsets": [0, 2]}}).encode()
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0\0")
-    with pytest.raises(ValueError, match="F16"):
-        gguf_file.tensors(tmp_path)

@@ -105,17 +105,6 @@ def test_crowds_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not never_slower.figures(given)["same_text"]
 
 
-@pytest.mark.slow
-def test_drafters_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str], small_demo: None) -> None:
-    """Guards `make bench-drafters` against kinds and modes that have changed: its last line names them all, and texts agree."""
-    drafters.main(["--quick", "--results", str(tmp_path / "drafters.json")])
-    line = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert {*line["drafters"]} == {mode.name for mode in drafters.MODES if mode is not ALONE}
-    assert all(one["t0"]["speedup"] > 0 and one["t0"]["accepted_len"] >= 1 for one in line["drafters"].values())
-    assert line["best"] in line["drafters"]
-    assert json.loads((tmp_path / "drafters.json").read_text())["head"] == line
-
-
 @pytest.mark.parametrize("kind", drafters.INSIDE)
 def test_guesses_without_a_model_take_little_memory(kind: str) -> None:
     """Guards long contexts: at most 64 bytes a position."""

@@ -190,18 +190,16 @@ class Stub:
 
 
 def test_calls_to_copy_are_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards what `cascade serve` prints: lines were broken at the width of the terminal, within commands to copy."""
+    """Guards what `cascade serve` prints: lines were broken at the width of the terminal, within commands to copy.
+
+    And `cascade top` on other ports: its line named the HTTP address, and gRPC's was the default.
+    """
     monkeypatch.setattr(Server, "start", lambda *args, **options: Stub())
     monkeypatch.setenv("COLUMNS", "40")
     assert usage(Stub.address, Stub.url, Stub.model) in run("serve")[1]
-    assert "Bearer $CASCADE_API_KEY" in usage(Stub.address, Stub.url, Stub.model, keyed=True)
-
-
-def test_every_address_is_in_the_lines_to_copy() -> None:
-    """Guards `cascade top` on other ports: its line named the HTTP address, and gRPC's was the default."""
-    assert "cascade top --address 127.0.0.1:9123 --url http://127.0.0.1:8123" in usage(
-        "127.0.0.1:9123", "http://127.0.0.1:8123", "model"
-    )
+    keyed = usage("127.0.0.1:9123", "http://127.0.0.1:8123", Stub.model, keyed=True)
+    assert "Bearer $CASCADE_API_KEY" in keyed
+    assert "cascade top --address 127.0.0.1:9123 --url http://127.0.0.1:8123" in keyed
 
 
 @pytest.mark.parametrize(("name", "option"), [("grpc_port", "--grpc-port"), ("http_port", "--port")])

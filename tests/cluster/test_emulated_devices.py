@@ -96,8 +96,3 @@ def test_stretched_time_is_that_of_passes() -> None:
     cost = Device.of(type(config).parse(config.model_dump(mode="json")).tiers[-1]).cost
     assert cost.points == tuple((tokens, pytest.approx(1e-2 * ms)) for tokens, ms in TRIO[-1].pass_ms.items())
     assert cost.context_s == pytest.approx(1e-5 * TRIO[-1].context_ms)
-
-
-def test_ray_is_told_of_all_devices() -> None:
-    """Guards servers of several replicas: there is an emulated GPU for each."""
-    assert Setup(replicas=(1, 2, 4)).num_gpus == 7

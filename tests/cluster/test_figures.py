@@ -1,7 +1,6 @@
 """What the benchmark of emulated clusters makes of what it measured."""
 
-from benchmarks.cluster import __main__ as bench
-from benchmarks.cluster import crowd, one
+from benchmarks.cluster import one
 from benchmarks.cluster.devices import FILE, Setup, Simulated
 from benchmarks.cluster.emulated import Device
 from benchmarks.document import lossless
@@ -41,25 +40,3 @@ def test_other_texts_fail_the_run() -> None:
     assert not lossless({"one": one.figures(Setup(), runs, texts)})
     runs[-1].expected = Simulated((2.0,), ((1, 3),), 1.0)
     assert not lossless({"one": one.figures(Setup(), runs, texts)})
-
-
-def test_replicas_are_compared_at_the_same_load_of_each() -> None:
-    """Guards the claim of scaling: four full replicas with 64 requests are beside one with 16, not with 64."""
-    found = {
-        name: {
-            str(load): {"alone": speed * load, "three": speed * load, "ratios": {"three": 1.25, "auto": 1.0}}
-            for load in (16, 64)
-        }
-        for name, speed in (("1/1/1", 2.0), ("2/2/4", 1.9))
-    }
-    assert crowd.headline(found)["full_replicas"] == {"4": {"alone": 3.8, "three": 3.8}}
-    head = bench.head({"scale": found})
-    assert head.keys() == {"one", "scale", "map", "auto_vs_best", "auto_vs_alone"}
-    assert head["auto_vs_best"]["2/2/4 64"] == 0.8
-    assert head["auto_vs_alone"]["1/1/1 16"] == 1.0
-    kept = {"scale": found, "dates": {"scale": "2026-01-01"}, "processors": {"scale": "A"}, "head": {"one": 1}}
-    now = {"stretch": {"one": 6.0}, "dates": {"one": "2026-02-02"}, "processors": {"one": "B"}, "head": {}}
-    both = bench.joined(kept, now)
-    assert both["head"]["scale"] == head["scale"]
-    assert both["dates"] == {"scale": "2026-01-01", "one": "2026-02-02"}
-    assert both["processors"] == {"scale": "A", "one": "B"}

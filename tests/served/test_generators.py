@@ -5,27 +5,23 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic, sleep
 from typing import Any
 
 import pytest
 
 from cascade import family
-from cascade.client import Client
 from cascade.errors import ModelError
-from cascade.params import SamplingParams
 from cascade.prompts import BUILT_IN
 from deployments.ops.launch import free_port
+from tests.waiting import LONG_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 CASCADE = [sys.executable, "-m", "cascade.cli.main"]
 CLIENTS, REQUESTS, TOKENS = 2, 8, 64
-START_S, RUN_S = 240.0, 600.0
-APART = 2.0  # at most, of two measures of one server minutes apart on a machine that others share
+RUN_S = 600.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(1500)]
 
@@ -35,7 +31,6 @@ class Served:
     """A server, and where generators find its tokenizer and prompts."""
 
     url: str
-    grpc: str
     model: str
     tokenizer: str
     folder: Path
@@ -54,41 +49,25 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     http, grpc = free_port(), free_port()
     url = f"http://127.0.0.1:{http}"
     server = subprocess.Popen([*CASCADE, "serve", "--port", str(http), "--grpc-port", str(grpc)], cwd=ROOT)
+    found: list[str] = []
+
+    def answers() -> bool:
+        assert server.poll() is None
+        with suppress(OSError), urllib.request.urlopen(f"{url}/v1/models", timeout=LONG_S) as answer:
+            found.append(json.load(answer)["data"][0]["id"])
+        return bool(found)
+
     try:
-        model = wait(f"{url}/v1/models", server)["data"][0]["id"]
-        yield Served(url, f"127.0.0.1:{grpc}", model, tokenizer, folder)
+        wait_until(answers, every_s=0.5)
+        yield Served(url, found[0], tokenizer, folder)
     finally:
         server.terminate()
         server.wait(60)
 
 
-def wait(url: str, server: subprocess.Popen[bytes]) -> Any:
-    """What is there as soon as the server answers."""
-    end = monotonic() + START_S
-    while monotonic() < end:
-        assert server.poll() is None
-        with suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
-            return json.load(answer)
-        sleep(0.5)
-    raise AssertionError(f"nobody answers at {url}")
-
-
 def run(command: list[str]) -> None:
     done = subprocess.run(command, cwd=ROOT, timeout=RUN_S, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-
-
-@pytest.fixture(scope="module")
-def tokens_per_second(served: Served) -> float:
-    """Of as many clients of our own, at their second turn."""
-    params, speed = SamplingParams(max_tokens=TOKENS, temperature=0, seed=1), 0.0
-    turns = [({"role": "user", "content": prompt.text},) for prompt in BUILT_IN[:REQUESTS]]
-    with Client(served.grpc) as client, ThreadPoolExecutor(CLIENTS) as pool:
-        for _ in range(2):
-            begin = monotonic()
-            answers = list(pool.map(lambda turn: client.chat(turn, params), turns))
-            speed = sum(answer.completion.stats.completion_tokens for answer in answers) / (monotonic() - begin)
-    return speed
 
 
 def guidellm(served: Served, program: str) -> float:
@@ -129,10 +108,8 @@ def aiperf(served: Served, program: str) -> float:
     ("generator", "program"),
     [(guidellm, ".venv-guidellm/bin/guidellm"), (vllm, ".venv-vllm/bin/vllm"), (aiperf, ".venv-aiperf/bin/aiperf")],
 )
-def test_outside_generators_agree(request: pytest.FixtureRequest, generator: Any, program: str) -> None:
-    """Guards users of other tools: they run against the server, and measure the speed that our own clients see."""
+def test_outside_generators_run(request: pytest.FixtureRequest, generator: Any, program: str) -> None:
+    """Guards users of other tools: they run against the server, and find its answers and a speed."""
     if not (ROOT / program).exists():
         pytest.skip(f"{program} is not there: `make generators` installs it")
-    expected: float = request.getfixturevalue("tokens_per_second")
-    measured = generator(request.getfixturevalue("served"), str(ROOT / program))
-    assert expected / APART < measured < expected * APART
+    assert generator(request.getfixturevalue("served"), str(ROOT / program)) > 0

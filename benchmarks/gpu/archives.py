@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.document import console
 from benchmarks.gpu.prune import prune
 
-PYTHON = "3.12"  # of the target
+PYTHON = "3.12"  # the target's
 OTHERS = Path(__file__).with_name("others.txt")
 PACKED: dict[str, tuple[list[str], tuple[str, ...]]] = {  # what pip installs, and what is left out of it
     "vllm": (["vllm==0.26.0"], ("bin", "vllm/vllm-rs")),

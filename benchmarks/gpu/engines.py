@@ -30,7 +30,7 @@ from cascade.scorer import Row, Scorer
 
 PACKAGES = ("vllm", "ray", "transformers", "flashinfer-python")
 IMPORTS = ("vllm.entrypoints.llm", "ray.serve")
-CACHE_TOKENS = 24_576  # of a model: 64 rows of 272, and a text
+CACHE_TOKENS = 24_576  # each model's: 64 rows of 272, and a text
 PROFILED = 5  # passes
 WHOLE: dict[str, Any] = {"compilation_config": {"cudagraph_mode": "FULL"}}  # engine arguments for graphs of whole passes
 READ_BYTES = 1 << 24
@@ -74,7 +74,7 @@ def graphs(notes: Notes) -> None:
                     for part in (text, choosing, waits, passes, busy):
                         one[part.__name__] = part(model)
                         notes.keep(models=found)
-            except Exception as error:  # of any library: not every machine lets its GPU be profiled
+            except Exception as error:  # a library may raise anything: not every machine lets its GPU be profiled
                 problems.append(f"{name}{kind}, with {', '.join(one)}: {type(error).__name__}: {error}")
         found[name]["vllm_step_ms"] = own_step(notes, source, how)
         notes.keep(models=found)

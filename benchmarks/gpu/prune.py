@@ -7,7 +7,7 @@ the few that a driver would compile.
 import struct
 from pathlib import Path
 
-MAGIC = struct.pack("<I", 0xBA55ED50)  # of a fat binary
+MAGIC = struct.pack("<I", 0xBA55ED50)  # a fat binary begins with it
 PTX, ELF = 1, 2  # kinds of its entries
 
 

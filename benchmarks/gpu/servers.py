@@ -32,7 +32,7 @@ from cascade.params import Handling
 from cascade.settings.engine import EMBEDDED
 from deployments.ops.launch import APPLICATION, LOOPBACK, Server, free_port
 
-SHARES = {"tiny": (0.2, 2), "medium": (0.3, 3), "full": (0.5, 8)}  # of the GPU, and GiB of keys and values
+SHARES = {"tiny": (0.2, 2), "medium": (0.3, 3), "full": (0.5, 8)}  # shares of the GPU, and GiB of keys and values
 SUFFIX = Mode("suffix", Speculation(tiers=("suffix",)))
 TIERS = Mode("tiers", Speculation(tiers=("tiny", "medium")))
 LOOK_S = 0.2
@@ -76,7 +76,7 @@ def served(notes: Notes, values: dict[str, Any]) -> Iterator[Server]:
         yield running
 
 
-def asked(address: str, modes: Sequence[Mode], size: Size, temperature: float) -> list[Cell]:
+def measured(address: str, modes: Sequence[Mode], size: Size, temperature: float) -> list[Cell]:
     """What the server at ``address`` answers in turns."""
 
     async def ask() -> list[Cell]:
@@ -106,7 +106,7 @@ def server(notes: Notes) -> None:
         for temperature in (0.0, 0.8):
             for at_once in (1, 2) if notes.small else (1, 8):
                 size = Size(prompts=1, tokens=tokens, at_once=(at_once,))
-                cells = asked(running.address, (ALONE, TIERS, AUTO), size, temperature)
+                cells = measured(running.address, (ALONE, TIERS, AUTO), size, temperature)
                 found = {"alike": alike(cells), "cells": report.entries(cells)}
                 notes.keep(**{f"{at(temperature)}, {at_once} at once": found})
 
@@ -156,7 +156,7 @@ def versus(notes: Notes) -> None:
         with served(notes, {**config(notes, full, **how), "verify": False}) as running:
             urls = {mode: url for mode, url in urls.items() if _ready(notes, mode, url)}  # nobody starts while others are timed
             for at_once in loads:
-                cells = asked(running.address, (ALONE, SUFFIX, TIERS, AUTO), _size(tokens, at_once), 0.0)
+                cells = measured(running.address, (ALONE, SUFFIX, TIERS, AUTO), _size(tokens, at_once), 0.0)
                 notes.keep(**{f"{at_once} at once": {"alike": alike(cells), "cells": report.entries(cells)}})
         for at_once in loads:
             for mode, url in urls.items():

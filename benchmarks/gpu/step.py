@@ -25,7 +25,7 @@ class Step:
     name: str
     module: str
     limit_s: float  # on a GPU
-    variables: dict[str, str] = field(default_factory=dict)  # of its environment on a GPU: such kernels are Triton's
+    variables: dict[str, str] = field(default_factory=dict)  # its environment on a GPU has them, too
 
 
 STEPS = (  # what shows most goes first

@@ -48,6 +48,18 @@ def test_steps_run_on_cpus(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
         assert found["same"] == found["rows"]
 
 
+def test_steps_with_servers_run_on_cpus(tmp_path: Path) -> None:
+    """Guards the minutes on a GPU: three tiers on vLLM behind the server write the same text with drafts as without, and while
+    replicas of them are killed."""
+    steps = run(tmp_path, "server", "kill")
+    assert steps.returncode == 0, steps.stdout
+    served, killed = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("server", "kill"))
+    loads = [load["alike"] for load in served.values() if isinstance(load, dict)]
+    assert len(loads) == 4
+    assert all(mode["same"] == mode["texts"] > 0 for load in loads for mode in load.values())
+    assert all(killed[tier]["same"] == killed[tier]["texts"] > 0 for tier in ("medium", "full"))
+
+
 def test_a_step_that_fails_says_why_and_the_next_begins(tmp_path: Path) -> None:
     """Guards all later steps against an early one: ``train`` finds no text, and ``own`` runs after it."""
     assert run(tmp_path, "train", "own").returncode == 1

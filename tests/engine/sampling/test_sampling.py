@@ -13,6 +13,7 @@ from cascade.cpu.noise import ROOM, contenders
 from cascade.engine.sampling.own_tokens import (
     Choice,
     adjust,
+    find_kernel,
     gumbel,
     mixed,
     noise_bits,
@@ -54,6 +55,16 @@ def test_noise_equals_integer_reference() -> None:
         key = splitmix64(splitmix64((position + golden) % 2**64) ^ splitmix64(seed))
         expected = [splitmix64((key + (token + 1) * golden) % 2**64) >> 11 for token in range(50)]
         assert noise_bits(mixed(seed), torch.tensor([position]), 50)[0].tolist() == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there Triton compiles")
+def test_a_gpu_where_triton_fails_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards tiers in images without a C compiler or without Triton: own tokens come from PyTorch, after one sentence."""
+    find_kernel.cache_clear()
+    for _ in range(2):
+        assert find_kernel(torch.device("cuda", 0)) is None
+    [message] = [record.message for record in caplog.records]
+    assert message.startswith("Own tokens are chosen by PyTorch on cuda:0, which takes longer, for Triton fails: ")
 
 
 @pytest.mark.parametrize("axis", ["seed", "position", "token"])

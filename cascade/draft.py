@@ -1,8 +1,9 @@
 """What is guessed after a text: the currency between tiers, and between a tier and its drafters."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
-from operator import lt
+from dataclasses import dataclass, field
+from itertools import compress, count
+from operator import ne
 
 
 def num_same(one: Sequence[int], other: Sequence[int]) -> int:
@@ -10,18 +11,16 @@ def num_same(one: Sequence[int], other: Sequence[int]) -> int:
     size = min(len(one), len(other))
     if tuple(one[:size]) == tuple(other[:size]):
         return size
-    for place in range(size):
-        if one[place] != other[place]:
-            return place
-    return size
+    return next(compress(count(), map(ne, one, other)), size)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Draft:
     """Guesses after a text: a tree of tokens with its root at the text's end. A line is a tree with one branch.
 
     A node stands after its parent, so that the first nodes are a draft, too. Likelier children of a node stand before others:
-    the own token of the one who guesses, then its runner-ups.
+    the own token of the one who guesses, then its runner-ups. It is never changed, but not frozen: every session makes some
+    for every pass, and that would take twice as long.
     """
 
     tokens: tuple[int, ...] = ()  # one a node
@@ -29,16 +28,17 @@ class Draft:
     confidences: bytes = b""  # one a node, its gap, see `cascade.planner.acceptance`; 0 if nobody knows; or none at all
     parents: tuple[int, ...] = ()  # the parent of each node, -1 for the text; empty for a line, whose parents are -1, 0, 1, ...
 
+    trunk_size: int = field(init=False, repr=False, compare=False)  # first nodes, each of which is the parent of the next
+
     def __post_init__(self) -> None:
-        size = len(self.tokens)
+        size = self.trunk_size = len(self.tokens)
         assert len(self.origins) == size
         assert len(self.confidences) in (0, size)
         if self.parents:
             assert len(self.parents) == size
-            assert min(self.parents) >= -1
-            assert all(map(lt, self.parents, range(size))), "a node comes after its parent"
-            if self.parents == tuple(range(-1, size - 1)):
-                object.__setattr__(self, "parents", ())
+            self.trunk_size = next(compress(count(), map(ne, self.parents, count(-1))), size)
+            if self.trunk_size == size:
+                self.parents = ()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -59,12 +59,12 @@ class Draft:
     @property
     def ranks(self) -> Sequence[int]:
         """Of each node, how many of its siblings stand before it."""
-        if not self.parents:
-            return bytes(len(self.tokens))
-        ranks, seen = bytearray(), [0] * (len(self.parents) + 1)  # children so far of each node, and at the end of the text
-        for parent in self.parents:
-            ranks.append(seen[parent])
-            seen[parent] += 1
+        trunk = self.trunk_size
+        ranks = bytearray(trunk)
+        siblings: dict[int, int] = {}  # children of each node so far, beside its child in the trunk
+        for parent in self.parents[trunk:]:
+            siblings[parent] = siblings.get(parent, -1) + 1
+            ranks.append(siblings[parent] + (parent + 1 < trunk))
         return ranks
 
     @property
@@ -72,8 +72,8 @@ class Draft:
         """Of each node, how many nodes lie between the text and it."""
         if not self.parents:
             return range(len(self.tokens))
-        depths: list[int] = []
-        for parent in self.parents:
+        depths = list(range(self.trunk_size))
+        for parent in self.parents[self.trunk_size :]:
             depths.append(depths[parent] + 1 if parent >= 0 else 0)
         return depths
 
@@ -124,9 +124,7 @@ class Draft:
     @property
     def trunk(self) -> "Draft":
         """The line that the tree begins with: its first nodes, as far as each is the parent of the next."""
-        if not self.parents:
-            return self
-        return self.first(next((node for node, parent in enumerate(self.parents) if parent != node - 1), len(self.tokens)))
+        return self.first(self.trunk_size)
 
     def first(self, size: int) -> "Draft":
         if size >= len(self.tokens):
@@ -140,7 +138,7 @@ class Draft:
         size = len(nodes)
         if size == 0 or nodes[-1] == size - 1:
             return self.first(size)
-        return self._part({-1: -1} | {node: place for place, node in enumerate(nodes)})
+        return self._part(dict(zip((-1, *nodes), count(-1), strict=False)))
 
     def fitting(self, vocab_size: int, depth: int, size: int) -> "Draft":
         """Of the first ``size`` nodes those at most ``depth`` tokens deep whose paths are tokens of the vocabulary."""
@@ -171,13 +169,13 @@ class Draft:
         return self._part(places) if len(places) > 1 else NO_DRAFT
 
     def _part(self, places: Mapping[int, int]) -> "Draft":
-        """The draft of some nodes, given by their new places; the first entry is the root, of place -1."""
+        """The draft of some nodes of a tree, given by their new places; the first entry is the root, of place -1."""
         nodes = list(places)[1:]
         return Draft(
-            tuple([self.tokens[node] for node in nodes]),
-            bytes([self.origins[node] for node in nodes]),
-            bytes([self.confidences[node] for node in nodes]) if self.confidences else b"",
-            tuple([places[self.parent(node)] for node in nodes]),
+            tuple(map(self.tokens.__getitem__, nodes)),
+            bytes(map(self.origins.__getitem__, nodes)),
+            bytes(map(self.confidences.__getitem__, nodes)) if self.confidences else b"",
+            tuple(map(places.__getitem__, map(self.parents.__getitem__, nodes))),
         )
 
     def union(self, other: "Draft") -> tuple["Draft", Sequence[int]]:

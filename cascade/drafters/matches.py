@@ -1,11 +1,11 @@
-"""Finds where the end of a text occurred before, with hash chains as in LZ77 coders.
+"""Finds where the end of a text occurred before, and what came after it there, with hash chains as in LZ77 coders.
 
 ``heads`` has for each hash of two tokens the last place at which such a pair ends, ``before`` for each place the previous one
 of its chain. Places are removed in reverse order, which leaves the chains as if they had never been added.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numba import int32, uint32
@@ -15,9 +15,12 @@ from cascade.cpu.jit import arguments, inlined, integer, integers, integers32, k
 GRAM = 2  # tokens that are hashed
 TRIES = 64  # places of a chain that are tried, the latest first
 LONGEST = 64  # tokens that are compared at most
-FOUND = 4  # numbers that `find` returns
+MOST = 64  # tokens after the longest match, at most
+BESIDE = 4  # the same of the other one
+HEAD = 4  # numbers of a result before its tokens: each match's length, and how many tokens come after it
 TOKEN_BYTES = 4
 Ints = np.ndarray[Any, np.dtype[np.int32]]
+Match: TypeAlias = tuple[int, list[int]]  # its length, and the tokens after it
 
 
 @inlined
@@ -52,7 +55,17 @@ def _same(tokens: Any, place: int, query: Any, size: int) -> Any:
 
 
 @inlined
-def _search(given: int, end: int, query: Any, size: int, out: Any) -> None:
+def _behind(tokens: Any, place: int, end: int, most: int, repeats: int, out: Any, at: int) -> Any:
+    """Write the tokens after a place, and return their number. If they are to repeat, they do so until there are ``most``."""
+    period = end - place - 1
+    size = most if repeats != 0 else min(most, period)
+    for i in range(size):
+        out[at + i] = tokens[place + 1 + i % period]
+    return size
+
+
+@inlined
+def _search(given: int, end: int, query: Any, size: int, most: int, repeats: int, out: Any) -> None:
     tokens, before, heads = integers32(integer(given, 0)), integers32(integer(given, 1)), integers32(integer(given, 2))
     best, best_size, other, other_size = -1, GRAM - 1, -1, GRAM - 1
     place = heads[_hash(query[size - 2], query[size - 1], integer(given, 3))]
@@ -69,29 +82,35 @@ def _search(given: int, end: int, query: Any, size: int, out: Any) -> None:
         elif same > other_size and tokens[place + 1] != tokens[best + 1]:
             other, other_size = place, same
         place = before[place]
-    out[0], out[1], out[2], out[3] = best, best_size, other, other_size
+    out[0], out[1], out[2], out[3] = best_size, 0, other_size, 0
+    if best >= 0:
+        out[1] = _behind(tokens, best, end, most, repeats, out, HEAD)
+    if other >= 0:
+        out[3] = _behind(tokens, other, end, min(most, BESIDE), repeats, out, HEAD + out[1])
 
 
 @kernel
 def _find(given: int) -> None:
-    _search(given, integer(given, 4), integers32(integer(given, 5)), integer(given, 6), integers(integer(given, 7)))
+    query, size = integers32(integer(given, 5)), integer(given, 6)
+    _search(given, integer(given, 4), query, size, integer(given, 7), 0, integers(integer(given, 8)))
 
 
 @kernel
 def _follow(given: int) -> None:
     """Remove the places from ``start`` on, add others in their stead, and find where the end occurred before."""
     tokens, before, heads = integers32(integer(given, 0)), integers32(integer(given, 1)), integers32(integer(given, 2))
-    start, last_end, end, out = integer(given, 4), integer(given, 5), integer(given, 6), integers(integer(given, 7))
+    start, last_end, end, most = integer(given, 4), integer(given, 5), integer(given, 6), integer(given, 7)
+    out = integers(integer(given, 8))
     for place in range(last_end - 1, max(GRAM - 1, start) - 1, -1):
         heads[_hash(tokens[place - 1], tokens[place], integer(given, 3))] = before[place]
     for place in range(start, end):
-        tokens[place] = int32(integer(given, 8 + place - start))
+        tokens[place] = int32(integer(given, 9 + place - start))
     _add(given, start, end)
     size = min(LONGEST, end)
     if size < GRAM:
-        out[0], out[1], out[2], out[3] = -1, 0, -1, 0
+        out[0], out[1], out[2], out[3] = 0, 0, 0, 0
     else:
-        _search(given, end, integers32(integer(given, 0) + TOKEN_BYTES * (end - size)), size, out)
+        _search(given, end, integers32(integer(given, 0) + TOKEN_BYTES * (end - size)), size, most, 1, out)
 
 
 class Matches:
@@ -106,8 +125,8 @@ class Matches:
         self._tokens: Ints = np.empty(0, np.int32)
         self._before: Ints = np.empty(0, np.int32)
         self._heads: Ints = np.empty(0, np.int32)
-        self._found = np.empty(FOUND, np.int64)
-        self._found_at = self._found.ctypes.data
+        self._out = np.empty(HEAD + MOST + BESIDE, np.int64)
+        self._out_at = self._out.ctypes.data
         self._reserve(256)
 
     def __len__(self) -> int:
@@ -121,18 +140,19 @@ class Matches:
     def tokens(self) -> Ints:
         return self._tokens[: self._size]
 
-    def follow(self, start: int, tokens: Sequence[int]) -> tuple[int, int, int, int]:
+    def follow(self, start: int, tokens: Sequence[int], most: int) -> list[Match]:
         """Keep the first ``start`` tokens, append others, and `find` the end of the whole in it: one call of a kernel.
 
-        For sequences without a limit.
+        Fewer than ``most`` tokens after a match, up to the end, are repeated: the text may have a period. For sequences without
+        a limit.
         """
         end = start + len(tokens)
         if end > len(self._tokens):
             self._reserve(2 * end)
-        _follow.brief(arguments(*self._addresses, start, self._size, end, self._found_at, *tokens))
+        most = min(most, MOST)
+        _follow.brief(arguments(*self._addresses, start, self._size, end, most, self._out_at, *tokens))
         self._size = end
-        best, best_size, other, other_size = self._found.tolist()
-        return best, best_size, other, other_size
+        return self._matches(most)
 
     def extend(self, tokens: "list[int] | Ints") -> None:
         """Append tokens."""
@@ -150,19 +170,24 @@ class Matches:
         self._size = end
         _learn.brief(arguments(*self._addresses, start, self._size))
 
-    def find(self, text: "Matches") -> tuple[int, int, int, int]:
-        """The longest match of the end of ``text``, which may be this one, with a token after it: where it ends, its length.
+    def find(self, text: "Matches", most: int) -> list[Match]:
+        """The longest match of the end of ``text``, which may be this one, with a token after it: at most ``most`` of these.
 
-        Then the same of the longest match after which another token came. A place is -1 if there is none. The latest `TRIES`
-        places are tried, at most `LONGEST` tokens are compared, and at least `GRAM` must be equal.
+        Then the longest match after which another token came, with `BESIDE` tokens. The latest `TRIES` places are tried, at
+        most `LONGEST` tokens are compared, and at least `GRAM` must be equal.
         """
         size = min(LONGEST, text._size)
         if size < GRAM or not self._size:
-            return (-1, 0, -1, 0)
-        query = text._addresses[0] + TOKEN_BYTES * (text._size - size)
-        _find.brief(arguments(*self._addresses, self._size, query, size, self._found_at))
-        best, best_size, other, other_size = self._found.tolist()
-        return best, best_size, other, other_size
+            return []
+        most, query = min(most, MOST), text._addresses[0] + TOKEN_BYTES * (text._size - size)
+        _find.brief(arguments(*self._addresses, self._size, query, size, most, self._out_at))
+        return self._matches(most)
+
+    def _matches(self, most: int) -> list[Match]:
+        """What a kernel has just written."""
+        same, num, other, num_other, *tokens = self._out[: HEAD + most + BESIDE].tolist()
+        matches = [(same, tokens[:num]), (other, tokens[num : num + num_other])]
+        return matches if num_other else matches[: num > 0]
 
     def _reserve(self, room: int) -> None:
         tokens: Ints = np.empty(room, np.int32)

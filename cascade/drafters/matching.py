@@ -9,14 +9,13 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from cascade.draft import NO_DRAFT, Draft
-from cascade.drafters.matches import GRAM, Matches
+from cascade.drafters.matches import BESIDE, GRAM, Match, Matches
 from cascade.messages import origin
 from cascade.scorer import Guesser
 
 MAX_HELD = 2**16  # tokens of a tenant's texts
 MAX_TENANTS = 16  # tenants whose texts are kept: the most recent ones
 MOST_OF_TEXT = 2**13  # last tokens of a text that are kept for others
-BESIDE = 4  # tokens of the second branch, at most
 
 
 class Suffix:
@@ -63,13 +62,10 @@ class Matcher(Guesser):
     def guess(self, text: Sequence[int], since: int, most: int) -> Draft:
         """The continuation of the longest match, and beside it the first tokens of another one."""
         own, others = self.own, self._others
-        start = min(since, len(own))
-        places = own.follow(start, text[start:])
-        if most <= 0:
-            return NO_DRAFT
-        matches = self._matches(own, places, most)
+        start, most = min(since, len(own)), max(0, most)
+        matches = own.follow(start, text[start:], most)
         if len(others):
-            matches += self._matches(others, others.find(own), most)
+            matches += others.find(own, most)
             matches.sort(key=lambda match: -match[0])  # stable: of equals the text's own goes first
         return self._draft(matches)
 
@@ -77,17 +73,7 @@ class Matcher(Guesser):
         if self._keeps:
             self._others.extend(list(text[-MOST_OF_TEXT:]))
 
-    def _matches(self, texts: Matches, places: tuple[int, int, int, int], most: int) -> list[tuple[int, list[int]]]:
-        """Matches in ``texts``, at the ``places`` of `Matches.find`: their lengths, and the tokens after them."""
-        place, same, other, other_same = places
-        matches = []
-        if place >= 0:
-            matches.append((same, self._behind(texts, place, most)))
-        if other >= 0:
-            matches.append((other_same, self._behind(texts, other, min(most, BESIDE))))
-        return matches
-
-    def _draft(self, matches: Sequence[tuple[int, list[int]]]) -> Draft:
+    def _draft(self, matches: Sequence[Match]) -> Draft:
         """A tree of the matches, the longest as its trunk. A match that another one contradicts counts less."""
         if not matches:
             return NO_DRAFT
@@ -105,12 +91,6 @@ class Matcher(Guesser):
             bytes([confidence]) * nodes + bytes([kind(size, 0)]) * len(beside),
             (*range(-1, nodes - 1), -1, *range(nodes, nodes + len(beside) - 1)),
         )
-
-    def _behind(self, texts: Matches, place: int, most: int) -> list[int]:
-        """The next tokens. Where the own text ends before ``most``, they are repeated: it may have a period."""
-        behind: list[int] = texts.tokens[place + 1 : place + 1 + most].tolist()
-        period = len(behind)
-        return [behind[i % period] for i in range(most)] if texts is self.own and period < most else behind
 
 
 def kind(same: int, contradicted: int) -> int:

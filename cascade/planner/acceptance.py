@@ -69,15 +69,15 @@ class Calibration:
 
     def chances(self, draft: Draft) -> list[float]:
         """Chance of each node of a draft that it and all nodes on its path are right."""
-        of_kind, gaps = self._chances, draft.confidences or bytes(len(draft.tokens))
-        if draft.is_line:
-            each = [of_kind[kind] for kind in gaps.translate(_LATER_GAP)]
-            each[:1] = [of_kind[kind] for kind in gaps[:1].translate(_GAP)]
-            return list(accumulate(each, mul))
-        chances: list[float] = []
-        for parent, rank, gap in zip(draft.parents, draft.ranks, gaps.translate(_GAP), strict=True):
-            kind = min(rank, MAX_RANKS - 1) * _GAPS + gap
-            chances.append(of_kind[kind] if parent < 0 else chances[parent] * of_kind[_LATER + kind])
+        of_kind, gaps, trunk = self._chances, draft.confidences or bytes(len(draft.tokens)), draft.trunk_size
+        each = [of_kind[kind] for kind in gaps[:trunk].translate(_LATER_GAP)]
+        each[:1] = [of_kind[kind] for kind in gaps[:1].translate(_GAP)]
+        chances = list(accumulate(each, mul))
+        if draft.parents:
+            beside = zip(draft.parents[trunk:], draft.ranks[trunk:], gaps[trunk:].translate(_GAP), strict=True)
+            for parent, rank, gap in beside:
+                kind = min(rank, MAX_RANKS - 1) * _GAPS + gap
+                chances.append(of_kind[kind] if parent < 0 else chances[parent] * of_kind[_LATER + kind])
         return chances
 
     def learn(self, draft: Draft, new: Sequence[int], path: Sequence[int]) -> None:

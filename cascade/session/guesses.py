@@ -68,7 +68,7 @@ def usable_nodes(pool: Pool, depth: int, ends: Set[int], most: int) -> Sequence[
                 usable.add(node)
         nodes = sorted(usable)[1:]
     if len(nodes) > most:
-        nodes = sorted(sorted(nodes, key=lambda node: -chances[node])[: max(0, most)])  # stable: parents stand first
+        nodes = sorted(sorted(nodes, key=chances.__getitem__, reverse=True)[: max(0, most)])  # stable: parents stand first
     return nodes
 
 

@@ -161,7 +161,7 @@ class Session:
         if not chances:
             return (), chances
         nodes = usable_nodes(pool, self.max_depth, self.spec.ends, most)
-        return nodes, chances[: len(nodes)] if isinstance(nodes, range) else [chances[node] for node in nodes]
+        return nodes, chances[: len(nodes)] if isinstance(nodes, range) else list(map(chances.__getitem__, nodes))
 
     @property
     def chance(self) -> float:
@@ -201,7 +201,7 @@ class Session:
         pool, size = self.guesses.pool, len(nodes)
         drafters = pool.drafters[:size]
         if drafters and nodes[-1] >= size:
-            drafters = tuple([pool.drafters[node] for node in nodes])
+            drafters = tuple(map(pool.drafters.__getitem__, nodes))
         return Work(self.kv_len, pending, 1, pool.draft.pick(nodes), None, drafters)
 
     # a pass has scored a row

@@ -52,8 +52,9 @@ def schedule(
         branches = session.branch_candidates() if session.branches is not None else []
         if session.stalled and not any(chance >= MIN_BRANCH_CHANCE for chance, _ in branches):
             continue
-        start_at = _start_at(slot, policy, profile)
-        first = start_at if first is None or start_at < first else first
+        if first is None or first > now:  # else the pass starts, whatever this one waits for
+            start_at = _start_at(slot, policy, profile)
+            first = start_at if first is None else min(first, start_at)
         if session.num_pending >= PREFILL_TOKENS:
             prefills.append(slot)
         else:

@@ -1,6 +1,7 @@
 """What is guessed after a text: the currency between tiers, and between a tier and its drafters."""
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import compress, count
 from operator import ne
@@ -138,7 +139,15 @@ class Draft:
         size = len(nodes)
         if size == 0 or nodes[-1] == size - 1:
             return self.first(size)
-        return self._part(dict(zip((-1, *nodes), count(-1), strict=False)))
+        trunk = bisect_left(nodes, self.trunk_size)  # of them stand in the trunk
+        rest = nodes[trunk:]
+        places = {node: place for place, node in enumerate(rest, trunk)}
+        return Draft(
+            self.tokens[:trunk] + tuple([self.tokens[node] for node in rest]),
+            self.origins[:trunk] + bytes([self.origins[node] for node in rest]),
+            self.confidences[:trunk] + bytes([self.confidences[node] for node in rest]) if self.confidences else b"",
+            self.parents[:trunk] + tuple([places.get(parent, parent) for parent in map(self.parents.__getitem__, rest)]),
+        )
 
     def fitting(self, vocab_size: int, depth: int, size: int) -> "Draft":
         """Of the first ``size`` nodes those at most ``depth`` tokens deep whose paths are tokens of the vocabulary."""
@@ -166,16 +175,12 @@ class Draft:
         for child in range(node + 1, len(self.tokens)):
             if self.parents[child] in places:
                 places[child] = len(places) - 1
-        return self._part(places) if len(places) > 1 else NO_DRAFT
-
-    def _part(self, places: Mapping[int, int]) -> "Draft":
-        """The draft of some nodes of a tree, given by their new places; the first entry is the root, of place -1."""
         nodes = list(places)[1:]
         return Draft(
-            tuple(map(self.tokens.__getitem__, nodes)),
-            bytes(map(self.origins.__getitem__, nodes)),
-            bytes(map(self.confidences.__getitem__, nodes)) if self.confidences else b"",
-            tuple(map(places.__getitem__, map(self.parents.__getitem__, nodes))),
+            tuple([self.tokens[child] for child in nodes]),
+            bytes([self.origins[child] for child in nodes]),
+            bytes([self.confidences[child] for child in nodes]) if self.confidences else b"",
+            tuple([places[self.parents[child]] for child in nodes]),
         )
 
     def union(self, other: "Draft") -> tuple["Draft", Sequence[int]]:

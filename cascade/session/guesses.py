@@ -161,5 +161,6 @@ class Guesses:
 
     def hint(self, hints: Sequence[Hint]) -> None:
         """What drafters inside the tier guess after the text as it is, in place of what they did."""
-        fitting = [hint.draft.fitting(self._vocab_size, self._window, MAX_NODES) for hint in hints]
-        self.hints = tuple([Hint(*hint[:2], draft) for hint, draft in zip(hints, fitting, strict=True) if draft.tokens])
+        vocab_size, window = self._vocab_size, self._window
+        fitting = [Hint(name, learnt, draft.fitting(vocab_size, window, MAX_NODES)) for name, learnt, draft in hints]
+        self.hints = tuple([hint for hint in fitting if hint.draft.tokens])

@@ -70,8 +70,8 @@ class Work:
 class Correction(NamedTuple):
     """What a commit of the tier above has changed."""
 
-    commit: Commit  # what the tier below is told
-    branch: Branch | None  # it is the text now; its keys and values are in its fork
+    start: int  # the text differs from here on
+    branch: Branch | None  # the text now goes on along it; its keys and values are in its fork
 
 
 class Session:
@@ -103,6 +103,7 @@ class Session:
         if spec.branches:
             self.branches = Branches(spec.branches, self.committed, verdicts or Calibration())
         self._sent_len = len(self.text)  # positions of the text that the tier above has been sent
+        self._sent_below = len(self.text)  # the same of the tier below
         self._without_totals = TOTALS_EVERY  # proposals since the last one with totals of edges
         self._origins = bytearray(len(self.text))  # parallel to text
         self._limit = spec.prompt_len + spec.params.max_tokens
@@ -206,19 +207,19 @@ class Session:
 
     # a pass has scored a row
 
-    def advance(self, work: Work, scored: Scored) -> Commit | None:
+    def advance(self, work: Work, scored: Scored) -> int:
         """Take what a pass says of ``work``: the guesses that are right and the own token after them.
 
-        Returns the commit for the tier below, ``None`` after a prefill chunk or a branch. Guesses after the last own token have
+        Returns how many tokens the text has gained, 0 after a prefill chunk or a branch. Guesses after the last own token have
         not been scored; there is at least one.
         """
         if work.branch is not None:
             self._advance_branch(work.branch, work, scored)
-            return None
+            return 0
         assert self.kv_len == work.start
         if not work.num_own:
             self.kv_len += len(work.tokens)
-            return None
+            return 0
         assert 1 <= len(scored.own) <= work.num_own + len(work.draft.tokens)
         draft, own, start = work.draft, scored.own, len(self.text)
         new, path = draft.walk(own, self.spec.ends)
@@ -240,7 +241,7 @@ class Session:
             self._origins.append(origin(self.level, None if wrong is None else origin_level(pool.origins[wrong])))
         self.kv_len = len(self.text) - 1
         self._measure()
-        return Commit(self.drafter_session, start, tuple(new))
+        return len(new)
 
     def settle(self) -> None:
         """Count and learn what the passes since the last call have said: nothing in the next one waits for it."""
@@ -280,7 +281,7 @@ class Session:
             return None
         self.guesses.cut(rest if cut == len(self.text) else None)
         self.changed_from = min(self.changed_from, cut)
-        self._sent_len = min(self._sent_len, cut)
+        self._sent_len, self._sent_below = min(self._sent_len, cut), min(self._sent_below, cut)
         self.kv_len = min(self.kv_len, cut)
         all_sent = branches is not None and not branches.unsent
         branch = branches.correct(cut - self.committed, rest) if branches is not None else None
@@ -291,7 +292,7 @@ class Session:
             self._sent_len = len(self.text)
         self.committed = end
         self._measure()
-        return Correction(Commit(self.drafter_session, cut, rest + prepared), branch)
+        return Correction(cut, branch)
 
     def propose(self, proposal: Proposal) -> None:
         """Guesses from below: ignored if they do not join the text; the newest win where they contradict older ones."""
@@ -331,6 +332,13 @@ class Session:
             cached=self.cached,
         )
 
+    def news(self) -> Commit | None:
+        """What the tier below has not been sent of the text; ``None`` if there is no such tier, or nothing."""
+        start, self._sent_below = self._sent_below, len(self.text)
+        if not self.drafter or start == len(self.text):
+            return None
+        return Commit(self.drafter_session, start, tuple(self.text[start:]))
+
     @property
     def edges(self) -> tuple[Edge, ...]:
         """Totals per edge, this tier's first, over every drafter the session ever had."""
@@ -342,6 +350,7 @@ class Session:
         """Begin to draft with the first tier of ``chain``; what its ``session`` is opened as."""
         self._change_drafter(chain[0], session)
         self.guesses.stats = DraftStats()
+        self._sent_below = len(self.text)
         return self.spec.below(self.text, chain)
 
     def detach(self) -> Close | None:

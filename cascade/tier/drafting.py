@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 from typing import Generic, NamedTuple
 
-from cascade.messages import Commit, Failed, Message, Open, Proposal
+from cascade.messages import Failed, Message, Open, Proposal
 from cascade.planner.acceptance import Calibrations
 from cascade.planner.chains import ALONE, Chain, Planner, Seen
 from cascade.planner.cost import Profile
@@ -88,9 +88,11 @@ class Drafting(Generic[U]):
             slot.settling = SETTLING_PASSES
             self._send(drafter, closing)
 
-    def commit(self, slot: Slot[U], commit: Commit) -> None:
-        if slot.session.drafter:
-            self._send(slot.session.drafter, commit)
+    def commit(self, slot: Slot[U]) -> None:
+        """Let the tier below know how the text has gone on."""
+        news = slot.session.news()
+        if news is not None:
+            self._send(slot.session.drafter, news)
 
     def receive(self, message: Proposal | Failed, now: float) -> tuple[str, str] | None:
         """A message from below; the drafter that is lost and the reason, if one is."""

@@ -66,7 +66,8 @@ class Loop(Generic[U]):
         self.slots: dict[str, Slot[U]] = {}  # one for each session
         self.agreed = self.corrected = 0  # own tokens of sessions that are over, as the tier above has judged them
         self.kv_admission = kv_admission
-        self._unsettled: Batch[U] = []  # the last pass
+        self._changed: dict[Slot[U], None] = {}  # sessions of which `settle` has something to send or to learn
+        self._batch: Batch[U] = []  # the last pass
         self._progress: list[Progress[U]] = []  # what its rows got
         self._num_sessions = 0  # sessions at its end
         self._name = name
@@ -82,8 +83,8 @@ class Loop(Generic[U]):
     def receive(self, message: Message, up: U | None, now: float) -> None:
         """A message from above or below; with an Open comes ``up``, who takes its session's proposals."""
         if isinstance(message, Commit):
-            if message.session in self.slots:  # else it has failed meanwhile
-                self._commit(self.slots[message.session], message, now)
+            if (slot := self.slots.get(message.session)) is not None:  # else it has failed meanwhile
+                self._commit(slot, message, now)
         elif isinstance(message, Open):
             assert up is not None
             self._open(message, up, now)
@@ -174,13 +175,12 @@ class Loop(Generic[U]):
         except (ProtocolError, InvalidRequest) as error:
             self._fail(slot, str(error), fault=isinstance(error, InvalidRequest))
             return
-        self.kv_admission.settle(slot, correction.branch if correction is not None else None)
+        if slot.session.branches is not None:
+            self.kv_admission.settle(slot, correction.branch if correction is not None else None)
         if correction is not None:
-            self._drafting.commit(slot, correction.commit)
-            self._ask(slot, lambda one: one.guesser.cut())
+            self._changed[slot] = None
+            self._ask(slot, lambda drafter: drafter.guesser.cut())
             self._hint(slot)
-            if correction.branch is not None:  # the tier above may not know yet what was written after the correction
-                self._propose(slot)
         if correction is not None or stalled:
             slot.since = now
 
@@ -218,41 +218,41 @@ class Loop(Generic[U]):
 
     def advance(self, batch: Batch[U], results: Sequence[Result], now: float) -> None:
         """Sessions take what a pass said that ends ``now``, as far as the next pass depends on it. The rest is `settle`'s."""
-        progress = self._progress
+        progress, changed = self._progress, self._changed
         for (slot, work), result in zip(batch, results, strict=True):
             if work.branch is not None:
+                changed[slot] = None
                 self._advance_branch(slot, work, result)
                 continue
             if not isinstance(result, Scored):
                 reason = f"a pass of tier {self._name} failed" if result is None else str(result)
                 self._fail(slot, reason, fault=result is not None)
                 continue
+            changed[slot] = None
             seconds, slot.since = now - slot.since, now
-            commit = slot.session.advance(work, result)
-            if commit is not None:
+            num_new = slot.session.advance(work, result)
+            if num_new:
                 if slot.drafters:
                     self._observe(slot, work, result)
                     self._hint(slot)
-                progress.append(Progress(slot, work, len(commit.tokens), seconds))
-                self._drafting.commit(slot, commit)
-        self._unsettled, self._num_sessions = batch, len(self.slots)
+                progress.append(Progress(slot, work, num_new, seconds))
+        self._batch, self._num_sessions = batch, len(self.slots)
 
     def settle(self, now: float) -> None:
-        """Tell and learn what the last pass decided; the next one may run meanwhile, for this touches no keys and values."""
-        batch, self._unsettled = self._unsettled, []
-        if not batch:
-            return
-        told: set[Slot[U]] = set()
-        num_read = 0
-        for slot, work in batch:
-            num_read += work.num_read
-            if slot not in told and self.slots.get(slot.session.name) is slot:
-                told.add(slot)
+        """Send and learn what the last pass and corrections have decided. The next pass may run meanwhile, for this touches no
+        keys and values."""
+        changed, self._changed = self._changed, {}
+        for slot in changed:
+            if self.slots.get(slot.session.name) is slot:
                 self.kv_admission.scored(slot)
                 slot.session.settle()
+                self._drafting.commit(slot)
                 self._propose(slot)
-        self._drafting.passed(self.slots.values(), self._num_sessions, self._progress, self._profile, num_read, now)
-        self._progress.clear()
+        batch, self._batch = self._batch, []
+        if batch:
+            num_read = sum(work.num_read for _, work in batch)
+            self._drafting.passed(self.slots.values(), self._num_sessions, self._progress, self._profile, num_read, now)
+            self._progress.clear()
 
     def _hint(self, slot: Slot[U]) -> None:
         """Let drafters inside the tier guess after a text that has changed."""

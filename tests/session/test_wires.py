@@ -117,9 +117,11 @@ class Chain:
 
     def settle(self) -> None:
         """Deliver everything, in order."""
-        for loop in self.loops:
-            loop.settle(self.now)
-        while any(self.down) or any(self.up):
+        while True:
+            for loop in self.loops:
+                loop.settle(self.now)
+            if not (any(self.down) or any(self.up)):
+                break
             for level in reversed(range(self.top + 1)):
                 while self.down[level]:
                     self.obey(level)

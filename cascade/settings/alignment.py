@@ -22,22 +22,22 @@ class AlignmentConfig(Section):
     alignment: {folder: /shared/cascade}
     """
 
-    folder: Text  # folder of new weights, the same wherever a tier or the learner runs
-    # drafters that learn: names of lower tiers; by default all that can
+    folder: Text  # folder of new weights, which every node sees
+    # lower tiers that learn, by name; by default all that can
     students: tuple[Text, ...] = ()
     rows: Annotated[int, Field(ge=16)] = LIMITS.rows  # answers that are kept, half of them the newest
-    row_tokens: Annotated[int, Field(ge=32)] = LIMITS.row_tokens  # last tokens of an answer with its prompt that are kept
-    max_age_s: Seconds = LIMITS.max_age_s  # seconds after which an answer is dropped
-    on_disk: bool = False  # keep answers in the folder, too; else in memory alone
-    # environment variable of the learner with a key of Fernet, by which answers are encrypted on disk
+    row_tokens: Annotated[int, Field(ge=32)] = LIMITS.row_tokens  # tokens kept of an answer with its prompt, the last ones
+    max_age_s: Seconds = LIMITS.max_age_s  # seconds until an answer is dropped
+    on_disk: bool = False  # keep answers in the folder, too, not only in memory
+    # environment variable with a key of Fernet that encrypts answers on disk
     key_env: Variable | None = None
-    every_s: Annotated[float, Field(ge=0)] = 900.0  # seconds between two rounds; drift of acceptance begins one at once
-    round_s: Seconds = 300.0  # seconds of training of each drafter in a round
+    every_s: Annotated[float, Field(ge=0)] = 900.0  # seconds between two rounds; drift begins one at once
+    round_s: Seconds = 300.0  # seconds of training of each drafter
     min_rows: Count = 128  # new answers before a round
-    canary_s: Annotated[float, Field(ge=0)] = 60.0  # seconds that one replica serves new weights before the others do
+    canary_s: Annotated[float, Field(ge=0)] = 60.0  # seconds that one replica tries new weights
     device: str | None = None  # the learner's, such as cuda:0; by default the GPU if there is one
-    num_workers: Count = 1  # processes that train a drafter together, by Ray Train; each is given `ray_actor_options`
-    # of the learner, or of each worker if there are several: `num_cpus`, 1 by default, `num_gpus`, `resources`, `runtime_env`
+    num_workers: Count = 1  # processes that train a drafter together, by Ray Train
+    # of the learner, or of each of several workers: `num_gpus`, ...
     ray_actor_options: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")

@@ -35,11 +35,12 @@ GPU_MEMORY = 0.9  # share for weights and caches; the rest is for passes
 class TierConfig(Section):
     """One tier: a model and its deployment."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")]  # unique; of the tier and its deployment
+    # of the tier and its deployment; letters, digits, `_` and `-`
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")]
     model_loading_config: ModelLoadingConfig  # where the model comes from
     engine_kwargs: EngineKwargs = EngineKwargs()  # how a replica runs the model
     accelerator_type: str | None = None  # GPU that a replica asks Ray for, such as L4, A100 or H100
-    # resources of a replica beyond one actor's: Ray Serve's bundles and strategy
+    # Ray Serve's: `bundles`, `strategy`, `bundle_label_selector`
     placement_group_config: dict[str, Any] | None = None
     deployment_config: DeploymentConfig = DeploymentConfig()  # replicas, resources and health checks
 
@@ -53,10 +54,10 @@ class TierConfig(Section):
 class LinkTLS(Section):
     """Mutual TLS between the processes of the cascade. Paths of PEM files, the same wherever a tier or a router runs."""
 
-    certificate: Text  # certificate and its chain, which each process shows as server and as client
+    certificate: Text  # certificate and its chain
     key: Text  # private key of the certificate
-    authority: Text  # certificate authority; certificates of no other are trusted
-    server_name: Text = "cascade-link"  # name that all certificates are issued for, since replicas have no host names
+    authority: Text  # the only certificate authority that is trusted
+    server_name: Text = "cascade-link"  # name that all certificates are issued for
 
 
 class CascadeConfig(Section):
@@ -64,16 +65,16 @@ class CascadeConfig(Section):
 
     # models bottom to top, the full one last
     tiers: Annotated[tuple[TierConfig, ...], Field(min_length=1, max_length=MAX_TIERS)]
-    router: RouterConfig = RouterConfig()  # ingress that clients talk to
-    # tokens that a tier may run ahead of the one above, unless a request says otherwise
+    router: RouterConfig = RouterConfig()  # the ingress
+    # tokens that a tier may run ahead of the one above; a request may set its own
     window: Annotated[int, Field(ge=1, le=MAX_WINDOW), Live] = DEFAULT_WINDOW
-    # prompt and output together, tokens; without it the shortest context of the models
+    # tokens of prompt and output together; by default the shortest context of the models
     max_model_len: Annotated[int, Field(ge=2)] | None = None
-    link_tls: LinkTLS | None = None  # encrypts links between tiers; a secret guards them either way
-    # first and last port at which replicas take links; any free one if not given
+    link_tls: LinkTLS | None = None  # encrypts links between tiers
+    # first and last port at which replicas take links; by default any free one
     link_ports: Annotated[tuple[Port, ...], Field(min_length=2, max_length=2)] | None = None
     alignment: AlignmentConfig | None = None  # lower tiers learn from answers while they serve
-    verify: bool = True  # compare tokenizers and contexts of all tiers before anything starts
+    verify: bool = True  # compare tokenizers and contexts of all tiers first
 
     @model_validator(mode="after")
     def _belongs_together(self) -> Self:

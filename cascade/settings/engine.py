@@ -24,7 +24,7 @@ EMBEDDED = "embedded:"  # prefix of sources of the demonstration family, such as
 class ModelLoadingConfig(Section):
     """Where a tier's model comes from."""
 
-    model_id: Text  # name of the model, and its source unless `model_source` is given
+    model_id: Text  # name of the model, and its source by default
     # path of a folder or a GGUF file, a hub id, or `embedded:tiny`, `embedded:medium`, `embedded:full`
     model_source: Text | None = None
 
@@ -99,34 +99,32 @@ class EngineKwargs(Section):
 
     model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
 
-    # `cascade`, `vllm`, or MODULE:FUNCTION; by default `vllm` if it is installed and the tier has a GPU
+    # `cascade`, `vllm`, or MODULE:FUNCTION; by default `vllm` on a GPU, if installed
     engine: Annotated[str, Field(pattern=r"^(cascade|vllm|[\w.]+:\w+)$")] | None = None
-    # of weights; by default the checkpoint's, or float32 for float16 on a CPU
+    # by default the checkpoint's, but float32 for float16 on a CPU
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     device: str | None = None  # such as cuda:0 or cpu; by default the GPU if there is one
-    # the full tier's, whose sampling parameters are the defaults of requests: `auto` for the model's own
-    # generation_config.json, `vllm` for none, a folder that holds one, or `embedded:full` for the demonstration's
+    # defaults of requests, from the full tier's: `auto` for the model's own generation_config.json, `vllm` for none, else a
+    # folder that holds one
     generation_config: Text = AUTO_CONFIG
     revision: str | None = None  # branch, tag or commit of a model on the hub
     trust_remote_code: bool = False  # run code that comes with a model of the hub
-    # the layers that the tier keeps of its model, with the final norm and the output embedding: `[0-11, 20-31]`, or how many of
-    # the first; all if not given
+    # layers that the tier keeps of its model: `[0-11, 20-31]`, or how many of the first; by default all
     layers: Annotated[tuple[Annotated[int, Field(ge=0)], ...] | None, BeforeValidator(_numbered)] = None
-    quantization: str | None = None  # vLLM's method that quantises weights while they load; quantised checkpoints need none
-    # LoRA adapters by name, for vLLM alone: paths or hub ids. Requests name those of the full tier; a lower tier drafts with
-    # its own of that name
+    quantization: str | None = None  # vLLM's method to quantise weights while they load
+    # LoRA adapters by name, on vLLM: paths or hub ids; a lower tier drafts with its own of the name that a request chooses
     lora_modules: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], Text] = Field(default_factory=dict)
-    # in their place, a folder of adapters, each of which is loaded when a request names it
+    # folder of adapters, each loaded when a request names it
     lora_path: Text | None = None
-    max_loras: Count = 16  # adapters of `lora_path` that a replica has loaded at a time
+    max_loras: Count = 16  # adapters of `lora_path` loaded at a time
     tensor_parallel_size: Count = 1  # GPUs that share one replica's model; more than one needs vLLM
-    num_threads: Count | None = None  # CPU threads of a pass; timed at load by default
+    num_threads: Count | None = None  # CPU threads of a pass; by default timed at load
     # cores that the replica is bound to
     cpu_affinity: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = None
     max_pass_tokens: Count = 512  # tokens that one pass scores at most
-    # positions of keys and values; by default what the device has room for
+    # positions of keys and values; by default what fits
     cache_tokens: Annotated[int, Field(ge=16)] | None = None
-    # share of a GPU for weights and cache; 0.9 of the replica's part by default
+    # share of a GPU for weights and cache; by default 0.9 of the replica's part
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
     drafter: Annotated[tuple[DrafterConfig, ...], BeforeValidator(_listed)] = (DrafterConfig(),)  # drafters inside the tier
 

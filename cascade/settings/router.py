@@ -15,12 +15,12 @@ MAX_ANSWERS = 1024  # answers for each prompt
 class KeyLimits(Section):
     """What the requests of one API key may take together at one router."""
 
-    max_running: Count | None = None  # answers at once; any number by default
-    tokens_per_minute: Count | None = None  # tokens of prompts and answers; any number by default
-    # lowest priority, which is served soonest, that a request may ask for; 0 by default, any on a server without keys
+    max_running: Count | None = None  # answers at once; by default any number
+    tokens_per_minute: Count | None = None  # tokens of prompts and answers; by default any number
+    # lowest (soonest) `priority` allowed; by default 0, any on a server without keys
     min_priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
-    train: bool = True  # drafters may learn from its answers, where `alignment` lets them
-    # share of the tokens beside those of other keys, while requests wait
+    train: bool = True  # drafters may learn from its answers
+    # share of the tokens while requests wait
     weight: Annotated[float, Field(ge=0.01, le=1000)] = 1.0
 
 
@@ -28,11 +28,11 @@ class AccessConfig(Section):
     """Who may ask. Keys stand in a file or an environment variable of the router, one NAME=KEY a line; never in here."""
 
     keys_file: Text | None = None  # file of NAME=KEY lines; read again when it changes
-    # environment variable of keys; without keys anybody may ask
+    # environment variable of keys
     keys_env: Variable = "CASCADE_API_KEYS"
-    required: bool = False  # refuse to start a router without keys; also set if the process that starts the server has keys
+    required: bool = False  # refuse to start without keys; also set if the process that starts the server has keys
     open_metrics: bool = False  # answer GET /metrics without a key
-    # origins, such as https://chat.example, whose pages may ask from a browser; "*" is every one
+    # origins, such as https://chat.example, whose pages may send requests; "*" is every one
     allowed_origins: tuple[Text, ...] = ()
     limits: Annotated[dict[str, KeyLimits], Live] = Field(default_factory=dict)  # limits of single keys, by name
     default_limits: Annotated[KeyLimits, Live] = KeyLimits()  # limits of keys that `limits` does not name
@@ -46,14 +46,14 @@ class RequestLimits(Section):
     max_prompts: Annotated[Count, Field(le=MAX_PROMPTS), Live] = 64  # prompts in one HTTP request
     max_n: Annotated[Count, Field(le=MAX_ANSWERS), Live] = 16  # answers for each prompt
     max_tokens: Annotated[Count | None, Live] = None  # output tokens of an answer; by default what the context leaves
-    body_timeout_s: Seconds = 30.0  # seconds that a client has to send a request
-    read_timeout_s: Seconds = 60.0  # seconds after which a client that reads nothing is dropped
+    body_timeout_s: Seconds = 30.0  # seconds to send a request
+    read_timeout_s: Seconds = 60.0  # seconds until a client that reads nothing is dropped
 
 
 class DoorTLS(Section):
     """TLS towards clients. Paths of PEM files where the router runs."""
 
-    certificate: Text  # certificate and its chain, for the name or address that clients use
+    certificate: Text  # certificate and its chain
     key: Text  # private key of the certificate
 
 
@@ -80,19 +80,19 @@ def _listed(value: Any) -> Any:
 class RouterConfig(Section):
     """The ingress: gRPC and HTTP."""
 
-    # names of the full model for clients, of which answers have the first; its `model_id` by default
+    # names of the full model for clients; by default its `model_id`
     served_model_name: Annotated[tuple[Text, ...], BeforeValidator(_listed)] = ()
 
     deployment_config: RouterDeploymentConfig = RouterDeploymentConfig()  # replicas of the router
-    stall_timeout_s: Annotated[Seconds, Live] = 120.0  # seconds after which a request without progress is given up
-    max_running: Annotated[Count, Live] = 256  # answers that one router writes at once
-    max_waiting: Annotated[int, Field(ge=0), Live] = 256  # answers that wait for their turn; more are refused
-    # seconds for which a full replica is held for the next request; 0: never
+    stall_timeout_s: Annotated[Seconds, Live] = 120.0  # seconds until a request without progress fails
+    max_running: Annotated[Count, Live] = 256  # answers at once, of one router
+    max_waiting: Annotated[int, Field(ge=0), Live] = 256  # answers that wait; more are refused
+    # seconds for which a lease is held for the next request
     held_lease_s: Annotated[float, Field(ge=0, le=8), Live] = 5.0
-    prefix_affinity: bool = True  # send requests that begin alike to one full replica while it is not busier
-    # how the model writes calls; found in its chat template by default
+    prefix_affinity: bool = True  # send requests that begin alike to one full replica
+    # how the model writes calls; by default found in its chat template
     tool_format: Literal["hermes", "mistral", "mistral11", "llama3", "json"] | None = None
-    # ports of the router's own; by default Ray Serve's proxies alone, and with `cascade serve` these
+    # ports of the router's own; by default only with `cascade serve`
     listen: ListenConfig | None = None
     access: AccessConfig = AccessConfig()  # keys and their limits
     limits: RequestLimits = RequestLimits()  # how much one request may ask for

@@ -313,8 +313,10 @@ def api(path: str) -> str:
         if not name.startswith("_") and inspect.isfunction(function) and function.__doc__:
             signature = _signature(name, function, types)
             arguments = signature.partition("(")[2].rpartition(")")[0]
-            if arguments and (same := signatures.setdefault(arguments, name)) != name:
-                answer = signature.rpartition(" -> ")[2].partition(":")[0]
+            answer = signature.rpartition(" -> ")[2].partition(":")[0]
+            if not arguments:
+                signature = "" if answer == "None" else f"Gives `{answer}`."
+            elif (same := signatures.setdefault(arguments, name)) != name:
                 signature = f"Takes what `{same}` takes, gives `{answer}`."
             parts += [f"### {kind.__name__}.{name}", signature, _prose(function)]
     return "\n\n".join(part for part in parts if part)

@@ -29,7 +29,7 @@ Ctrl-C stops an answer. A message that begins with / needs a blank before it."""
 @click.command(context_settings={"default_map": {"max_tokens": 512}})
 @click.argument("models", nargs=-1)
 @click.option("--address", help=f"Of a server, such as {DEFAULT_ADDRESS}. Without one the models run here.")
-@click.option("--system", default="", metavar="TEXT", help="Tell the assistant who it is.")
+@click.option("--system", default="", metavar="TEXT", help="System message.")
 @click.option("--plain", is_flag=True, help="No colours, no statistics.")
 @sampling_options
 def chat(models: tuple[str, ...], address: str | None, system: str, plain: bool, **options: Any) -> None:

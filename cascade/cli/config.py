@@ -26,8 +26,10 @@ model_options = adding(
         click.option("--draft", "drafts", multiple=True, metavar="MODEL", help="A smaller model; repeat, the largest first."),
         click.option("--tensor-parallel-size", type=click.IntRange(1), help="GPUs that share the full model, on vLLM."),
         click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), help="Of all models."),
-        click.option("--max-model-len", type=click.IntRange(2), help="Prompt and output, tokens. What the models take."),
-        click.option("--served-model-name", multiple=True, help="Name of the full model for clients. May be repeated."),
+        click.option(
+            "--max-model-len", type=click.IntRange(2), help="Tokens of prompt and output; by default what the models take."
+        ),
+        click.option("--served-model-name", multiple=True, help="Name of the full model for clients; repeat."),
     )
 )
 

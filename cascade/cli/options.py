@@ -55,7 +55,7 @@ named_models = click.option(
     "--model",
     "models",
     multiple=True,
-    help="A path or hub id, bottom to top; repeat. SmolLM2-135M-Instruct and its tiers if none.",
+    help="A path or hub id, bottom to top; repeat. By default the demonstration's.",
 )
 
 

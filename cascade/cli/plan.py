@@ -24,7 +24,7 @@ DRAFT = click.option("--draft", "drafts", multiple=True, metavar="MODEL", help="
 PROMPTS = click.option(
     "--prompts",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A file, one a line: text, or JSON as in Spec-Bench, HumanEval or GSM8K. Six kinds of eight if not given.",
+    help="One a line: text, or JSON as in Spec-Bench, HumanEval or GSM8K; by default six kinds of eight.",
 )
 TEMPERATURE = click.option("--temperature", "-t", default=0.0, show_default=True, help="0 is greedy.")
 
@@ -35,10 +35,10 @@ TEMPERATURE = click.option("--temperature", "-t", default=0.0, show_default=True
 @PROMPTS
 @click.option("--max-tokens", type=click.IntRange(2), default=96, show_default=True, help="Tokens of an answer at most.")
 @TEMPERATURE
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of all models. The checkpoint's.")
 @click.option(
-    "--out", type=click.Path(dir_okay=False, path_type=Path), help="Keep what was measured, for `cascade plan --measured`."
+    "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of all models; by default the checkpoint's."
 )
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Result, for `cascade plan --measured`.")
 def agreement(
     model: str,
     drafts: tuple[str, ...],
@@ -95,7 +95,9 @@ def agreement(
 @click.option("--max-tokens", type=click.IntRange(2), default=32, show_default=True, help="Tokens of an answer at most.")
 @TEMPERATURE
 @click.option("--trials", type=click.IntRange(0), default=50, show_default=True, help="Swaps of a layer that are tried.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the model. The checkpoint's.")
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the model; by default the checkpoint's."
+)
 def layers(
     model: str,
     shares: tuple[float, ...],
@@ -132,13 +134,11 @@ def layers(
 @click.command()
 @click.argument("model", required=False)
 @DRAFT
-@click.option(
-    "--agreement", "shares", multiple=True, type=SHARES, help="Share of tokens in common with MODEL, for each --draft."
-)
+@click.option("--agreement", "shares", multiple=True, type=SHARES, help="Share of tokens in common with MODEL, for each draft.")
 @click.option(
     "--measured", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="What `cascade agreement --out` kept."
 )
-@click.option("--device", "devices", multiple=True, help="Such as H100: one for all models, or one for each, MODEL's first.")
+@click.option("--device", "devices", multiple=True, help="Such as H100; repeat for one a model, MODEL's first.")
 @click.option("--tensor-parallel-size", type=click.IntRange(1), default=1, show_default=True, help="Devices that share MODEL.")
 @click.option("--pass-ms", multiple=True, type=float, help="Instead of models: milliseconds of a pass, the full model's first.")
 @click.option("--load", default="1,8", show_default=True, callback=counts, help="Requests at once.")

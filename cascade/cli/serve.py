@@ -22,11 +22,11 @@ KEYS = "CASCADE_API_KEYS"  # a router's environment variable, NAME=KEY
 
 @click.command()
 @model_options
-@click.option("--host", help="Address to listen at. This machine's loopback unless given; 0.0.0.0 is everywhere.")
-@click.option("--port", type=click.IntRange(0, 65535), help="HTTP port; 0 is any free one. 8000 unless given.")
-@click.option("--grpc-port", type=click.IntRange(0, 65535), help="gRPC port; 0 is any free one. 9000 unless given.")
-@click.option("--api-key", metavar="KEY", help="That clients must send, 8 characters or more. Anybody may ask unless given.")
-@click.option("--name", default="cascade", show_default=True, help="Of the application, on a Ray cluster that is joined.")
+@click.option("--host", help="Address to listen at; 127.0.0.1 by default.")
+@click.option("--port", type=click.IntRange(0, 65535), help="HTTP port; 8000 by default, 0 is any free one.")
+@click.option("--grpc-port", type=click.IntRange(0, 65535), help="gRPC port; 9000 by default, 0 is any free one.")
+@click.option("--api-key", metavar="KEY", help="Key that clients must send, 8 characters or more.")
+@click.option("--name", default="cascade", show_default=True, help="Of the application, on a Ray cluster.")
 def serve(host: str | None, port: int | None, grpc_port: int | None, api_key: str | None, name: str, **models: Any) -> None:
     """Serve MODEL, a path or hub id, until Ctrl-C; smaller models of its family draft for it.
 

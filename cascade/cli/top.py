@@ -31,10 +31,10 @@ class Frame:
 
 
 @click.command()
-@click.option("--address", default=DEFAULT_ADDRESS, show_default=True, help="Of the server's gRPC door.")
-@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="Of its HTTP door, for the counters.")
+@click.option("--address", default=DEFAULT_ADDRESS, show_default=True, help="The server's gRPC address.")
+@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="Its HTTP address, for the counters.")
 @click.option("--every", type=click.FloatRange(0.1, 60), default=1.0, show_default=True, help="Seconds between two looks.")
-@click.option("--once", is_flag=True, help="Print one frame, with totals since the start instead of rates, and end.")
+@click.option("--once", is_flag=True, help="Print totals since the start, and end.")
 def top(address: str, url: str, every: float, once: bool) -> None:
     """Watch the tiers, edges and sessions of a server until Ctrl-C."""
     from cascade.client import Client

@@ -20,23 +20,23 @@ KEY_ENV = click.option("--key-env", help="Environment variable with the key of e
 
 
 @click.command()
-@click.option("--model", required=True, help="Path or hub id of the model that it shall draft for.")
+@click.option("--model", required=True, help="Path or hub id of the model to draft for.")
 @click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder of the result.")
-@click.option("--cost", type=float, help="Share of the model's pass that one of the result takes, such as 0.1.")
-@click.option("--layers", help="In place of a cost, layers that the result is made of, such as 0-11,20-31; see cascade layers.")
+@click.option("--cost", type=float, help="Share of the model's pass that the result takes, such as 0.1.")
+@click.option("--layers", help="In place of a cost, layers to keep, such as 0-11,20-31.")
 @click.option(
-    "--data", multiple=True, type=click.Path(path_type=Path), help="Text to learn from; repeat. MODEL writes it if none."
+    "--data", multiple=True, type=click.Path(path_type=Path), help="Text to learn from; repeat. By default MODEL writes it."
 )
 @click.option(
     "--start", type=click.Path(exists=True, file_okay=False, path_type=Path), help="An earlier student, to go on with it."
 )
-@click.option("--hours", type=float, default=8.0, show_default=True, help="Time for all of it; more when called again goes on.")
+@click.option("--hours", type=float, default=8.0, show_default=True, help="Time for all of it.")
 @click.option(
-    "--work", type=click.Path(file_okay=False, path_type=Path), help="Folder of text and checkpoints. OUT.work unless given."
+    "--work", type=click.Path(file_okay=False, path_type=Path), help="Folder of text and checkpoints; OUT.work by default."
 )
 @click.option("--rows", type=click.IntRange(1), default=128, show_default=True, help="Texts written at a time.")
 @click.option("--max-len", type=click.IntRange(64), default=512, show_default=True, help="Tokens of a text at most.")
-@click.option("--device", help="Such as cuda:0. The GPU if there is one.")
+@click.option("--device", help="Such as cuda:0; by default the GPU if there is one.")
 def distill(
     model: str,
     out: Path,
@@ -82,10 +82,10 @@ def distill(
     "--from", "folder", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder with answers of a server."
 )
 @click.option("--tier", "student", required=True, help="Lower tier that learns.")
-@click.option("--config", type=click.Path(path_type=Path), help="The server's configuration. The demonstration if not given.")
+@click.option("--config", type=click.Path(path_type=Path), help="The server's configuration; by default the demonstration's.")
 @click.option("--seconds", default=300.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Of training.")
 @KEY_ENV
-@click.option("--device", help="Such as cuda:0. The GPU if there is one.")
+@click.option("--device", help="Such as cuda:0; by default the GPU if there is one.")
 def align(
     folder: Path,
     student: str,

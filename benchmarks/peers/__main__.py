@@ -3,10 +3,9 @@
     make bench-peers
 
 Every engine is a process of its own; vLLM and llama.cpp have environments of their own. Parts: ``one`` request at a time, all
-modes in turns, all others stopped meanwhile; ``served``: requests over HTTP with ``vllm bench serve`` as the client;
-``agreement`` of the small models with the full one. A part that is not run keeps what an earlier run of the same family on the
-same processor said. A peer that cannot be had or fails is ``null``, and named in the document. The last line is JSON; the whole
-document is kept in ``benchmarks/results/peers.json``.
+modes in turns, all others stopped meanwhile; ``served``: requests over HTTP with ``vllm bench serve`` as the client. A part
+that is not run keeps what an earlier run of the same family on the same processor measured. A peer that cannot be had or fails
+is ``null``, and named in the document. The last line is JSON; the whole document is kept in ``benchmarks/results/peers.json``.
 """
 
 import argparse
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.document import RESULTS, console, keep, parsed, parser, stamp
-from benchmarks.peers import contest, crew, report, served
+from benchmarks.peers import contest, report, served
 from benchmarks.peers.contract import Models, num_threads
 from benchmarks.turns import at
 from cascade import family
@@ -30,13 +29,12 @@ from cascade.agreement import chat_ids
 from cascade.engine.tokenizer import Tokenizer
 from cascade.prompts import BUILT_IN, Prompt
 
-PARTS = ("agreement", "one", "served")
-LAST_LINE = ("family", "one", "served", "agreement")
+PARTS = ("one", "served")
+LAST_LINE = ("family", *PARTS)
 PROMPTS, TOKENS = 6, 48  # of one request at a time, kinds in turn; of an answer at most
 TEMPERATURES = (0.0, 0.7, 1.0)  # of one request
 SERVED_TEMPERATURE = 0.7  # of requests over HTTP
 AT_ONCE = {1: 6, 8: 24, 32: 96}  # requests in all
-AGREEMENT_PROMPTS = 24
 SERVED_S = 180.0  # that the served part is given of the minutes
 HEADLINE = ("alone", "auto", "best", "vllm_alone", "vllm_best", "llama_alone", "llama_best", "generate")
 
@@ -80,7 +78,6 @@ def blank(models: Models) -> dict[str, Any]:
         **stamp(identity(models)),
         "one": {at(temperature): dict.fromkeys(HEADLINE) for temperature in TEMPERATURES},
         "served": {str(at_once): dict.fromkeys(("alone", "auto", "vllm")) for at_once in AT_ONCE},
-        "agreement": dict.fromkeys(("tiny", "medium")),
         "threads": num_threads(),
         "versions": {},
         "missing": {},
@@ -113,18 +110,6 @@ class Subject:
     def of(cls, models: Models) -> "Subject":
         tokenizer, prompts = Tokenizer.from_pretrained(models.full), in_turn(BUILT_IN)
         return cls(models, prompts, [chat_ids(tokenizer, prompt.text) for prompt in prompts], sorted(tokenizer.end_ids))
-
-
-def agreement(document: dict[str, Any], chosen: argparse.Namespace, subject: Subject) -> None:
-    """Fill in how often the small models say what the full one says."""
-    ids = subject.ids[: 2 if chosen.quick else AGREEMENT_PROMPTS]
-    asked = {"models": asdict(subject.models), "prompts": ids, "tokens": chosen.tokens, "end_ids": subject.ends}
-    command = [sys.executable, "-m", "benchmarks.peers.agreement", json.dumps(asked)]
-    with crew.Talker(command, contest.settings(None), contest.WORK / "agreement.log") as program:
-        document["agreement"] = program.greeting()
-    document["how"]["agreement"] = {"prompts": len(ids), "tokens": chosen.tokens}
-    console.print(f"agreement: {document['agreement']}")
-    keep(document, chosen.results)
 
 
 def one(document: dict[str, Any], chosen: argparse.Namespace, subject: Subject, end: float) -> bool:
@@ -180,8 +165,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tiny, medium, full = family.paths()
     models = Models(full, tiny, medium)
     subject, document, same = Subject.of(models), begun(chosen.results, models), True
-    if "agreement" in chosen.only:
-        agreement(document, chosen, subject)
     if "one" in chosen.only:
         left = SERVED_S if "served" in chosen.only else 0.0
         same = one(document, chosen, subject, begin + 60 * chosen.minutes - left)

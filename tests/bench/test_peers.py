@@ -10,7 +10,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.document import keep
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import contest, report, served
-from benchmarks.peers.agreement import agreement
 from benchmarks.peers.contract import Models, Said, vllm_drafts
 from cascade.settings.config import CascadeConfig
 
@@ -79,12 +78,12 @@ def test_a_part_keeps_what_an_earlier_run_said_of_this_family(model: str, tmp_pa
     document = peers.begun(path, models(model))
     assert document["one"]["t0.7"] == dict.fromkeys(peers.HEADLINE)
     assert document["served"]["32"] == {"alone": None, "auto": None, "vllm": None}
-    document["agreement"] = {"tiny": 0.5, "medium": 0.7}
+    document["one"]["t0"]["alone"] = 0.5
     keep(document, path)
-    assert peers.begun(path, models(model))["agreement"]["tiny"] == 0.5
+    assert peers.begun(path, models(model))["one"]["t0"]["alone"] == 0.5
     document["family"]["tiny"] = "of other weights"
     keep(document, path)
-    assert peers.begun(path, models(model))["agreement"]["tiny"] is None
+    assert peers.begun(path, models(model))["one"]["t0"]["alone"] is None
 
 
 def test_servers_are_told_the_family_and_how_to_draft(model: str) -> None:
@@ -98,15 +97,4 @@ def test_servers_are_told_the_family_and_how_to_draft(model: str) -> None:
     assert served.headline(cells) == {"alone": 3, "auto": None, "vllm": 2}
 
 
-def test_agreement_counts_positions_at_which_the_greedy_token_is_the_same(model: str) -> None:
-    """Guards shares against an answer that is shifted by one position."""
-    network = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    prompts = [[5, 6, 7], [8, 9]]
-    texts = [
-        network.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
-        for prompt in prompts
-    ]
-    answers = [text[0, len(prompt) :].tolist() for text, prompt in zip(texts, prompts, strict=True)]
-    assert agreement(model, prompts, answers) == 1.0
-    answers[0][-1] = (answers[0][-1] + 1) % 64
-    assert agreement(model, prompts, answers) == pytest.approx(11 / 12)
+from benchmarks.peers.contract import Models, Said

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import small
+
 ROOT = Path(__file__).parent.parent
 FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those of one floor do not know each other
     ("cascade.errors", "cascade.v1"),
@@ -25,7 +27,7 @@ FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those 
     ("cascade.agreement",),
     ("cascade.layer_search",),
     ("deployments.ray_compat", "deployments.replica", "deployments.versions"),
-    ("deployments.ops.metrics", "deployments.ops.tracing", "deployments.ops.drift", "deployments.ops.workers"),
+    ("deployments.ops.metrics", "deployments.ops.tracing", "deployments.ops.drift"),
     ("deployments.links",),
     ("deployments.gateway.admission", "deployments.gateway.threads", "deployments.gateway.patience"),
     ("deployments.gateway.model", "deployments.ops.learner", "deployments.ops.collector"),
@@ -91,6 +93,18 @@ def test_light_processes_import_nothing_heavy(module: str) -> None:
     listed = f"import sys; sys.modules.update(dict.fromkeys({DATA})); import {module}; print(*sys.modules)"
     loaded = subprocess.check_output([sys.executable, "-c", listed], cwd=ROOT, text=True)
     assert not {*loaded.split()} & HEAVY
+
+
+UNUSED = ("transformers.modeling_utils", "torch.distributed.tensor", "torch._dynamo", "sympy")
+
+
+def test_a_tier_of_the_llama_family_imports_no_code_of_models() -> None:
+    """Guards the start: each tier took two and a half seconds to import what its own network does without."""
+    program = "import sys; from deployments.tier import load_model; from cascade.settings.config import TierConfig"
+    tier = {"name": "tiny", "model_loading_config": {"model_id": small.paths()[0]}, "engine_kwargs": {"device": "cpu"}}
+    program += f"; load_model(TierConfig.model_validate({tier!r})); print(*sys.modules)"
+    loaded = subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True)
+    assert not {*loaded.split()} & {*UNUSED}
 
 
 def test_the_library_knows_no_serving() -> None:

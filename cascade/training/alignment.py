@@ -2,7 +2,7 @@
 
 A round trains on the newest answers and on older ones in turns, so that it does not forget what it knew. Held-out answers judge
 it: at each of their positions the student's likeliest token is compared with the verifier's, before and after the round.
-Weights that are worse by more than chance are dropped. Processes of a `group` share the answers of a round, and its steps.
+Weights that are worse by more than chance are dropped.
 """
 
 import json
@@ -17,9 +17,8 @@ from transformers import PreTrainedModel
 
 from cascade.engine import draft_vocab
 from cascade.engine.loading import load
-from cascade.engine.network.llama import FAMILY
+from cascade.engine.model_config import NEEDED as FAMILY
 from cascade.errors import ConfigError
-from cascade.training import group
 from cascade.training.distillation import CAUSAL, Run, Schedule
 from cascade.training.reservoir import Sample
 from cascade.training.text import Shard, batches, score
@@ -62,10 +61,9 @@ class TierStudent:
 
     def __init__(self, verifier: PreTrainedModel, source: str) -> None:
         """``source`` is the student's. Raises `ModelError` if it cannot be loaded, `ConfigError` if it cannot learn."""
-        student = load(source, dtype="float32", device=str(verifier.device))
-        if type(student) not in FAMILY:
-            kinds = ", ".join(kind.__name__.removesuffix("ForCausalLM") for kind in FAMILY)
-            raise ConfigError(f"{source!r} is a {type(student).__name__}: drafters that learn are {kinds}")
+        student = load(source, dtype="float32", device=str(verifier.device), trainable=True)
+        if student.config.model_type not in FAMILY:
+            raise ConfigError(f"{source!r} is a {student.config.model_type}: drafters that learn are {', '.join(FAMILY)}")
         sizes = [network.config.get_text_config().vocab_size for network in (student, verifier)]
         if sizes[0] != sizes[1]:
             raise ConfigError(f"{source!r} has {sizes[0]} tokens and its verifier {sizes[1]}: it cannot learn from that")
@@ -92,7 +90,7 @@ class TierStudent:
 
 def student_of(verifier: str, source: str, *, device: str | None = None) -> TierStudent:
     """The drafter at ``source``; ``verifier`` is where its verifier's weights are. Raises as `TierStudent`."""
-    network = load(verifier, device=device).requires_grad_(False).eval()
+    network = load(verifier, device=device, trainable=True).requires_grad_(False).eval()
     return TierStudent(network, source)
 
 
@@ -136,29 +134,21 @@ def align(
 ) -> Outcome:
     """Train ``student`` for some ``seconds`` and judge it. ``tell`` is called at every step, and may raise `Stopped`.
 
-    In a `group` each process has the same answers and a student of its own; ``tell`` is that of the first one. Raises
-    `ConfigError` if there are too few answers to judge by.
+    Raises `ConfigError` if there are too few answers to judge by.
     """
     judges = [shards([sample for sample in pool if sample.held_out], student.tokens) for pool in (newest, older)]
     pools = [shards([sample for sample in pool if not sample.held_out], student.tokens) for pool in (newest, older)]
     begin, steps = time.monotonic(), 0
 
     def tell_share(share: float) -> None:
-        stopped = False
-        if group.rank() == 0:
-            try:
-                tell(Progress(name, share, steps))
-            except Stopped:
-                stopped = True
-        if group.of_first(stopped):
-            raise Stopped
+        tell(Progress(name, share, steps))
 
     before = [_agrees(student, judge, lambda: tell_share(0.0)) for judge in judges]
     if len(before[0]) < LEAST or not pools[0]:
         raise ConfigError(f"{len(before[0])} positions of held-out answers are too few to judge {name} by: {LEAST} are needed")
     start = time.monotonic()
-    for shard in _in_turns([group.part(pool) for pool in pools if pool]):
-        share = group.of_first((time.monotonic() - start) / seconds)
+    for shard in _in_turns([pool for pool in pools if pool]):
+        share = (time.monotonic() - start) / seconds
         if share >= 1:
             break
         tell_share(share)
@@ -192,13 +182,13 @@ class Lesson:
     folder: Path  # the folder of `Versions`
 
     def run(self, device: str | None, tell: Callable[[Progress], object]) -> Outcome:
-        """Train, judge, and publish what is no worse; in a `group` the first process publishes.
+        """Train, judge, and publish what is no worse.
 
         Raises as `student_of` and `align`, and `Stopped` if ``tell`` does.
         """
         learner = student_of(self.verifier, self.source, device=device)
         outcome = align(self.student, learner, self.newest, self.older, self.seconds, tell=tell)
-        if not outcome.problem and group.rank() == 0:
+        if not outcome.problem:
             versions = Versions(self.folder)
             versions.choose(versions.add(record(learner, outcome)))
         return outcome
@@ -224,12 +214,12 @@ def _problem(before: Sequence[np.ndarray], after: Sequence[np.ndarray]) -> str:
 
 
 def _agrees(student: Student, texts: Sequence[Shard], on_step: Callable[[], object]) -> np.ndarray:
-    """Of all positions of ``texts``; each process of a `group` takes the same number of steps."""
+    """Of all positions of ``texts``."""
     rows = [np.zeros(0, bool)]
-    for first in range(0, len(texts), group.size()):
+    for shard in texts:
         on_step()
-        rows += [student.agrees(shard) for shard in texts[first : first + group.size()][group.rank() :][:1]]
-    return group.together(np.concatenate(rows))
+        rows.append(student.agrees(shard))
+    return np.concatenate(rows)
 
 
 def shards(samples: Sequence[Sample], tokens: int) -> list[Shard]:

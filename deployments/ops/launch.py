@@ -25,6 +25,7 @@ from ray.serve.exceptions import RayServeException
 from cascade.client.connection import SECURE
 from cascade.errors import ConfigError, ModelError
 from cascade.settings.config import CascadeConfig
+from cascade.settings.file import load_config
 from cascade.settings.router import ListenConfig
 from cascade.settings.section import sentence
 from deployments.app import bind, parse, shortage, verified
@@ -77,7 +78,7 @@ class Server:
 
         Raises `ConfigError`, or `ModelError` if a tier does not come up.
         """
-        parsed = CascadeConfig.load(config) if isinstance(config, Path) else parse(config)
+        parsed = load_config(config) if isinstance(config, Path) else parse(config)
         listen = listening(parsed.router.listen or ListenConfig(), host, port, grpc_port)
         server = cls(at_door(parsed, listen), listen, not (ray.is_initialized() or _cluster()), name)
         try:
@@ -99,7 +100,7 @@ class Server:
         with ThreadPoolExecutor(1) as beside:  # reading imports PyTorch, while Ray's processes start
             reading = beside.submit(verified, config)
             if not ray.is_initialized():
-                _start_ray(num_gpus, dashboard=config.alignment is not None and config.alignment.num_workers > 1)
+                _start_ray(num_gpus)
             self._check_room()
             self._start_serve()
             limits = reading.result()
@@ -264,11 +265,8 @@ def _keep_token() -> None:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
-def _start_ray(num_gpus: int | None, *, dashboard: bool = False) -> None:
-    """Join a cluster, or start Ray on this machine, with ``num_gpus`` or those that there are.
-
-    Without its ``dashboard`` Ray Train does not take back what the workers of a learner that was killed had.
-    """
+def _start_ray(num_gpus: int | None) -> None:
+    """Join a cluster, or start Ray on this machine, with ``num_gpus`` or those that there are."""
     address = _cluster()
     os.environ.setdefault("RAY_worker_niceness", "0")  # else everything else on the machine goes before the models
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # workers that nobody would use
@@ -284,7 +282,7 @@ def _start_ray(num_gpus: int | None, *, dashboard: bool = False) -> None:
             ) from None
         return
     _keep_token()
-    options |= {"address": "local", "num_cpus": max(LOGICAL_CPUS, os.cpu_count() or 1), "include_dashboard": dashboard}
+    options |= {"address": "local", "num_cpus": max(LOGICAL_CPUS, os.cpu_count() or 1), "include_dashboard": False}
     options |= {"num_gpus": num_gpus} if num_gpus else {}
     try:
         ray.init(**options)

@@ -7,9 +7,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Integral
 from types import MappingProxyType, TracebackType
-from typing import Any, Literal, Self, TypeAlias, overload
-
-import torch
+from typing import Literal, Self, TypeAlias, overload
 
 from cascade import family
 from cascade.answer import Answer, Chunk, Completion
@@ -17,15 +15,12 @@ from cascade.capabilities import Capabilities, Task
 from cascade.drafters import AUTO, DrafterSpec, check_drafters, head_of, make, specs
 from cascade.drafters.in_pass import InPass
 from cascade.engine import generation
-from cascade.engine.devices import UTILIZATION
 from cascade.engine.grammar import Grammars
 from cascade.engine.layers import Layers, numbers
-from cascade.engine.loading import common_room, find_device, load
-from cascade.engine.model import Model
+from cascade.engine.models import Loaded, load_all, load_on_vllm
 from cascade.engine.sampling.state import state_maker
 from cascade.engine.threads import apart
 from cascade.engine.tokenizer import Tokenizer
-from cascade.engine.vllm.model import VllmModel
 from cascade.errors import ConfigError, InvalidRequest
 from cascade.messages import Link, Message
 from cascade.params import DEFAULT_WINDOW, Handling, SamplingParams, Speculation
@@ -89,7 +84,7 @@ class Cascade:
         self.names = (*kinds, *names)  # bottom to top
         self.tokenizer = tokenizer
         self.default_params = default_params or SamplingParams()
-        self._loaded: Sequence[Model | VllmModel] = ()  # models that `from_pretrained` has loaded, and nobody else closes
+        self._loaded: Sequence[Loaded] = ()  # models that `from_pretrained` has loaded, and nobody else closes
         self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}  # the mailboxes of those who wait for answers
         grammars = Grammars(tokenizer)
         self.tiers = tuple(
@@ -156,7 +151,7 @@ class Cascade:
         default_params = SamplingParams(**generation.sampling_defaults(models[-1], generation_config))
         options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
         parts = list(zip(models, _kept(layers, names), strict=True))
-        loaded = _load_on_vllm(parts, head_of(inner), options) if engine == "vllm" else _load(parts, head_of(inner), options)
+        loaded = (load_on_vllm if engine == "vllm" else load_all)(parts, head_of(inner), options)
         cascade = cls(
             loaded, tokenizer, names=names, window=window, policy=policy, drafter=inner, default_params=default_params
         )
@@ -339,56 +334,6 @@ def _kept(layers: Mapping[str, Layers], names: Sequence[str]) -> list[tuple[int,
         except ConfigError as error:
             raise ConfigError(f"layers of {name}: {error}") from None
     return found
-
-
-Part: TypeAlias = tuple[str, tuple[int, ...]]  # the path or hub id of a model, and those of its layers that a tier is
-
-
-def _load(parts: Sequence[Part], head: DrafterSpec | None, options: dict[str, Any]) -> list[Model]:
-    """Models of our own engine, bottom to top; caches are made when all weights are there, of what these leave.
-
-    One that is layers of another one has no weights of its own.
-    """
-    if head is not None:
-        raise ConfigError(f"drafter is {head.kind!r}, which only vLLM can do: set engine to 'vllm', or remove it")
-    known = {"trust_remote_code": options["trust_remote_code"]}
-    full, _ = parts[-1]
-    device = find_device(full, options["device"])
-    shared = {source for source, layers in parts if not layers}
-    networks = {
-        place: apart(partial(load, source, layers=layers, draft=source != full, **options))
-        for place, (source, layers) in enumerate(parts)
-        if not (layers and source in shared)
-    }
-    room = common_room(parts, device, dtype=options["dtype"], **known)
-    made = {place: apart(partial(Model, network, owned=True, cache_tokens=room)) for place, network in networks.items()}
-    whole = {parts[place][0]: model for place, model in made.items() if not parts[place][1]}
-    return [
-        made[place] if place in made else apart(partial(whole[source].cut, layers, cache_tokens=room))
-        for place, (source, layers) in enumerate(parts)
-    ]
-
-
-def _load_on_vllm(parts: Sequence[Part], head: DrafterSpec | None, options: dict[str, Any]) -> list[VllmModel]:
-    """Models of vLLM, bottom to top; on a GPU they share its memory evenly."""
-    if options["device"]:
-        raise ConfigError(
-            f"device is {options['device']!r}, which is for our own engine: remove it, or set engine to 'cascade'"
-        )
-    given = {name: options[name] for name in ("dtype", "trust_remote_code") if options[name]}
-    if torch.cuda.is_available():
-        given["gpu_memory_utilization"] = UTILIZATION / len(parts)
-    loaded: list[VllmModel] = []
-    try:
-        for place, (source, layers) in enumerate(parts, 1):
-            last = place == len(parts)
-            chosen: dict[str, Any] = {"layers": layers, "draft": source != parts[-1][0], "drafter": head if last else None}
-            loaded.append(VllmModel(source, options=given, **chosen))
-    except BaseException:
-        for model in loaded:
-            model.close()
-        raise
-    return loaded
 
 
 def _drafters(models: Sequence[Scorer], chosen: Drafters, tokenizer: Tokenizer) -> tuple[tuple[str, ...], list[list[Drafter]]]:

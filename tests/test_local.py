@@ -25,8 +25,8 @@ from cascade import (
     local,
 )
 from cascade.drafters import DrafterSpec
-from cascade.engine.loading import common_room
 from cascade.engine.model import Model
+from cascade.engine.models import common_room
 from cascade.engine.tokenizer import Tokenizer
 from cascade.messages import Edge, Failed, Message
 from cascade.scorer import Row

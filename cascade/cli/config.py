@@ -87,12 +87,13 @@ def configured(
     """
     check_own_code()
     from cascade.settings.config import CascadeConfig
+    from cascade.settings.file import load_config
 
     path = Path(model or "")
     if path.suffix in (".yaml", ".yml") or (path.is_file() and path.suffix != ".gguf"):
         if drafts:
             raise ConfigError(f"{path} is a configuration, which names its tiers: leave --draft out, or give a model")
-        values = CascadeConfig.load(path).model_dump(mode="json", exclude_unset=True)
+        values = load_config(path).model_dump(mode="json", exclude_unset=True)
     elif model is not None:
         values = {"tiers": _tiers([*reversed(drafts), model], tensor_parallel_size or 1)}
     elif drafts:

@@ -11,10 +11,8 @@ tiers:                                # bottom to top; the last is the full one
 """
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Any, Self
 
-import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from cascade import family
@@ -159,33 +157,6 @@ class CascadeConfig(Section):
             return cls.model_validate(values)
         except ValidationError as error:
             raise ConfigError(f"{origin}: {sentence(error, cls)}") from None
-
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Read a YAML file, which may be one for ``serve deploy`` that has one cascade; raises `ConfigError`."""
-        try:
-            values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
-            raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-        if isinstance(values, Mapping) and isinstance(values.get("applications"), list):
-            arguments = [value.get("args") for value in values["applications"] if isinstance(value, Mapping)]
-            cascades = [value for value in arguments if isinstance(value, Mapping) and {"tiers", "llm_configs"} & value.keys()]
-            if len(cascades) != 1:
-                raise ConfigError(f"{path} has {len(cascades)} applications with tiers or llm_configs: give a file with one")
-            values = cascades[0]
-        if isinstance(values, Mapping) and "llm_configs" in values:
-            from cascade.settings import llm_configs  # it makes objects of this class
-
-            [config, *others] = llm_configs.cascades(values)[0].values()
-            if others:
-                raise ConfigError(
-                    f"{path} has {1 + len(others)} llm_configs: give a file with one, or deploy it by `serve deploy` with "
-                    "import_path deployments.llm:build_openai_app"
-                )
-            return cls.model_validate(config.model_dump(mode="json", exclude_unset=True))
-        return cls.parse(values, str(path))
 
     @classmethod
     def demo(cls) -> Self:

@@ -6,7 +6,7 @@ from benchmarks.cluster.emulated import Device
 from benchmarks.document import lossless
 from cascade.params import SamplingParams
 from cascade.scorer import RunnerUp
-from cascade.settings.config import CascadeConfig
+from cascade.settings.file import load_config
 from cascade.simulation.recording import RecordedText, Recording
 from cascade.simulation.trio import TRIO
 
@@ -16,7 +16,7 @@ PARAMS = SamplingParams(max_tokens=32, temperature=0)
 
 def test_the_file_can_be_served() -> None:
     """Guards benchmarks/cluster/emulated.yaml: what it takes for a pass is what is assumed of the trio, and nothing else."""
-    plain = CascadeConfig.load(FILE)
+    plain = load_config(FILE)
     assert Setup().config == plain
     for tier, shape in zip(plain.tiers, TRIO, strict=True):
         device = Device.of(tier)

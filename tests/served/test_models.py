@@ -16,6 +16,7 @@ from ray import serve
 from cascade import Cascade, SamplingParams
 from cascade.errors import ConfigError
 from cascade.settings.config import CascadeConfig
+from cascade.settings.file import load_config
 from cascade.settings.llm_configs import cascades
 from cascade.settings.router import ListenConfig, RequestLimits
 from deployments.gateway.http.server import HttpServer
@@ -84,10 +85,10 @@ def test_published_files_are_taken(tmp_path: Path, caplog: pytest.LogCaptureFixt
     models = {"llm_configs": [theirs(**SAMPLE)]}
     for values in (models, {"applications": [{"import_path": "ray.serve.llm:build_openai_app", "args": models}]}):
         path.write_text(yaml.safe_dump(values))
-        assert CascadeConfig.load(path) == config
+        assert load_config(path) == config
     path.write_text(yaml.safe_dump({"llm_configs": [theirs(), {"model_loading_config": {"model_id": "other"}}]}))
     with pytest.raises(ConfigError, match="has 2 llm_configs: give a file with one"):
-        CascadeConfig.load(path)
+        load_config(path)
 
 
 HONOURED: dict[str, tuple[Values, Callable[[CascadeConfig], Any], Any]] = {  # what is given, where it goes, what is there

@@ -1,0 +1,35 @@
+"""The configuration of a cascade from a file: its own, that of Ray Serve LLM, or one for ``serve deploy``."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from cascade.errors import ConfigError
+from cascade.settings import llm_configs
+from cascade.settings.config import CascadeConfig
+
+
+def load_config(path: Path) -> CascadeConfig:
+    """Read a YAML file, which may be one for ``serve deploy`` that has one cascade; raises `ConfigError`."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if isinstance(values, Mapping) and isinstance(values.get("applications"), list):
+        arguments = [value.get("args") for value in values["applications"] if isinstance(value, Mapping)]
+        cascades = [value for value in arguments if isinstance(value, Mapping) and {"tiers", "llm_configs"} & value.keys()]
+        if len(cascades) != 1:
+            raise ConfigError(f"{path} has {len(cascades)} applications with tiers or llm_configs: give a file with one")
+        values = cascades[0]
+    if not (isinstance(values, Mapping) and "llm_configs" in values):
+        return CascadeConfig.parse(values, str(path))
+    [config, *others] = llm_configs.cascades(values)[0].values()
+    if others:
+        raise ConfigError(
+            f"{path} has {1 + len(others)} llm_configs: give a file with one, or deploy it by `serve deploy` with "
+            "import_path deployments.llm:build_openai_app"
+        )
+    return config

@@ -4,18 +4,25 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from cascade.engine.devices import held_dtype
 from cascade.engine.gguf import described
-from cascade.engine.model_config import context_len, read_config, unlike_attention
+from cascade.engine.model_config import FamilyConfig, context_len, read_config, unlike_attention
+from cascade.engine.network.plain import Plain
 from cascade.engine.network.products import keeps_bits
-from cascade.engine.network.survey import SIZES, Survey
+from cascade.engine.network.survey import SIZES, Survey, register
 from cascade.errors import ModelError, reason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel  # takes seconds
+
+    Network: TypeAlias = Plain | PreTrainedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 INDEX = "model.safetensors.index.json"
@@ -57,13 +64,14 @@ def anatomy(
         check_files(folder)
     text = config.get_text_config()
     saved = text.dtype if isinstance(getattr(text, "dtype", None), torch.dtype) else torch.float32
-    network = skeleton(config, source, trust_remote_code)
+    plain = isinstance(config, FamilyConfig)
+    network: Network = Plain(config) if plain else skeleton(config, source, trust_remote_code)
     chosen = DTYPES[dtype] if dtype else saved
     if dtype is None and device is not None and getattr(config, "quantization_config", None) is None:  # which needs its own
         chosen = held_dtype(saved, device)
     if not sizes_only and (problem := unlike_attention(config)):
         raise ModelError(f"{type(network).__name__} cannot be served: {problem}")
-    cache_size = _nominal_size(text) if sizes_only else _cache_size(network, text)
+    cache_size = _nominal_size(text) if sizes_only or isinstance(network, Plain) else _cache_size(network, text)
     return Anatomy(
         parameters=sum(weight.numel() for weight in network.parameters()),
         weight_bytes=_weight_bytes(network, chosen, quantization),
@@ -101,29 +109,34 @@ def shards(folder: Path) -> Iterator[Path]:
         yield folder / SINGLE
 
 
-def skeleton(config: PreTrainedConfig, source: str, trust_remote_code: bool) -> PreTrainedModel:
-    """The network without memory for weights, in bfloat16, which all kernels accept."""
+def skeleton(config: PreTrainedConfig, source: str, trust_remote_code: bool) -> "PreTrainedModel":
+    """Transformers' network without memory for weights, in bfloat16, which all kernels accept."""
+    from transformers import AutoModelForCausalLM
+
     try:
         with torch.device("meta"):
-            network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
+            network: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
+            )
     except Exception as error:  # a library or downloaded code may raise anything
         raise ModelError(f"No causal language model can be built from the config of {source!r}: {reason(error)}") from error
     network.tie_weights()
     return network.eval()
 
 
-def _weight_bytes(network: PreTrainedModel, dtype: torch.dtype, quantization: str | None) -> int:
+def _weight_bytes(network: "Network", dtype: torch.dtype, quantization: str | None) -> int:
     kept = network.get_output_embeddings()
     linear = sum(m.weight.numel() for m in network.modules() if isinstance(m, nn.Linear) and m is not kept)
     less = dtype.itemsize - PACKED.get(quantization or "", dtype.itemsize)
     return round(sum(weight.numel() for weight in network.parameters()) * dtype.itemsize - linear * less)
 
 
-def _cache_size(network: PreTrainedModel, text: PreTrainedConfig) -> int:
+def _cache_size(network: "PreTrainedModel", text: PreTrainedConfig) -> int:
     """Keys and values of a token in all layers, as a count of numbers; raises `ModelError` if a layer has its own attention."""
     survey = Survey()
     layers = int(text.num_hidden_layers)
     ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    register()
     try:
         network.set_attn_implementation(SIZES)
         if network.config.get_text_config()._attn_implementation == SIZES:  # else the model keeps an attention of its own

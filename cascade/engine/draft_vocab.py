@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.hub import cached_file
 
+from cascade.engine.network.plain import Linear
 from cascade.errors import ModelError
 
 if TYPE_CHECKING:  # the code of models takes seconds to import, and who reads configurations does without
@@ -32,7 +33,7 @@ class DraftHead(nn.Module):
         super().__init__()
         self.vocab_size = len(whole)
         weight = whole.detach()[ids]
-        self.known = nn.Linear(weight.shape[1], len(ids), bias=False, device="meta")
+        self.known = Linear(weight.shape[1], len(ids), bias=False, device="meta")
         self.known.weight = nn.Parameter(weight, requires_grad=False)
         self.register_buffer("ids", ids, persistent=False)
 

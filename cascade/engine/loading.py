@@ -1,21 +1,26 @@
 """From a path or hub id to a network on its device."""
 
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cascade.engine.checkpoint import DTYPES, anatomy, skeleton
-from cascade.engine.devices import UTILIZATION, cache_tokens, default_device, free_bytes, processor
+from cascade.engine.devices import default_device, free_bytes, processor
 from cascade.engine.draft_vocab import restrict
 from cascade.engine.gguf import converted
 from cascade.engine.layers import renamed
 from cascade.engine.memory import GIB
-from cascade.engine.model_config import read_config
+from cascade.engine.model_config import FamilyConfig, read_config
+from cascade.engine.network import llama
+from cascade.engine.network.plain import Plain
 from cascade.engine.weights import unread
 from cascade.errors import ModelError, reason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel  # takes seconds
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +34,12 @@ def load(
     trust_remote_code: bool = False,
     layers: Sequence[int] = (),
     draft: bool = False,
-) -> PreTrainedModel:
-    """Load weights shard by shard to the device, with a progress bar; a GGUF file is dequantised the first time.
+    trainable: bool = False,
+) -> Any:
+    """Load weights to the device; a GGUF file is dequantised the first time. Returns a network.
+
+    On a CPU a model of the Llama family is a `Plain` one, which takes seconds less to load. All others, and those that are to
+    be ``trainable``, are networks of Transformers.
 
     ``dtype`` is by default the checkpoint's, or float32 for float16 on a CPU; ``device`` the GPU if there
     is one. Weights of other layers than ``layers`` are not read; by default all are. A ``draft`` model says its draft
@@ -52,9 +61,14 @@ def load(
         log.info(_WIDENED, source, model.widened, processor(), chosen)
     try:
         options = {"output_loading_info": True, "device_map": {"": place}}
-        if layers:
+        ours = place.type == "cpu" and model.dtype in llama.DTYPES and not trainable
+        if ours and (plain := _plain(source, layers, known, model.dtype)) is not None:
+            network, report = plain, dict[str, Any]()
+        elif layers:
             network, report = _some(source, layers, known, dtype=model.dtype, **options)
         else:
+            from transformers import AutoModelForCausalLM
+
             network, report = AutoModelForCausalLM.from_pretrained(
                 converted(source), dtype=chosen or "auto", **options, **known
             )
@@ -64,35 +78,38 @@ def load(
         raise
     except Exception as error:  # a library or downloaded code may raise anything
         raise ModelError(f"No model can be loaded from {source!r} on {place}: {reason(error)}") from error
-    if missing := sorted(report["missing_keys"]):  # Transformers made them up
+    if missing := sorted(report.get("missing_keys", ())):  # Transformers made them up
         raise ModelError(f"The checkpoint {source!r} lacks {len(missing)} weights of its model, such as {missing[0]}")
     if draft:
         restrict(network, converted(source), revision=revision)
     return network
 
 
-def _some(source: str, layers: Sequence[int], known: dict[str, Any], **options: Any) -> tuple[PreTrainedModel, Any]:
-    """The network of these layers, and what Transformers tells of loading it."""
+def _plain(source: str, layers: Sequence[int], known: dict[str, Any], dtype: torch.dtype) -> Plain | None:
+    """The network of these layers; None if it is none of the Llama family, or the files hold other weights than it has."""
     config = read_config(source, layers=layers, **known)
-    with unread(converted(source), known["revision"]) as weights:
-        names = {name: place for name in weights if (place := renamed(name, layers)) is not None}
-        state = {place: weights[name] for name, place in names.items()}
-        kind = type(skeleton(config, source, known["trust_remote_code"]))
-        network, report = kind.from_pretrained(None, config=config, state_dict=state, **options)
+    if not isinstance(config, FamilyConfig):
+        return None
+    network = Plain(config)
+    with _weights(source, layers, known) as weights:
+        return network if network.fill(weights, dtype) else None
+
+
+def _some(source: str, layers: Sequence[int], known: dict[str, Any], **options: Any) -> "tuple[PreTrainedModel, Any]":
+    """Transformers' network of these layers, and what it tells of loading it."""
+    config = read_config(source, layers=layers, published=True, **known)
+    kind = type(skeleton(config, source, known["trust_remote_code"]))
+    with _weights(source, layers, known) as weights:
+        network, report = kind.from_pretrained(None, config=config, state_dict=weights, **options)
     return network, report
 
 
-def common_room(sources: Sequence[tuple[str, Sequence[int]]], device: torch.device, **options: Any) -> int | None:
-    """Positions that each of the models of ``sources``, whose weights are on a GPU already, may hold there.
-
-    ``sources`` are paths or hub ids, and layers of each, all if none are given.
-
-    ``None`` on a host, where each has a share by itself. ``options`` are those of `cascade.engine.checkpoint.anatomy`.
-    """
-    if device.type != "cuda":
-        return None
-    sizes = [anatomy(source, layers=layers, **options).cache_bytes_per_token for source, layers in sources]
-    return cache_tokens(device, sum(sizes), UTILIZATION)
+@contextmanager
+def _weights(source: str, layers: Sequence[int], known: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Weights of these layers by their names in a model of them, all if none are given; see `unread`."""
+    with unread(converted(source), known["revision"]) as weights:
+        names = {name: renamed(name, layers) if layers else name for name in weights}
+        yield {place: weights[name] for name, place in names.items() if place is not None}
 
 
 _WIDENED = (  # checkpoint, its dtype, processor, dtype

@@ -3,21 +3,21 @@
 import copy
 import threading
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from cascade.engine import devices
 from cascade.engine.draft_vocab import DraftHead, draft_ids
 from cascade.engine.gguf import converted
 from cascade.engine.loading import load
 from cascade.engine.model_config import context_len, unlike_attention
-from cascade.engine.network.attention import ATTENTION, Native
+from cascade.engine.network.attention import ATTENTION, Native, register
 from cascade.engine.network.contiguous import Attention, Contiguous
 from cascade.engine.network.cut import cut, stack
 from cascade.engine.network.llama import Llama, is_written_out
+from cascade.engine.network.plain import Plain
 from cascade.engine.network.products import keeps_bits, multiply_row_by_row
 from cascade.engine.network.survey import Survey, agree, probe_texts
 from cascade.engine.sampling.own_tokens import prepare
@@ -30,6 +30,11 @@ from cascade.errors import ModelError, reason
 from cascade.params import SamplingParams
 from cascade.scorer import Row, Runs, Scored
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel  # takes seconds
+
+    Network: TypeAlias = Plain | PreTrainedModel
+
 SCORED = 16  # own tokens of a timed pass, at most
 RENEWAL_SHARE = 0.2  # the share of a core that new weights take while passes run
 
@@ -41,7 +46,7 @@ class Model(Runs):
 
     def __init__(
         self,
-        network: PreTrainedModel,
+        network: "Network",
         *,
         cache_tokens: int | None = None,
         gpu_memory_utilization: float = devices.UTILIZATION,
@@ -56,7 +61,7 @@ class Model(Runs):
         a CPU take ``num_threads``; by default as many of PyTorch's as they are worth, see `cascade.engine.threads`. A
         network that is ``owned``, used by nobody else, loses the weights that are held in another order.
         """
-        self._network = network.eval()
+        self._network: Any = network.eval()
         self.device: torch.device = network.device
         self.dtype: torch.dtype = network.dtype
         devices.add_exactly(self.device)
@@ -208,7 +213,7 @@ class Model(Runs):
                 self._network, self._llama = network, llama
 
     @torch.no_grad()
-    def _other(self, source: str, pace: Pace) -> PreTrainedModel:
+    def _other(self, source: str, pace: Pace) -> "Network":
         """A network like this one with the weights of ``source``; raises `ModelError`.
 
         Transformers does not load it: it changes PyTorch's default dtype meanwhile, also for a pass that runs.
@@ -251,12 +256,16 @@ class Model(Runs):
         network = self._network
         if problem := unlike_attention(network.config):
             raise ModelError(problem)
-        # every network has "eager", which sums up scores in the network's dtype: too coarse for keys as large as Qwen2.5's;
-        # but "sdpa" leaves out softcapping, and before Transformers 5.20 without a word
-        capped = getattr(network.config.get_text_config(), "attn_logit_softcapping", None) is not None
-        network.set_attn_implementation("sdpa" if network._supports_sdpa and not capped else "eager")
         texts = probe_texts(network.get_input_embeddings().weight.shape[0])
-        expected = network(input_ids=torch.tensor(texts, device=self.device), use_cache=False).logits
+        ids = torch.tensor(texts, device=self.device)
+        if isinstance(network, Plain):
+            expected = network(ids)
+        else:
+            # every network has "eager", which sums up scores in the network's dtype: too coarse for keys as large as
+            # Qwen2.5's; but "sdpa" leaves out softcapping, and before Transformers 5.20 without a word
+            capped = getattr(network.config.get_text_config(), "attn_logit_softcapping", None) is not None
+            network.set_attn_implementation("sdpa" if network._supports_sdpa and not capped else "eager")
+            expected = network(input_ids=ids, use_cache=False).logits
         if not expected.isfinite().all():
             raise ModelError("its logits are not finite numbers")
         self.vocab_size = int(expected.shape[-1])
@@ -273,12 +282,15 @@ class Model(Runs):
 
     def _choose_attention(self) -> None:
         """How keys and values are held and attended to, and what runs in a pass."""
-        network, self._seen = self._network, Survey.of(self._network)
+        network = self._network
+        self._seen = network.survey if isinstance(network, Plain) else Survey.of(network)
         if self._attention is None:
             self._attention = Native(self._seen, self.dtype) if self.device.type == "cpu" else Contiguous()
             if is_written_out(network):
                 self._llama = Llama(network, owned=self._owned)
-        network.set_attn_implementation(ATTENTION)
+        if not isinstance(network, Plain):
+            register()
+            network.set_attn_implementation(ATTENTION)
         if self._llama is None:
             multiply_row_by_row(network)
 

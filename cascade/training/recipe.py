@@ -94,7 +94,7 @@ class Distillation:
     ) -> None:
         self.tokenizer = pretrained(source)
         dtype = str(product_dtype(find_device(source, device))).removeprefix("torch.")
-        self.teacher = load(source, dtype=dtype, device=device).requires_grad_(False).eval()
+        self.teacher = load(source, dtype=dtype, device=device, trainable=True).requires_grad_(False).eval()
         self.teacher.set_attn_implementation(CAUSAL)
         self.plan, self._out, self._work, self._source = plan, out, work, source
         self._data, self._start = data, start
@@ -214,7 +214,8 @@ class Distillation:
                 self.teacher.device
             )
         elif self.plan.layers:
-            student = load(self._source, dtype="float32", device=str(self.teacher.device), layers=self.plan.layers)
+            device, layers = str(self.teacher.device), self.plan.layers
+            student = load(self._source, dtype="float32", device=device, layers=layers, trainable=True)
         else:
             texts = next(batches(shards[0], range(shards[0].num_texts), 16_384))
             self.teacher.set_attn_implementation(CAUSAL)

@@ -4,14 +4,19 @@ Its logits and their bits are held in `test_pass.py` and `test_bits.py`.
 """
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from cascade.engine.loading import load
 from cascade.engine.model import Model
 from cascade.engine.network.llama import is_written_out
+from cascade.engine.network.plain import Plain
+from cascade.engine.network.survey import Survey, agree
 from cascade.params import SamplingParams
 from cascade.scorer import Row
 from tests.architectures import VOCAB, WRITTEN_OUT, build
@@ -69,6 +74,44 @@ def test_an_owned_network_gives_its_weights_up(name: str) -> None:
 def test_the_family_is_known() -> None:
     """Guards speed: a model of the family that runs as Transformers wrote it says the same, much later."""
     assert all(is_written_out(build(name)) for name in WRITTEN_OUT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+def test_plain_networks_are_those_of_transformers(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Guards the reference of the probe: a checkpoint is read as Transformers reads it, and says the same, beyond its windows.
+
+    Loading took seconds, most of which went by while the code of Transformers' models was imported.
+    """
+    build(name).to(dtype).save_pretrained(tmp_path)
+    plain, published = (load(str(tmp_path), device="cpu", trainable=trainable) for trainable in (False, True))
+    assert isinstance(plain, Plain)
+    ids = torch.tensor([TEXT[:40], TEXT[60:]])
+    with torch.inference_mode():
+        expected = published(input_ids=ids, use_cache=False).logits
+    assert agree(plain, plain(ids), expected)
+    assert plain.num_parameters() == published.num_parameters()
+    model, other = Model(plain, cache_tokens=1024, num_threads=1), Model(published, cache_tokens=1024, num_threads=1)
+    assert torch.equal(scored(model, (0, 60)), scored(other, (0, 60)))
+    assert plain.survey == Survey.of(published)
+
+
+@pytest.mark.parametrize("surplus", ["tied, and the same", "tied, and other", "missing", "old frequencies"])
+def test_only_checkpoints_with_exactly_its_weights_are_plain(surplus: str, tmp_path: Path) -> None:
+    """Guards files that Transformers reads in its own way: an output embedding that differs though it should be tied, names."""
+    published = build("llama", tie_word_embeddings=True)
+    published.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    embedding = weights["model.embed_tokens.weight"]
+    if surplus.startswith("tied"):
+        weights["lm_head.weight"] = embedding + (surplus == "tied, and other")
+    elif surplus == "missing":
+        weights = {name.removeprefix("model."): weight for name, weight in weights.items()}
+    else:
+        weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file({name: weight.clone() for name, weight in weights.items()}, file, metadata={"format": "pt"})
+    assert isinstance(load(str(tmp_path), device="cpu"), Plain) == (surplus in ("tied, and the same", "old frequencies"))
 
 
 @pytest.mark.parametrize(

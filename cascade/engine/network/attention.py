@@ -6,11 +6,11 @@ an earlier position, and needs no code.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from cascade.cpu.attention import Kind, Spans
 from cascade.cpu.attention import attend as attend_spans
@@ -60,8 +60,15 @@ def attend(
     return cascade_pass.attend(layer, query, key, value, kind), None
 
 
-# No mask function is registered: for a name without one Transformers builds no masks, and none are wanted.
-AttentionInterface.register(ATTENTION, attend)
+@cache
+def register() -> None:
+    """Make `attend` known to Transformers, whose code of models takes seconds to import.
+
+    No mask function is registered: for a name without one Transformers builds no masks, and none are wanted.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, attend)
 
 
 @dataclass(slots=True)

@@ -2,16 +2,17 @@
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from cascade.engine.layers import cut_config
 from cascade.errors import ModelError
 
+Network = TypeVar("Network", bound=nn.Module)
 
-def stack(network: PreTrainedModel) -> nn.ModuleList:
+
+def stack(network: Any) -> nn.ModuleList:
     """The layers of a network; raises `ModelError` if they are not in one list."""
     total = network.config.get_text_config().num_hidden_layers
     for part in network.modules():
@@ -20,7 +21,7 @@ def stack(network: PreTrainedModel) -> nn.ModuleList:
     raise ModelError(f"{type(network).__name__} has no list of its {total} layers, of which some could be left out")
 
 
-def cut(network: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
+def cut(network: Network, layers: Sequence[int]) -> Network:
     """Another network of ``layers`` of this one, whose weights are the same tensors; raises `ModelError`."""
     memo: dict[int, Any] = {id(part): part for part in (*network.parameters(), *network.buffers())}
     memo |= {id(made): made for module in network.modules() if (made := vars(module).get("forward")) is not None}

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from cascade.cpu.attention import ATTENDING, OF_PASS, Heads, Kind, Sizes, attend_step, of_pass, scratch_of, store_step
 from cascade.cpu.jit import Step
@@ -28,22 +27,24 @@ from cascade.cpu.linear import Linear
 from cascade.cpu.program import Program
 from cascade.cpu.tile import STEP
 from cascade.engine.draft_vocab import DraftHead
+from cascade.engine.model_config import is_of_family
 from cascade.engine.network.attention import NativePass
+from cascade.engine.network.plain import Plain
 
-FAMILY = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 DTYPES = (torch.float32, torch.bfloat16)
-ROPES = ("default", "linear", "llama3", "yarn")  # kinds of positions whose angles do not depend on how long a text is
 KEPT = 32  # tokens of a pass whose memory and programs are kept: with drafts
 
 
-def is_written_out(network: PreTrainedModel) -> bool:
+def is_written_out(network: Any) -> bool:
     """Whether `Llama` runs it, told by its class and its configuration: in float32 and bfloat16 on a CPU."""
-    config = network.config
-    if type(network) not in FAMILY or network.device.type not in ("cpu", "meta") or network.dtype not in DTYPES:
+    if network.device.type not in ("cpu", "meta") or network.dtype not in DTYPES:
         return False
-    changed = getattr(config, "quantization_config", None) is not None or getattr(network, "_hf_peft_config_loaded", False)
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    return not changed and config.hidden_act == "silu" and rope in ROPES
+    if isinstance(network, Plain):
+        return True
+    kind = network.config.model_type
+    theirs = type(network).__module__ == f"transformers.models.{kind}.modeling_{kind}"
+    whole = type(network).__name__.endswith("ForCausalLM") and not getattr(network, "_hf_peft_config_loaded", False)
+    return theirs and whole and is_of_family(network.config.to_dict())
 
 
 class Norm(NamedTuple):

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from cascade.cpu.linear import Linear
 from cascade.engine.memory import host_memory
 from cascade.engine.network.llama import is_written_out
 
+CONV1D = "Conv1D"  # Transformers' linear layer with transposed weights
 LANES = 16  # numbers that an operation of PyTorch takes at once
 FREE_FACTOR = 2  # times the weights that must be free: for copies of them, and as much for keys and values
 
@@ -25,19 +24,23 @@ def multiply_row_by_row(module: nn.Module) -> None:
     if host_memory() < FREE_FACTOR * sum(layer.weight.nbytes for layer in plain):
         return
     for layer in plain:
-        weight = layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
-        layer.forward = Linear(weight, layer.bias)
+        layer.forward = Linear(layer.weight if isinstance(layer, nn.Linear) else layer.weight.t(), layer.bias)
+
+
+def _linear(layer: nn.Module) -> bool:
+    """Whether it is PyTorch's linear layer, or Transformers' whose weights are transposed."""
+    return isinstance(layer, nn.Linear) or type(layer).__name__ == CONV1D
 
 
 def _is_plain(layer: nn.Module) -> bool:
     """Whether a layer is linear, and neither quantised, adapted nor changed."""
-    if type(layer) not in (nn.Linear, Conv1D) or "forward" in vars(layer):
+    if not (type(layer) is nn.Linear or type(layer).__name__ == CONV1D) or "forward" in vars(layer):
         return False
     weight = layer.weight.data
     return type(weight) is Tensor and weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
 
 
-def keeps_bits(network: PreTrainedModel, dtype: torch.dtype) -> bool:
+def keeps_bits(network: Any, dtype: torch.dtype) -> bool:
     """Whether a row's logits can be expected to have the same bits in every pass on a CPU, told without weights.
 
     Experts, whose weights are one tensor of three dimensions, get as many rows as the router sends them. PyTorch's operations
@@ -47,6 +50,6 @@ def keeps_bits(network: PreTrainedModel, dtype: torch.dtype) -> bool:
     if dtype is torch.float16 or any(weight.dim() > 2 for weight in network.parameters()):
         return False
     head = network.get_output_embeddings()
-    layers = (layer for layer in network.modules() if isinstance(layer, nn.Linear | Conv1D) and layer is not head)
+    layers = (layer for layer in network.modules() if _linear(layer) and layer is not head)
     widths = (layer.out_features if isinstance(layer, nn.Linear) else layer.nf for layer in layers)
     return is_written_out(network) or all(width % LANES == 0 for width in widths)

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from functools import cache
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from cascade.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel  # takes seconds
 
 SURVEY = "cascade_survey"  # its name at Transformers
 SIZES = "cascade_sizes"  # the same where no mask is to be made
@@ -28,8 +31,9 @@ class Survey:
     heads: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, network: PreTrainedModel) -> Self:
+    def of(cls, network: "PreTrainedModel") -> Self:
         """Of a loaded network, left with this attention; raises `ModelError` if it cannot be served with another."""
+        register()
         network.set_attn_implementation(SURVEY)
         ids = torch.zeros(1, 2, dtype=torch.long, device=network.device)
         survey = cls()
@@ -89,7 +93,7 @@ def probe_texts(vocab_size: int) -> list[list[int]]:
     return [[(7919 * place + 104729 * text + 1) % vocab_size for place in range(10)] for text in (1, 2)]
 
 
-def agree(network: PreTrainedModel, logits: Tensor, expected: Tensor) -> bool:
+def agree(network: Any, logits: Tensor, expected: Tensor) -> bool:
     """Whether logits ``[texts, n, vocab_size]`` are those expected of the last ``n`` positions, at most positions of each text.
 
     Not at all of them: where rounding makes a mixture choose another expert, two runs of the model itself differ.
@@ -106,6 +110,11 @@ def agree(network: PreTrainedModel, logits: Tensor, expected: Tensor) -> bool:
     return bool((errors.median(dim=-1).values <= tolerance).all())  # false for what is not a number
 
 
-AttentionInterface.register(SURVEY, survey)
-AttentionInterface.register(SIZES, survey)
-AttentionMaskInterface.register(SURVEY, window_of_mask)
+@cache
+def register() -> None:
+    """Make these functions known to Transformers, whose code of models takes seconds to import."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(SURVEY, survey)
+    AttentionInterface.register(SIZES, survey)
+    AttentionMaskInterface.register(SURVEY, window_of_mask)

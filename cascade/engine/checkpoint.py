@@ -4,12 +4,11 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import PreTrainedConfig
 
 from cascade.engine.devices import held_dtype
 from cascade.engine.gguf import described
@@ -20,7 +19,7 @@ from cascade.engine.network.survey import SIZES, Survey, register
 from cascade.errors import ModelError, reason
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel  # takes seconds
+    from transformers import PreTrainedConfig, PreTrainedModel  # takes seconds
 
     Network: TypeAlias = Plain | PreTrainedModel
 
@@ -109,7 +108,7 @@ def shards(folder: Path) -> Iterator[Path]:
         yield folder / SINGLE
 
 
-def skeleton(config: PreTrainedConfig, source: str, trust_remote_code: bool) -> "PreTrainedModel":
+def skeleton(config: "PreTrainedConfig", source: str, trust_remote_code: bool) -> "PreTrainedModel":
     """Transformers' network without memory for weights, in bfloat16, which all kernels accept."""
     from transformers import AutoModelForCausalLM
 
@@ -131,7 +130,7 @@ def _weight_bytes(network: "Network", dtype: torch.dtype, quantization: str | No
     return round(sum(weight.numel() for weight in network.parameters()) * dtype.itemsize - linear * less)
 
 
-def _cache_size(network: "PreTrainedModel", text: PreTrainedConfig) -> int:
+def _cache_size(network: "PreTrainedModel", text: Any) -> int:
     """Keys and values of a token in all layers, as a count of numbers; raises `ModelError` if a layer has its own attention."""
     survey = Survey()
     layers = int(text.num_hidden_layers)
@@ -162,7 +161,7 @@ def _sizes(survey: Survey) -> list[int]:
     return [kv_heads * (key_size + value_size) for _, kv_heads, key_size, value_size in survey.heads.values()]
 
 
-def _nominal_size(text: PreTrainedConfig) -> int:
+def _nominal_size(text: Any) -> int:
     heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
     width = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
     return 2 * int(text.num_hidden_layers) * heads * width

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from huggingface_hub import hf_hub_download
 from torch import Tensor, nn
-from transformers.utils.hub import cached_file
 
 from cascade.engine.network.plain import Linear
 from cascade.errors import ModelError
@@ -75,10 +75,9 @@ def write(ids: Tensor, folder: Path) -> None:
 def draft_ids(source: str, revision: str | None = None) -> list[int]:
     """The token ids in `FILE`; raises `ModelError` if it is not there or is no list of them."""
     try:
-        path = cached_file(source, FILE, revision=revision)
-        assert path is not None
-        ids = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        path = Path(source, FILE) if Path(source).is_dir() else Path(hf_hub_download(source, FILE, revision=revision))
+        ids = json.loads(path.read_text(encoding="utf-8"))
+    except Exception as error:  # network, hub, disk, or what lies there
         raise ModelError(f"{source!r} has a draft vocabulary by its config, but no readable file {FILE}: {error}") from error
     if not isinstance(ids, list) or not all(type(token) is int for token in ids):
         raise ModelError(f"{FILE} of {source!r} must be a list of token ids: export it anew")

@@ -30,7 +30,7 @@ def sampling_defaults(source: str, choice: str = AUTO, *, revision: str | None =
     if choice != AUTO and not Path(choice, GENERATION_CONFIG).is_file():
         raise ModelError(f"generation_config is {choice!r}: it must be 'auto', 'vllm', or a folder with {GENERATION_CONFIG}")
     origin = source if choice == AUTO else choice
-    values = _read(origin, GENERATION_CONFIG, revision if choice == AUTO else None)
+    values = read_json(origin, GENERATION_CONFIG, revision if choice == AUTO else None)
     defaults = {ours: values[theirs] for theirs, ours in SAMPLING.items() if values.get(theirs) is not None}
     try:
         SamplingParams(**defaults)
@@ -47,7 +47,7 @@ def with_room(defaults: Mapping[str, Any], room: int | None) -> dict[str, Any]:
 def configured_ends(source: str, *, revision: str | None = None) -> frozenset[int]:
     """End tokens that the config and the generation config of a model name, together; raises `ModelError` if one is broken."""
     return frozenset(
-        token for name in (CONFIG, GENERATION_CONFIG) for token in _ends(source, name, _read(source, name, revision))
+        token for name in (CONFIG, GENERATION_CONFIG) for token in _ends(source, name, read_json(source, name, revision))
     )
 
 
@@ -64,7 +64,7 @@ def _ends(source: str, name: str, values: Mapping[str, Any]) -> Iterator[int]:
                 yield token
 
 
-def _read(source: str, name: str, revision: str | None) -> dict[str, Any]:
+def read_json(source: str, name: str, revision: str | None) -> dict[str, Any]:
     """The JSON object in a file of a model; empty if it has no such file. Raises `ModelError`."""
     folder = described(source)
     try:

@@ -1,15 +1,22 @@
 """What the configuration of a model says. Imports no code of models, which would take seconds."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
-from transformers import AutoConfig, PreTrainedConfig
+import torch
 
+from cascade.engine.generation import CONFIG, read_json
 from cascade.engine.gguf import described
 from cascade.engine.layers import cut_config
 from cascade.engine.tokenizer import check_source
 from cascade.errors import ModelError, reason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig  # takes most of a second
+
+    Config: TypeAlias = "FamilyConfig | PreTrainedConfig"
 
 NO_LIMIT = 2**20  # positions of a model that names none
 ADAPTER = "adapter_config.json"  # a folder with it is a model with an adapter
@@ -31,13 +38,36 @@ DEFAULTS = {"hidden_act": "silu", "tie_word_embeddings": False}  # of all config
 LAYER_TYPES = {"full_attention", "sliding_attention"}  # the types that are served
 
 
-class FamilyConfig(PreTrainedConfig):  # type: ignore[misc]  # Transformers has no types
-    """The configuration of a model of the Llama family, which we run ourselves.
+class FamilyConfig:
+    """The configuration of a model of the Llama family, which we run ourselves; its fields are those of Transformers' classes.
 
-    Transformers' own classes of these configurations import the code of models, by way of their validators.
+    Importing Transformers takes most of a second, and its classes of these configurations, which import code of models, three.
     """
 
-    rope_parameters: Any = None
+    model_type: str
+    hidden_act: str
+    tie_word_embeddings: bool
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        """``values`` are those of `is_of_family`."""
+        vars(self).update(DEFAULTS | dict(values))
+        saved = values.get("dtype") or values.get("torch_dtype")
+        self.dtype = getattr(torch, saved, None) if isinstance(saved, str) else None
+        rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+        rope.setdefault("rope_type", rope.get("type", "default"))
+        rope.setdefault("rope_theta", values.get("rope_theta"))
+        self.rope_parameters = rope
+
+    def get_text_config(self) -> Self:
+        """Itself: it has no other part."""
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields."""
+        return dict(vars(self))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"the configuration has no {name}")  # tells type checkers that it may have any
 
 
 def read_config(
@@ -47,22 +77,25 @@ def read_config(
     trust_remote_code: bool = False,
     layers: Sequence[int] = (),
     published: bool = False,
-) -> PreTrainedConfig:
+) -> "Config":
     """The configuration of a folder, a GGUF file or a hub id, or that of some of its ``layers``; raises `ModelError`.
 
     It is a `FamilyConfig` where that is enough, or always Transformers' own if ``published``.
     """
     folder = described(source)
     check_source(folder)
-    try:
-        values, _ = PreTrainedConfig.get_config_dict(folder, revision=revision)
-        config: PreTrainedConfig
-        if not published and is_of_family(values) and not Path(folder, ADAPTER).exists():
-            config = FamilyConfig(**DEFAULTS | values)
-        else:
+    config: Config | None = None
+    if not (published or Path(folder, ADAPTER).exists()):
+        with suppress(ModelError):  # Transformers finds words for it
+            values = read_json(source, CONFIG, revision)
+            config = FamilyConfig(values) if is_of_family(values) else None
+    if config is None:
+        from transformers import AutoConfig
+
+        try:
             config = AutoConfig.from_pretrained(folder, revision=revision, trust_remote_code=trust_remote_code)
-    except Exception as error:  # a library or downloaded code may raise anything
-        raise ModelError(f"{source!r} has no readable config: {reason(error)}") from error
+        except Exception as error:  # a library or downloaded code may raise anything
+            raise ModelError(f"{source!r} has no readable config: {reason(error)}") from error
     return cut_config(config, layers) if layers else config
 
 
@@ -82,7 +115,7 @@ def is_of_family(values: Mapping[str, Any]) -> bool:
     return ("rope_theta" in rope or "rope_theta" in values) and rope.get("rope_type", rope.get("type", "default")) in ROPES
 
 
-def unlike_attention(config: PreTrainedConfig) -> str | None:
+def unlike_attention(config: "Config") -> str | None:
     """Why a model is refused whose layers select or compress what is far back, which the short probe at load cannot show."""
     text = config.get_text_config()
     if strange := sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES):
@@ -92,7 +125,7 @@ def unlike_attention(config: PreTrainedConfig) -> str | None:
     return None
 
 
-def context_len(config: PreTrainedConfig) -> int:
+def context_len(config: "Config") -> int:
     """Positions a model was made for, and up to which its logits do not depend on how long the text will be."""
     text = config.get_text_config()
     limits = [getattr(text, "max_position_embeddings", None) or NO_LIMIT]

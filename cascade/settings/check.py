@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedConfig
 
 from cascade.drafters import head_of
 from cascade.engine.devices import ACCELERATORS, default_device, free_bytes
@@ -28,6 +27,7 @@ from cascade.settings.engine import generation_folder
 
 if TYPE_CHECKING:
     from cascade.engine.checkpoint import Anatomy
+    from cascade.engine.model_config import Config
 
 MIN_TOKENS = 4096  # cache positions, or the model's context if that is shorter: with less a tier is of no use
 
@@ -225,7 +225,7 @@ def _tokenizer(tier: TierConfig) -> Tokenizer:
         return Tokenizer.from_pretrained(tier.model_loading_config.source, **_hub(tier))
 
 
-def _config(tier: TierConfig) -> PreTrainedConfig:
+def _config(tier: TierConfig) -> Config:
     with _naming(f"The model of tier {tier.name}"):
         return read_config(tier.model_loading_config.source, layers=tier.engine_kwargs.layers or (), **_hub(tier))
 

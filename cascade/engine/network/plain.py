@@ -12,8 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from cascade.engine.network.survey import Survey
 
@@ -49,7 +47,7 @@ class Norm(nn.Module):
 class Rotary(nn.Module):
     """Cosines and sines by which queries and keys are turned."""
 
-    def __init__(self, config: PreTrainedConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         self._config = config
 
@@ -61,7 +59,10 @@ class Rotary(nn.Module):
             size = head_size(config)
             frequencies = 1.0 / (config.rope_parameters["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float) / size))
         else:
-            frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config)
+            from transformers import PreTrainedConfig  # takes most of a second
+            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+            frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](PreTrainedConfig(**config.to_dict()))
         angles = position_ids[..., None].float() * frequencies
         angles = torch.cat([angles, angles], -1)
         return (angles.cos() * scaling).to(x.dtype), (angles.sin() * scaling).to(x.dtype)
@@ -224,7 +225,7 @@ class Plain(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
 
-def head_size(config: PreTrainedConfig) -> int:
+def head_size(config: Any) -> int:
     """Numbers of a query, a key or a value of one head."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 

@@ -22,9 +22,9 @@ from cascade import (
     SamplingParams,
     Speculation,
     Unavailable,
-    local,
 )
 from cascade.drafters import DrafterSpec
+from cascade.engine import models
 from cascade.engine.model import Model
 from cascade.engine.models import common_room
 from cascade.engine.tokenizer import Tokenizer
@@ -153,15 +153,15 @@ def test_other_architectures_keep_the_promise(cascade: Cascade, name: str, tempe
 def test_models_on_one_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards cascades on a GPU: the cache of the first model took all that the weights of the others wanted."""
     steps: list[str] = []
-    load, cpu, gpu = local.load, torch.device("cpu"), torch.device("cuda")
-    monkeypatch.setattr(local, "load", lambda source, **options: steps.append("load") or load(source, **options))
+    load, cpu, gpu = models.load, torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr(models, "load", lambda source, **options: steps.append("load") or load(source, **options))
 
     class Watched(Model):
         def __init__(self, *args: Any, **options: Any) -> None:
             steps.append("cache")
             super().__init__(*args, **options)
 
-    monkeypatch.setattr(local, "Model", Watched)
+    monkeypatch.setattr(models, "Model", Watched)
     Cascade.from_pretrained(small.paths(), dtype="float32", device="cpu").close()
     assert steps == ["load"] * 3 + ["cache"] * 3
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * 10**9, 2 * 10**9))

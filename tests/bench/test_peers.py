@@ -95,6 +95,3 @@ def test_servers_are_told_the_family_and_how_to_draft(model: str) -> None:
     assert methods == [None, "ngram", "suffix", "draft_model"]
     cells = {"alone": {"tokens_per_second": 3}, "vllm_alone": {"tokens_per_second": 1}, "vllm_ngram": {"tokens_per_second": 2}}
     assert served.headline(cells) == {"alone": 3, "auto": None, "vllm": 2}
-
-
-from benchmarks.peers.contract import Models, Said

@@ -62,7 +62,8 @@ def anatomy(
     if folder.is_dir():
         check_files(folder)
     text = config.get_text_config()
-    saved = text.dtype if isinstance(getattr(text, "dtype", None), torch.dtype) else torch.float32
+    named: Any = getattr(text, "dtype", None)
+    saved = named if isinstance(named, torch.dtype) else torch.float32
     plain = isinstance(config, FamilyConfig)
     network: Network = Plain(config) if plain else skeleton(config, source, trust_remote_code)
     chosen = DTYPES[dtype] if dtype else saved

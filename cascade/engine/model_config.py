@@ -88,7 +88,8 @@ def read_config(
     if not (published or Path(folder, ADAPTER).exists()):
         with suppress(ModelError):  # Transformers finds words for it
             values = read_json(source, CONFIG, revision)
-            config = FamilyConfig(values) if is_of_family(values) else None
+            named = values.get("dtype") or values.get("torch_dtype")  # else Transformers looks at the weights
+            config = FamilyConfig(values) if named and is_of_family(values) else None
     if config is None:
         from transformers import AutoConfig
 

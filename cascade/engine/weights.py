@@ -1,7 +1,7 @@
 """The weights in the files of a checkpoint: whole, or their shapes from the headers."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from cascade.engine.checkpoint import SINGLE, check_files, shards
+from cascade.engine.checkpoint import INDEX, SINGLE, check_files, shards
+from cascade.engine.generation import CONFIG
 from cascade.engine.tokenizer import check_source, is_local
 from cascade.errors import ModelError, reason
 
 TORCH, SUFFIX = "pytorch_model.bin", ".safetensors"
-PATTERNS = ["config.json", "*.safetensors", "*.safetensors.index.json", TORCH]
 MAPS = ("d2t", "t2d")  # tensors of heads that are no weights
 
 
@@ -96,9 +96,18 @@ def _shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
 def fetched(source: str, revision: str | None = None) -> Path:
     """The folder of a path, or of a hub id's files, which are fetched; raises `ModelError` if one is damaged."""
     check_source(source)
-    local = Path(source if is_local(source) else snapshot_download(source, revision=revision, allow_patterns=PATTERNS))
-    check_files(local)
-    return local
+    folder = Path(source) if is_local(source) else _downloaded(source, revision, [CONFIG, INDEX, SINGLE])
+    if not is_local(source):
+        others = [file.name for file in shards(folder) if file.name != SINGLE]
+        if others or not (folder / SINGLE).is_file():  # weights may lie in the hub in other forms, too, as large as these
+            folder = _downloaded(source, revision, others or [TORCH])
+    check_files(folder)
+    return folder
+
+
+def _downloaded(source: str, revision: str | None, names: Sequence[str]) -> Path:
+    """The folder in the hub's cache after those of these files that are there have been downloaded."""
+    return Path(snapshot_download(source, revision=revision, allow_patterns=[*names]))
 
 
 def _files(folder: Path) -> list[Path]:

@@ -76,8 +76,8 @@ class Completion:
     stats: Stats
     origins: bytes = b""  # history of each token, see `cascade.messages.origin`
     index: int = 0  # the prompt's place in its batch
-    logprobs: tuple[Logprobs, ...] = ()  # one a token if the request asked for them
-    prompt: tuple[PromptToken, ...] = ()  # if the request asked for log-probabilities of it
+    logprobs: tuple[Logprobs, ...] = ()  # one a token, if requested
+    prompt: tuple[PromptToken, ...] = ()  # with log-probabilities, if requested
     stop_string: str | None = None  # the text ends before it
 
 
@@ -91,8 +91,8 @@ class Chunk:
     origins: bytes  # history of each token, see `cascade.messages.origin`
     completion: Completion | None = None  # set on the last piece
     index: int = 0  # the prompt's place in its batch
-    logprobs: tuple[Logprobs, ...] = ()  # one a token if the request asked for them
-    prompt: tuple[PromptToken, ...] = ()  # set on the first piece, if the request asks for log-probabilities of the prompt
+    logprobs: tuple[Logprobs, ...] = ()  # one a token, if requested
+    prompt: tuple[PromptToken, ...] = ()  # set on the first piece, if requested
     seed: int | None = None  # the shared noise's seed, set on the first piece
 
 

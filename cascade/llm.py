@@ -37,7 +37,7 @@ class RequestOutput:
 
 
 class LLM:
-    """`Cascade`, asked as vLLM's `LLM` is: for lists of prompts or conversations. Output is exactly that of ``model``.
+    """`Cascade` with the interface of vLLM's `LLM`: lists of prompts or conversations. Output is exactly that of ``model``.
 
     ``draft_models`` draft for it, the largest first, as with `cascade serve --draft`. Each is a local path or a hub id;
     ``options`` are those of `Cascade.from_pretrained`, which tells what is raised.

@@ -208,7 +208,7 @@ class Cascade:
         speculation: Speculation | None = None,
         handling: Handling | None = None,
     ) -> Iterator[Chunk]:
-        """The text piece by piece; of a batch, the pieces of all texts as they come, told apart by ``index``."""
+        """The text piece by piece; of a batch, the pieces of all texts as they come, by ``index``."""
         inbox: queue.SimpleQueue[Sequence[Message]] = queue.SimpleQueue()
         answers = self._admit(prompt, params, speculation, handling, Deliver(inbox.put))
         return answers.run(inbox.get)

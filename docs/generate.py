@@ -246,7 +246,7 @@ def series(place: str) -> str:
         if place == ("both" if len(one.places) > 1 else one.places[0]):
             name = one.shown.removeprefix(PREFIX) + (f"{{{','.join(one.labels)}}}" if one.labels else "")
             kind = " (histogram)" if one.kind == "histogram" else ""
-            same = f" = `vllm:{one.vllm}`" if one.vllm else ""
+            same = f" = `vllm:{one.vllm}`" if one.vllm not in ("", one.name) else ""
             rows.append((f"`{name}`", one.help.rstrip(".") + kind + same))
     return table(["series", "meaning"], rows)
 

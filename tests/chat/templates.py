@@ -1,5 +1,6 @@
 """Chat templates in the manner of families, each with what it does to conversations, and what a direct call gives for them."""
 
+import functools
 import json
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -77,6 +78,9 @@ VISION = (  # contents as parts alone: letters of a text are no parts
 )
 
 
+published = functools.cache(pretrained)  # conversations by the hundred are put to each
+
+
 @dataclass(frozen=True)
 class Family:
     """A template, and in which form it takes what OpenAI says in another way."""
@@ -93,7 +97,7 @@ class Family:
 
     def prompt(self, messages: Any, tools: Any, style: Style, *, tokenize: bool = True, source: str = "") -> Any:
         """What Transformers' `apply_chat_template` gives for a client's messages; raises whatever the template does."""
-        tokenizer = pretrained(source or small.paths()[-1])
+        tokenizer = published(source or small.paths()[-1])
         tokenizer.chat_template = self.template
         return tokenizer.apply_chat_template(
             [self._plain(message, bool(tools)) for message in deepcopy(messages)],

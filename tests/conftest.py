@@ -69,6 +69,14 @@ def small_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(family.VARIABLE, small.paths()[-1])
 
 
+@pytest.fixture
+def always_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiers of this process draft whether that pays or not: of small models on a busy machine it does not."""
+    from cascade.planner.chains import Planner  # not every process of tests needs it
+
+    monkeypatch.setattr(Planner, "chain", lambda self, allowed, *load, **kind: allowed)
+
+
 @dataclass(frozen=True)
 class Cluster:
     """A Ray with a Serve: addresses of its gRPC and its HTTP proxy."""

@@ -185,6 +185,7 @@ def identical(cascade: Cascade) -> Iterator[Cascade]:  # which counts threads at
     ("temperature", "branches", "num_tokens"),
     [(0.0, 0, 50), (1.0, None, 50), *(rare(heat, branches, 150) for heat in (0.0, 1.0) for branches in (0, None))],
 )
+@pytest.mark.usefixtures("always_draft")
 def test_identical_models_accept_everything(
     identical: Cascade, temperature: float, branches: int | None, num_tokens: int
 ) -> None:

@@ -25,6 +25,7 @@ from tests.waiting import LONG_S, wait_until
 served = serving()
 
 
+@pytest.mark.usefixtures("always_draft")
 def test_positions_and_reasons_are_reported(served: House) -> None:
     """Guards the way from the full tier to the client: counts by position, time to first token, the reason; over HTTP, too."""
     with Client(served.grpc) as client:
@@ -69,6 +70,7 @@ def test_inactive_speculation_is_said_once(caplog: pytest.LogCaptureFixture) -> 
     assert "ray_cascade_speculation_active 0.0" in metrics.text().decode()
 
 
+@pytest.mark.usefixtures("always_draft")
 def test_branches_are_reported() -> None:
     """Guards what a tree was worth, on its way from the tiers to whoever asks: runner-ups, corrections, what was prepared."""
     params, tiers = SamplingParams(max_tokens=20, seed=3, ignore_eos=True), ("tiny", "medium")

@@ -77,6 +77,7 @@ def joined(pieces: list[Any]) -> tuple[str, list[list[Any]], str]:
     return content, calls, pieces[-1].choices[0].finish_reason
 
 
+@pytest.mark.usefixtures("always_draft")
 def test_free_choice_is_read(served: tuple[House, str]) -> None:
     """Guards `auto`: what the model says is read, whole and streamed, with words before it; drafts are used."""
     house, name = served

@@ -97,6 +97,7 @@ def drafted(client: Client) -> None:
 served = serving()
 
 
+@pytest.mark.usefixtures("always_draft")
 def test_once_shows_tiers_edges_and_requests(served: House) -> None:
     """Guards the frame: every tier, the edges that worked, the answers there were."""
     with Client(served.grpc) as client:

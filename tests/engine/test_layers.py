@@ -102,6 +102,7 @@ def cascades() -> Iterator[tuple[Cascade, Cascade]]:
 
 @pytest.mark.parametrize("tiers", [("tiny",), ("medium",), ("tiny", "medium")])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.usefixtures("always_draft")
 def test_a_cascade_of_layers_has_the_full_models_text(
     cascades: tuple[Cascade, Cascade], tiers: Sequence[str], temperature: float
 ) -> None:

@@ -11,7 +11,6 @@ from openai import OpenAI
 from cascade.client import Client
 from cascade.errors import InvalidRequest
 from cascade.params import SamplingParams
-from cascade.planner.chains import Planner
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
 from tests.doors import House, house, serving
@@ -135,9 +134,9 @@ def test_every_piece_may_have_the_usage_so_far(served: House) -> None:
     assert {piece.usage.prompt_tokens for piece in pieces if piece.usage} == {last.usage.prompt_tokens}
 
 
-def test_drafts_are_summed_up_as_vllm_does(served: House, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("always_draft")
+def test_drafts_are_summed_up_as_vllm_does(served: House) -> None:
     """Guards `metrics.speculative_decoding`, which AIPerf reads: on the body and with the usage, of one answer alone."""
-    monkeypatch.setattr(Planner, "chain", lambda self, allowed, *load, **kind: allowed)  # which might find that they do not pay
     asked = {"prompt": PROMPT, "max_tokens": 40, "seed": 3, "speculation": {"tiers": ["tiny", "medium"]}}
     answers: list[dict[str, Any]] = []
 

@@ -5,6 +5,8 @@ import urllib.request
 from collections import defaultdict
 from dataclasses import replace
 
+import pytest
+
 from cascade import SamplingParams, Speculation
 from cascade.cli.scrape import scrape
 from cascade.client import Client
@@ -102,6 +104,7 @@ def test_lost_sessions_are_failovers(served: House) -> None:
     assert failovers(served) > before
 
 
+@pytest.mark.usefixtures("always_draft")
 def test_vllms_benchmark_finds_what_drafters_did(served: House) -> None:
     """Guards the series that `vllm bench serve` reads: they add up to the answers' edges, whatever else begins like them."""
 

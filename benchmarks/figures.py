@@ -315,6 +315,38 @@ def drafters(document: Document) -> str:
     return by_temperature("mode", found)
 
 
+def rules(document: Document) -> str:
+    """What each rule accepts of the same drafts: the first guess, and tokens of a window."""
+    found = document["temperatures"]
+    names = next(iter(found.values()))["rules"]
+    cells = {name: [of["rules"][name] for of in found.values()] for name in names}
+    lines = [
+        [name, *(f"{one['first']:.2f}, {one['accepted']:.2f} ± {one['error']:.2f}" for one in line)]
+        for name, line in cells.items()
+    ]
+    return rows(("rule", *(f"temperature {float(key):g}" for key in found)), lines)
+
+
+def aligned(document: Document) -> str:
+    """What a change of traffic cost drafters, and what they have learnt back."""
+    lines = []
+    for name, found in document["learning"].items():
+        shares = [f"{found[which][when]:.2f}" for which in ("old", "new") for when in ("before", "after")]
+        back = "-" if found["recovered"] is None else f"{found['recovered']:.0%}"
+        lines.append([f"`{name}`", *shares, back, f"{found['course'][-1][0]:.0f}"])
+    columns = ("chats", "chats, after", "Java", "Java, after", "recovered", "seconds")
+    return rows(("drafter", *columns), lines) + "".join(course(name, found) for name, found in document["learning"].items())
+
+
+def course(name: str, found: Document) -> str:
+    """Agreement of a drafter before the change of traffic, right after it, and with the weights of each round, as a chart."""
+    seconds, new, _ = zip(*found["course"], strict=True)
+    marks = ["chats", "change to Java", *(f"new weights, {second:.0f} s" for second in seconds[1:])]
+    axis, shares = ", ".join(f'"{mark}"' for mark in marks), ", ".join(map(str, (round(found["old"]["before"], 3), *new)))
+    lines = (f'title "{name}"', f"x-axis [{axis}]", 'y-axis "agreement" 0 --> 1', f"line [{shares}]")
+    return "\n```mermaid\nxychart-beta\n" + "".join(f"    {line}\n" for line in lines) + "```\n"
+
+
 SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # title, document, command, what, table
     (
         "One request at a time",
@@ -432,6 +464,15 @@ SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # 
         drafters,
     ),
     (
+        "Rules for accepting guesses",
+        "rules",
+        "python -m benchmarks.rules",
+        "Share of first guesses that are accepted, and tokens accepted of a window of four, by each rule on the same drafts. "
+        "Computed from logits, except *drawn*: what own tokens with the noise of one seed accept. The error is that of "
+        "answers, which all rules share.",
+        rules,
+    ),
+    (
         "A published pair: agreement",
         "family",
         "make bench-family",
@@ -453,6 +494,14 @@ SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # 
         "HumanEval, one request at a time: tokens per second, and over 1.5B alone. `tiny` is 0.5B on the same cores, `suffix` "
         "drafts in both tiers.",
         ways,
+    ),
+    (
+        "Drafters that follow the traffic",
+        "align",
+        "make bench-align",
+        "Share of positions of held-out answers at which a drafter says what its verifier says, before and after it has learnt "
+        "from files in Java on one core. *Recovered*: of what the change from chats in English to Java had cost.",
+        aligned,
     ),
 )
 

@@ -3,9 +3,9 @@
     make family bench-family
 
 Parts: ``agreement`` of 0.5B with 1.5B along its answers; ``modes``: one request at a time, every way to draft in turns;
-``vllm``, ``llama``: the same beside vLLM and llama.cpp, which draft with the same pair. All modes must give the same text. A
-part or a temperature that is not run keeps what an earlier run on the same processor measured. The last line is JSON; the whole
-document is kept in ``benchmarks/results/family.json``.
+``vllm``, ``llama``: the same beside vLLM and llama.cpp, which draft with the same pair; ``long`` prompts. All modes must give
+the same text. A part or a temperature that is not run keeps what an earlier run on the same processor said. The last line is
+JSON; the whole document is kept in ``benchmarks/results/family.json``.
 """
 
 import argparse
@@ -16,16 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.document import RESULTS, finish, keep, parsed, parser, shape, stamp
-from benchmarks.family import agreement, speed
+from benchmarks.family import agreement, long, speed
 from benchmarks.family.models import PAIR, WORK, name, path
-from benchmarks.family.prompts import asked
+from benchmarks.family.prompts import asked, human_eval
 from cascade import family
 
-PARTS = ("agreement", *speed.CONTESTS)
+PARTS = ("agreement", *speed.CONTESTS, "long")
 TEMPERATURES = (0.0, 0.7, 1.0)
 MODEL = "Qwen2.5-Coder-Instruct 0.5B and 1.5B, bfloat16"
 AGREEMENT = 8, 1, 64  # problems of HumanEval, chats of each kind, tokens of an answer at most
 SPEED = 6, 0, 64
+LONG = 3, 0, 48
 QUICK = 1, 1, 8
 
 
@@ -53,11 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = options(arguments)
     models = [path(size) for size in PAIR]
     for part in chosen.only:
-        problems, kinds, tokens = QUICK if chosen.quick else AGREEMENT if part == "agreement" else SPEED
+        problems, kinds, tokens = QUICK if chosen.quick else {"agreement": AGREEMENT, "long": LONG}.get(part, SPEED)
         prompts = asked(problems, kinds)
         add = partial(added, chosen.results, models, part, {"prompts": len(prompts), "tokens": tokens})
         if part == "agreement":
             add(agreement.measure(models, prompts, tokens, chosen.temperatures, family.DTYPE))
+        elif part == "long":
+            add(long.measure(models, human_eval(), problems, tokens, family.DTYPE))
         else:
             speed.measure(part, prompts, tokens, chosen.temperatures, 60 * chosen.minutes, add)
     document = begun(chosen.results, models)
@@ -75,6 +78,8 @@ def headline(part: str, cells: dict[str, Any]) -> dict[str, Any]:
     """Of each temperature: agreement by kind, or tokens per second by mode."""
     if part == "agreement":
         return {temperature: found["kinds"] for temperature, found in cells.items()}
+    if part == "long":
+        return cells
     return {key: {mode: found["tokens_per_second"] for mode, found in modes.items()} for key, modes in cells.items()}
 
 

@@ -137,7 +137,7 @@ class TierReplica:
             "leases": len(self._server.leases),
             "drafting": self._downlink.num_sessions,
             "address": self._server.address,
-            "asked": blocks.asked,
+            "asked": blocks.queried,
             "reused": blocks.reused,
             "passes": stats.passes,
             "busy_s": stats.busy_s,
@@ -265,7 +265,7 @@ def replica_readings(tier: Tier, profile: Profile, server: LinkServer, downlink:
     yield Reading("tier_pass_failures", (), stats.failures)
     yield Reading("kv_cache_usage_perc", (), blocks.usage)
     yield Reading("kv_cache_tokens", (), tier.kv_admission.num_tokens)
-    yield Reading("prefix_cache_queries", (), blocks.asked)
+    yield Reading("prefix_cache_queries", (), blocks.queried)
     yield Reading("prefix_cache_hits", (), blocks.reused)
     yield Reading("num_preemptions", (), tier.kv_admission.preempted)
     for drafter, sampled, num_sessions, factor in tier.planner.worths():

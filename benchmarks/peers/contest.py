@@ -1,5 +1,6 @@
 """One request at a time: all modes of all engines answer the same prompts in turns."""
 
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -67,7 +68,7 @@ def settings(environment: environments.Environment | None) -> dict[str, str]:
         "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_CACHE_ROOT": str(WORK / "vllm"),
+        "VLLM_CACHE_ROOT": os.environ.get("VLLM_CACHE_ROOT", str(WORK / "vllm")),
     }
     return common if environment is None else {**common, **environment.variables}
 

@@ -1,11 +1,12 @@
 """Requests over HTTP: ``vllm bench serve`` asks this project's server and vLLM's, in turns."""
 
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.document import console
@@ -26,7 +27,11 @@ class Plan:
     tokens: int  # of an answer at most
     temperature: float
     requests: Mapping[int, int]  # at once, and in all
-    drafter: str  # vLLM's, by its mode of one request
+    drafter: str = ""  # vLLM's, by its mode of one request; "" to measure vLLM without drafts only
+    rate: float = math.inf  # requests that come in a second, at random; infinite: each as soon as it may
+    positions: int = POSITIONS  # of context at vLLM
+    cache_gib: int = 1  # vLLM's memory for keys and values
+    extra: Mapping[str, Any] = field(default_factory=dict)  # fields of every request's body
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +93,7 @@ class Arena:
         except (environments.Missing, crew.WorkerFailed) as error:
             self.missing = dict.fromkeys(("alone", "auto", "vllm_alone", plan.drafter), f"no client: {error}")
             return
-        for mode in ("vllm_alone", plan.drafter):
+        for mode in filter(None, ("vllm_alone", plan.drafter)):
             self._vllm(mode, python)
         self._cascade()
 
@@ -104,13 +109,15 @@ class Arena:
     def _vllm(self, mode: str, python: str) -> None:
         port = str(free_port())
         command = [python, "-m", "vllm.entrypoints.cli.main", "serve", self._models.full, "--host", LOOPBACK, "--port", port]
-        command += ["--dtype", self._dtype, "--max-model-len", str(POSITIONS), "--max-num-seqs", str(max(self._plan.requests))]
+        command += ["--dtype", self._dtype, "--max-model-len", str(self._plan.positions)]
+        command += ["--max-num-seqs", str(max(self._plan.requests))]
         command += ["--served-model-name", "full", "--generation-config", "vllm"]
         if self._share:
             command += ["--gpu-memory-utilization", str(self._share)]
         if drafts := vllm_drafts(mode, self._models.tiny):
             command += ["--speculative-config", json.dumps(drafts)]
-        self._start({mode: {}}, command, contest.settings(environments.VLLM), port)
+        variables = contest.settings(environments.VLLM) | {"VLLM_CPU_KVCACHE_SPACE": str(self._plan.cache_gib)}
+        self._start({mode: {}}, command, variables, port)
 
     def _start(self, bodies: Mapping[str, Mapping[str, Any]], command: list[str], variables: dict[str, str], port: str) -> None:
         url, log = f"http://{LOOPBACK}:{port}", contest.WORK / f"serve-{next(iter(bodies))}.log"
@@ -125,13 +132,14 @@ class Arena:
     def ask(self, mode: str, at_once: int, requests: int, salt: str) -> dict[str, Any] | None:
         """What ``vllm bench serve`` says of a mode; one that fails is asked no more."""
         place = self.modes[mode]
-        body = {**place.body, "cache_salt": salt}  # no prompt is known from another cell
+        body = {**place.body, **self._plan.extra, "cache_salt": salt}  # no prompt is known from another cell
         arguments = ["--backend", "openai-chat", "--base-url", place.url, "--endpoint", "/v1/chat/completions"]
         arguments += ["--model", place.model, "--tokenizer", self._models.full, "--dataset-name", "custom"]
         arguments += ["--dataset-path", str(self._prompts), "--skip-chat-template", "--disable-shuffle"]
         arguments += ["--custom-output-len", str(self._plan.tokens), "--num-prompts", str(requests)]
         arguments += ["--max-concurrency", str(at_once), "--temperature", str(self._plan.temperature)]
-        arguments += ["--extra-body", json.dumps(body), "--percentile-metrics", "ttft,tpot", "--disable-tqdm"]
+        arguments += ["--extra-body", json.dumps(body), "--request-rate", str(self._plan.rate), "--disable-tqdm"]
+        arguments += ["--percentile-metrics", "ttft,tpot,itl", "--metric-percentiles", "99"]
         try:
             result = self._client.tell(arguments)
             if result["completed"] != requests:

@@ -7,6 +7,7 @@ drafter of vLLM do (Saxena 2023, "Prompt Lookup Decoding"), and in the last text
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 
 from cascade.draft import NO_DRAFT, Draft
 from cascade.drafters.matches import BESIDE, GRAM, Match, Matches
@@ -89,8 +90,14 @@ class Matcher(Guesser):
             (*trunk, *beside),
             self._origin * (nodes + len(beside)),
             bytes([confidence]) * nodes + bytes([kind(size, 0)]) * len(beside),
-            (*range(-1, nodes - 1), -1, *range(nodes, nodes + len(beside) - 1)),
+            _two_lines(nodes, len(beside)),
         )
+
+
+@lru_cache
+def _two_lines(trunk: int, beside: int) -> tuple[int, ...]:
+    """Parents of a line of so many nodes and of another one beside it."""
+    return (*range(-1, trunk - 1), -1, *range(trunk, trunk + beside - 1))
 
 
 def kind(same: int, contradicted: int) -> int:

@@ -50,12 +50,13 @@ class Calibrations:
 class Calibration:
     """Chances of the guesses of one drafter, by rank and gap, from the verdicts on them."""
 
-    __slots__ = ("_chances", "_weights")
+    __slots__ = ("_chances", "_of_drafts", "_weights")
 
     def __init__(self) -> None:
         kinds = [(rank, kind) for _ in range(2) for rank in range(MAX_RANKS) for kind in range(_GAPS)]
         self._chances = [_prior(rank, kind) for rank, kind in kinds]  # first those of guesses right after the text
         self._weights = [PRIOR_WEIGHT] * len(kinds)
+        self._of_drafts: dict[tuple[bytes, tuple[int, ...]], list[float]] = {}  # by confidences and parents, until a verdict
 
     def chance(self, rank: int, gap: int, *, first: bool) -> float:
         """Chance that a guess of this rank and gap (a byte) is right if all before it are; ``first``: it follows the text."""
@@ -63,12 +64,20 @@ class Calibration:
 
     def judged(self, rank: int, gap: int, *, first: bool, right: bool) -> None:
         """Learn whether a guess was right, all before which were."""
+        self._of_drafts.clear()
         kind = _kind(rank, gap, first)
         weight = self._weights[kind] = VERDICT_MEMORY * self._weights[kind] + 1
         self._chances[kind] += (right - self._chances[kind]) / weight
 
-    def chances(self, draft: Draft) -> list[float]:
-        """Chance of each node of a draft that it and all nodes on its path are right."""
+    def chances(self, draft: Draft) -> Sequence[float]:
+        """Chance of each node of a draft that it and all nodes on its path are right. Many drafts of a pass are alike."""
+        key = draft.confidences or bytes(len(draft.tokens)), draft.parents
+        chances = self._of_drafts.get(key)
+        if chances is None:
+            chances = self._of_drafts[key] = self._computed(draft)
+        return chances
+
+    def _computed(self, draft: Draft) -> list[float]:
         of_kind, gaps, trunk = self._chances, draft.confidences or bytes(len(draft.tokens)), draft.trunk_size
         each = [of_kind[kind] for kind in gaps[:trunk].translate(_LATER_GAP)]
         each[:1] = [of_kind[kind] for kind in gaps[:1].translate(_GAP)]

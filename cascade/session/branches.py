@@ -157,7 +157,7 @@ class Branches:
         """Branches to write on, up to position ``limit``, each with its chance to be of use; new ones are not held yet."""
         heads = {(branch.start, branch.tokens[0]): self._head_chance(branch) for branch in self.held}
         least = min(heads.values()) if len(heads) >= self.max_branches else 0.0
-        found = [
+        candidates = [
             (self.chance(branch), branch)
             for branch in self.held
             if not branch.ended and branch.end < min(limit, branch.start + MAX_FORKED)
@@ -165,8 +165,8 @@ class Branches:
         for chance, place, rank, token in self._offers():
             start = self.committed + place
             if start + 1 < limit and chance > least and (start, token) not in heads:
-                found.append((chance, Branch(start, rank, [token], [UNKNOWN], start)))
-        return found
+                candidates.append((chance, Branch(start, rank, [token], [UNKNOWN], start)))
+        return candidates
 
     def hold(self, branch: Branch) -> None:
         """Keep a new branch, instead of the unlikeliest if there are too many."""
@@ -181,11 +181,11 @@ class Branches:
         self.unsent = False
         if not text:
             return NO_DRAFT
-        offered = sorted(self._offers(), key=lambda one: -one[0])[: self.max_branches]
+        offered = sorted(self._offers(), key=lambda offer: -offer[0])[: self.max_branches]
         held = {(branch.start - self.committed, branch.tokens[0]): branch for branch in self.held}
         tokens, parents = list(text), list(range(-1, len(text) - 1))
         confidences = bytearray(margin.gap for margin in self.margins)
-        for _, place, rank, token in sorted(offered, key=lambda one: one[1:]):
+        for _, place, rank, token in sorted(offered, key=lambda offer: offer[1:]):
             parents.append(place - 1)
             tokens.append(token)
             confidences.append(gap_byte(self.margins[place].runner_ups[rank - 1].gap))

@@ -29,7 +29,7 @@ class Counts:
     proposed_by_rank: list[int] = field(default_factory=lambda: [0] * MAX_RANKS)
 
     def edge(self, drafter: str, verifier: str) -> Edge:
-        counts: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
+        counts: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
         lists = {name: _trimmed(value) for name, value in counts.items() if isinstance(value, list)}
         return Edge(drafter, verifier, **counts | lists)
 
@@ -67,8 +67,8 @@ class EdgeTotals:
 
     def settle(self) -> None:
         """Count the passes since the last call."""
-        for one in self._passed:
-            self._count(*one)
+        for passed in self._passed:
+            self._count(*passed)
         self._passed.clear()
 
     def _count(self, draft: Draft, num_scored: int, path: Sequence[int], num_new: int, drafters: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ class Pool(NamedTuple):
     """All guesses after a text as one tree, the nodes of the tier below first."""
 
     draft: Draft
-    chances: list[float]  # the chance of each node, that the text goes along its path
+    chances: Sequence[float]  # the chance of each node, that the text goes along its path
     drafters: tuple[str, ...] = ()  # for each node the drafter inside the tier that alone guesses it; empty without hints
 
 
@@ -35,7 +35,7 @@ def pooled(draft: Draft, calibration: Calibration, hints: Sequence[Hint]) -> Poo
     if not draft.tokens and len(hints) == 1:
         [hint] = hints
         return Pool(hint.draft, hint.calibration.chances(hint.draft), (hint.drafter,) * len(hint.draft.tokens))
-    chances = calibration.chances(draft)
+    chances = [*calibration.chances(draft)]
     drafters = [""] * len(draft)
     for hint in hints:
         draft, places = draft.union(hint.draft)
@@ -89,10 +89,10 @@ class Guesses:
 
     @property
     def pool(self) -> Pool:
-        known = self._pool
-        if known is None or known[0] is not self.draft or known[1] is not self.hints:
-            known = self._pool = self.draft, self.hints, pooled(self.draft, self.calibration, self.hints)
-        return known[2]
+        latest = self._pool
+        if latest is None or latest[0] is not self.draft or latest[1] is not self.hints:
+            latest = self._pool = self.draft, self.hints, pooled(self.draft, self.calibration, self.hints)
+        return latest[2]
 
     @property
     def likely_length(self) -> int:
@@ -146,9 +146,9 @@ class Guesses:
         """Guesses from below: ignored if they do not join ``text``; the newest win where they contradict older ones."""
         if not 0 <= len(text) - proposal.start < len(proposal.draft):
             return
-        known = text[proposal.start :]
-        path = proposal.draft.find(known)
-        if len(path) < len(known):
+        behind = text[proposal.start :]
+        path = proposal.draft.find(behind)
+        if len(path) < len(behind):
             return
         rest = proposal.draft.below(path[-1] if path else -1)
         if self._unprepared is not None and proposal.start <= self._unprepared and rest:
@@ -162,5 +162,5 @@ class Guesses:
     def hint(self, hints: Sequence[Hint]) -> None:
         """What drafters inside the tier guess after the text as it is, in place of what they did."""
         vocab_size, window = self._vocab_size, self._window
-        fitting = [Hint(name, learnt, draft.fitting(vocab_size, window, MAX_NODES)) for name, learnt, draft in hints]
+        fitting = [Hint(name, calibration, draft.fitting(vocab_size, window, MAX_NODES)) for name, calibration, draft in hints]
         self.hints = tuple([hint for hint in fitting if hint.draft.tokens])

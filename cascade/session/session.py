@@ -155,7 +155,7 @@ class Session:
     def runner_ups(self) -> int:
         return RUNNER_UPS if self.branches is not None else 0
 
-    def candidates(self, most: int) -> tuple[Sequence[int], list[float]]:
+    def candidates(self, most: int) -> tuple[Sequence[int], Sequence[float]]:
         """The likeliest ``most`` nodes of the draft that the next pass can use, ascending, and their chances to be right."""
         pool = self.guesses.pool
         chances = pool.chances
@@ -225,9 +225,9 @@ class Session:
         new, path = draft.walk(own, self.spec.ends)
         accepted = path[: len(new) - 1]  # a guess that says the last new token is not used: nothing was scored after it
         guesses, pool = self.guesses, self.guesses.pool.draft
-        known = path if draft is pool else pool.find(new)
+        right = path if draft is pool else pool.find(new)
         self.totals.passed(draft, len(own) - 1, accepted, len(new), work.drafters)
-        guesses.advance(start, new, known if pool is guesses.draft else guesses.draft.find(new))
+        guesses.advance(start, new, right if pool is guesses.draft else guesses.draft.find(new))
         if self.branches is not None:
             margins = [Margin.of(others) for others in scored.runner_ups] or [UNKNOWN] * len(own)
             for node in (-1, *accepted):
@@ -235,9 +235,9 @@ class Session:
             self.branches.keep_rejected(start, draft, own, margins, path)
         self.changed_from = min(self.changed_from, start)
         self.text += new
-        self._origins += pool.origins[: len(known)] if pool.is_line else bytes([pool.origins[node] for node in known])
-        if len(known) < len(new):
-            wrong = next(iter(pool.children(known[-1] if known else -1)), None)
+        self._origins += pool.origins[: len(right)] if pool.is_line else bytes([pool.origins[node] for node in right])
+        if len(right) < len(new):
+            wrong = next(iter(pool.children(right[-1] if right else -1)), None)
             self._origins.append(origin(self.level, None if wrong is None else origin_level(pool.origins[wrong])))
         self.kv_len = len(self.text) - 1
         self._measure()

@@ -50,7 +50,7 @@ class BlockManager:
         first.free()
         self.total = num_tokens // first.block * self._unit  # blocks
         self.free = self.total
-        self.asked = 0  # positions of all texts that were opened
+        self.queried = 0  # positions of all texts that were opened
         self.reused = 0  # those that were not scored again
         self.lent = 0  # blocks of forks
         self._new_store = new_store
@@ -79,16 +79,16 @@ class BlockManager:
 
         The last token is never among them, since it must be scored.
         """
-        donor, known = self._find(tokens, salt)
+        donor, num_held = self._find(tokens, salt)
         if donor is None:
             allocation = self._new(positions)
         else:
-            allocation = self._copied(donor, positions, known) or self._inherited(donor, positions)
+            allocation = self._copied(donor, positions, num_held) or self._inherited(donor, positions)
         if allocation is None:
             return None
-        self.asked += len(tokens)
-        self.reused += known
-        return allocation, known
+        self.queried += len(tokens)
+        self.reused += num_held
+        return allocation, num_held
 
     def reserve(self, allocation: Allocation, positions: int) -> bool:
         """Give an allocation room for ``positions``; False if memory is short, and then nothing has changed."""
@@ -151,8 +151,8 @@ class BlockManager:
         if not allocations:
             return None, 0
         allocation = next(reversed(allocations))
-        known = num_same(allocation.tokens, tokens[:-1]) if allocation.salt == salt else 0  # equal hashes prove nothing
-        return (allocation, known) if known else (None, 0)
+        num_held = num_same(allocation.tokens, tokens[:-1]) if allocation.salt == salt else 0  # equal hashes prove nothing
+        return (allocation, num_held) if num_held else (None, 0)
 
     def _new(self, positions: int) -> Allocation | None:
         blocks = self.blocks(positions)
@@ -166,15 +166,15 @@ class BlockManager:
         self.free -= blocks
         return allocation
 
-    def _copied(self, donor: Allocation, positions: int, known: int) -> Allocation | None:
+    def _copied(self, donor: Allocation, positions: int, num_held: int) -> Allocation | None:
         """A copy of what a donor holds; None if memory is short, or nobody else would need the donor itself."""
-        if not donor.in_use and len(donor.tokens) - known < BLOCK:
+        if not donor.in_use and len(donor.tokens) - num_held < BLOCK:
             return None
         self._kept.pop(donor, None)  # else it might be what makes room
         copy = self._new(positions)
         if copy is not None:
             try:
-                copy.store.reuse(donor.store, known)
+                copy.store.reuse(donor.store, num_held)
             except Exception:
                 log.exception("Keys and values could not be copied")
                 self.drop(copy)

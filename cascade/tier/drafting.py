@@ -162,4 +162,4 @@ class Drafting(Generic[U]):
 
 
 def _without(tier: str, chain: Chain) -> Chain:
-    return tuple(one for one in chain if one != tier)
+    return tuple(other for other in chain if other != tier)

@@ -147,10 +147,10 @@ class KVAdmission:
         if slot.allocation is not None:
             return positions <= slot.allocation.capacity or self.block_manager.reserve(slot.allocation, positions)
         session = slot.session
-        found = self.block_manager.open(session.text, _salt(slot), positions)
-        if found is None:
+        opened = self.block_manager.open(session.text, _salt(slot), positions)
+        if opened is None:
             return False
-        slot.allocation, session.kv_len = found
+        slot.allocation, session.kv_len = opened
         if len(session.text) == len(session.spec.tokens):  # else it may have found what it had left itself
             session.cached = min(session.kv_len, session.spec.prompt_len)
         return True

@@ -14,7 +14,6 @@ from cascade.planner.chains import Planner
 from cascade.planner.choice import Policy
 from cascade.planner.cost import Profile
 from cascade.scorer import Drafter, RowState, Scored
-from cascade.session.guesses import Hint
 from cascade.session.session import ProtocolError, Session, Work
 from cascade.tier.drafting import Drafting, Progress
 from cascade.tier.kv_admission import KVAdmission
@@ -125,26 +124,26 @@ class Loop(Generic[U]):
 
     def _inner_drafters(self, spec: SessionSpec) -> tuple[InnerDrafter, ...]:
         """Drafters inside the tier that the request allows."""
-        learnt, temperature = self._drafting.calibrations, spec.params.temperature
-        found: list[InnerDrafter] = []
-        for one in self._drafters:
-            if one.name in spec.drafters:
+        begun: list[InnerDrafter] = []
+        for drafter in self._drafters:
+            if drafter.name in spec.drafters:
                 try:
-                    found.append(InnerDrafter(one.name, learnt.of(one.name, temperature), one.begin(spec.cache_salt)))
+                    calibration = self._drafting.calibrations.of(drafter.name, spec.params.temperature)
+                    begun.append(InnerDrafter(drafter.name, calibration, drafter.begin(spec.cache_salt)))
                 except Exception:
-                    self._broke(one.name)
-        return tuple(found)
+                    self._broke(drafter.name)
+        return tuple(begun)
 
     def _ask(self, slot: Slot[U], question: Callable[[InnerDrafter], T]) -> list[T]:
         """What drafters inside the tier say of a session; one that raises is asked no more."""
-        said: list[T] = []
+        answers: list[T] = []
         for drafter in slot.drafters:
             try:
-                said.append(question(drafter))
+                answers.append(question(drafter))
             except Exception:
                 self._broke(drafter.name)
                 slot.drafters = tuple(other for other in slot.drafters if other is not drafter)
-        return said
+        return answers
 
     def _broke(self, drafter: str) -> None:
         log.exception("A session of tier %s goes on without the drafter %s, which raised", self._name, drafter)
@@ -259,10 +258,10 @@ class Loop(Generic[U]):
         session = slot.session
         if slot.drafters and not session.stalled:
             text, since, most = session.text, session.changed_from, min(session.max_depth, self._limits.policy.max_guesses)
-            session.hint(self._ask(slot, lambda one: Hint(one.name, one.calibration, one.guesser.guess(text, since, most))))
+            session.hint(self._ask(slot, lambda drafter: drafter.hint(text, since, most)))
 
     def _observe(self, slot: Slot[U], work: Work, result: Scored) -> None:
-        self._ask(slot, lambda one: one.guesser.observe(work.tokens[-1], work.draft, result))
+        self._ask(slot, lambda drafter: drafter.guesser.observe(work.tokens[-1], work.draft, result))
 
     def _advance_branch(self, slot: Slot[U], work: Work, result: Result) -> None:
         """A branch takes its own token; one that could not be scored is given up."""
@@ -293,7 +292,7 @@ class Loop(Generic[U]):
         self._drafting.leave(slot)
         self.agreed += slot.session.run_ahead.num_kept
         self.corrected += slot.session.run_ahead.num_cut
-        self._ask(slot, lambda one: one.guesser.close(slot.session.text))
+        self._ask(slot, lambda drafter: drafter.guesser.close(slot.session.text))
         del self.slots[slot.session.name]
         self.kv_admission.leave(slot, spoilt=spoilt)
 

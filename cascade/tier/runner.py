@@ -105,7 +105,8 @@ class Runner:
         if results is None:
             results = [self._rescue(*row) for row in batch]  # to score a row twice gives the same
             self._broken = 0 if any(results) or self._scores_canary() else self._broken + 1
-            if len(batch) > 1 and all(isinstance(one, Scored) for one in results):  # no row is bad: together they were too many
+            scored = all(isinstance(result, Scored) for result in results)
+            if len(batch) > 1 and scored:  # no row is bad: together they were too many
                 self._shrink(sum(len(work) for _, work in batch) // 2)
         else:
             self._broken = 0
@@ -146,12 +147,10 @@ class Runner:
             flight.launched = self._model.launch([row_of(slot, work) for slot, work in batch])
         except Exception as error:
             flight.error = error
-        for _, work in batch:
-            guessed = len(work.draft.tokens)
-            flight.num_tokens += len(work.tokens) + guessed
-            flight.num_own += work.num_own + guessed
-            flight.num_read += work.num_read
-            flight.context += work.start
+        flight.num_own = sum([work.num_own + len(work.draft.tokens) for _, work in batch])
+        flight.num_read = sum([len(work.tokens) - work.num_own for _, work in batch])
+        flight.num_tokens = flight.num_own + flight.num_read
+        flight.context = sum([work.start for _, work in batch])
         self.watchdog.begin(self._profile.predict(flight.num_tokens, flight.context))
         return flight
 

@@ -1,5 +1,6 @@
 """What a session occupies at a tier, and what the tier knows of its drafters."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -8,6 +9,7 @@ from cascade.planner.acceptance import Calibration
 from cascade.planner.chains import ALONE, Chain
 from cascade.scorer import UNREAD, Guesser, RowState, Store
 from cascade.session.branches import Branch
+from cascade.session.guesses import Hint
 from cascade.session.session import Session
 from cascade.tier.block_manager import Allocation
 
@@ -20,6 +22,10 @@ class InnerDrafter(NamedTuple):
     name: str
     calibration: Calibration  # what its guesses are worth
     guesser: Guesser
+
+    def hint(self, text: Sequence[int], since: int, most: int) -> Hint:
+        """See `cascade.scorer.Guesser.guess`."""
+        return Hint(self.name, self.calibration, self.guesser.guess(text, since, most))
 
 
 @dataclass(slots=True)

@@ -49,17 +49,16 @@ def prompts(tokenizer: Tokenizer, number: int) -> list[Prompt]:
     return [Prompt(text) for text in texts]
 
 
-def measure(quick: bool) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """Figures by mode, and why others are missing."""
+def measure(at_once: int, number: int, tokens: int) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+    """Figures by mode of so many requests with answers of so many tokens, and why others are missing."""
     tiny, medium, full = family.paths()
-    at_once, number, tokens = (4, 4, 8) if quick else (AT_ONCE, REQUESTS, TOKENS)
     plan = served.Plan(
         prompts(Tokenizer.from_pretrained(full), number),
         tokens,
         0.0,
         {at_once: number},
         rate=RATE,
-        positions=LONGEST + FRAME + TOKENS,
+        positions=LONGEST + FRAME + tokens,
         cache_gib=CACHE_GIB,
         extra={"ignore_eos": True},
     )
@@ -78,8 +77,9 @@ def measure(quick: bool) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parsed(parser("prefill", "Long prompts beside answers."), arguments)
-    cells, missing = measure(chosen.quick)
-    how = {"at_once": AT_ONCE, "requests": REQUESTS, "rate": RATE, "prompt_tokens": [SHORTEST, LONGEST], "tokens": TOKENS}
+    at_once, number, tokens = (4, 4, 8) if chosen.quick else (AT_ONCE, REQUESTS, TOKENS)
+    cells, missing = measure(at_once, number, tokens)
+    how = {"at_once": at_once, "requests": number, "rate": RATE, "prompt_tokens": [SHORTEST, LONGEST], "tokens": tokens}
     document: dict[str, Any] = {"prefill": cells, "how": how, "missing": missing}
     finish(document | stamp(), document, chosen.results)
 

@@ -5,7 +5,6 @@ What a wire may do to guesses (delay, repeat, reorder, lose) and deaths of repli
 same outcome.
 """
 
-import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,7 +69,6 @@ class Node:
         self._inbox: list[tuple[str, Message]] = []
         self._busy = self._dead = False
         self._lives = 0
-        self._opened = itertools.count(1)
         self._wake_at = math.inf
         self._profile = Profile([(tokens, tier.cost(tokens, 0)) for tokens in sorted(tier.timed)])
         lower = scenario.tiers[:level]
@@ -87,7 +85,6 @@ class Node:
             self._profile,
             send_up=lambda above, message: self._wires.send(self.name, above, message),
             send_down=lambda tier, message: self._wires.send(self.name, tier, message),
-            mint=lambda: f"{self.name}-{next(self._opened)}",
             planner=Planner(self._shared),
         )
 

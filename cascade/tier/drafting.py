@@ -32,16 +32,14 @@ class Failure(NamedTuple):
 
 
 class Drafting(Generic[U]):
-    """``send`` takes messages to the tier that it names; ``mint`` gives names to sessions."""
+    """``send`` takes messages to the tier that it names. A session below is named after the one that it drafts for."""
 
-    def __init__(self, send: Callable[[str, Message], None], mint: Callable[[], str], planner: Planner) -> None:
+    def __init__(self, send: Callable[[str, Message], None], planner: Planner) -> None:
         self._send = send
-        self._mint = mint
         self._planner = planner
         self._failures: dict[str, Failure] = {}  # each failed tier's, until it works again
         self.calibrations = Calibrations()
         self._num_begun = 0
-        self._slots: dict[str, Slot[U]] = {}  # keyed by the session below
 
     def begin(self, slot: Slot[U], num_sessions: int, now: float) -> None:
         """Find a drafter for a new session, one of so many. It does not settle: that its first guesses are late counts."""
@@ -62,10 +60,10 @@ class Drafting(Generic[U]):
             self.leave(slot)
         elif usable and slot.attached != usable:
             self.leave(slot)
-            spec = session.attach(usable, self._mint())
+            slot.num_drafters += 1
+            spec = session.attach(usable, f"{session.name}.{slot.num_drafters}")
             session.guesses.calibration = self.calibrations.of(usable[0], spec.params.temperature)
             slot.attached, slot.settling = usable, SETTLING_PASSES
-            self._slots[session.drafter_session] = slot
             self._send(session.drafter, Open(session.drafter_session, spec, slot.routing))
         again_at = (failure.retry_at for tier, failure in self._failures.items() if tier in chain)
         return min((at for at in again_at if at > now), default=None)
@@ -81,7 +79,6 @@ class Drafting(Generic[U]):
     def leave(self, slot: Slot[U]) -> None:
         """Let go of the drafter, if there is one; closing a session that has failed is harmless."""
         drafter = slot.session.drafter
-        self._slots.pop(slot.session.drafter_session, None)
         closing = slot.session.detach()
         slot.attached = ALONE
         if closing is not None:
@@ -94,10 +91,9 @@ class Drafting(Generic[U]):
         if news is not None:
             self._send(slot.session.drafter, news)
 
-    def receive(self, message: Proposal | Failed, now: float) -> tuple[str, str] | None:
+    def receive(self, slot: Slot[U], message: Proposal | Failed, now: float) -> tuple[str, str] | None:
         """A message from below; the drafter that is lost and the reason, if one is."""
-        slot = self._slots.get(message.session)
-        if slot is None:
+        if message.session != slot.session.drafter_session:  # one that has been left
             return None
         drafter = slot.session.drafter
         if isinstance(message, Proposal):
@@ -163,3 +159,8 @@ class Drafting(Generic[U]):
 
 def _without(tier: str, chain: Chain) -> Chain:
     return tuple(other for other in chain if other != tier)
+
+
+def verifier(session: str) -> str:
+    """The session that ``session``, of the tier below, drafts for."""
+    return session.rpartition(".")[0]

@@ -15,7 +15,7 @@ from cascade.planner.choice import Policy
 from cascade.planner.cost import Profile
 from cascade.scorer import Drafter, RowState, Scored
 from cascade.session.session import ProtocolError, Session, Work
-from cascade.tier.drafting import Drafting, Progress
+from cascade.tier.drafting import Drafting, Progress, verifier
 from cascade.tier.kv_admission import KVAdmission
 from cascade.tier.scheduler import Batch, schedule
 from cascade.tier.slot import InnerDrafter, Slot, U
@@ -58,7 +58,6 @@ class Loop(Generic[U]):
         *,
         send_up: Callable[[U, Message], None],
         send_down: Callable[[str, Message], None],
-        mint: Callable[[], str],
         planner: Planner | None = None,
         drafters: Sequence[Drafter] = (),
     ) -> None:
@@ -74,7 +73,7 @@ class Loop(Generic[U]):
         self._limits = limits
         self._profile = profile
         self._send_up = send_up
-        self._drafting: Drafting[U] = Drafting(send_down, mint, planner or Planner())
+        self._drafting: Drafting[U] = Drafting(send_down, planner or Planner())
         self._drafters = drafters
 
     # receive
@@ -88,7 +87,8 @@ class Loop(Generic[U]):
             assert up is not None
             self._open(message, up, now)
         elif isinstance(message, Proposal | Failed):
-            lost = self._drafting.receive(message, now)
+            slot = self.slots.get(verifier(message.session))
+            lost = self._drafting.receive(slot, message, now) if slot is not None else None
             if lost is not None:
                 log.info("Tier %s goes on without %s: %s", self._name, *lost)
         elif message.session in self.slots:  # it closes

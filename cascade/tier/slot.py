@@ -52,6 +52,7 @@ class Slot(Generic[U]):
     allowed: Chain = ALONE  # all tiers below that its request allows, without those that cannot serve it
     chain: Chain = ALONE  # those that the planner has chosen
     attached: Chain = ALONE  # those that draft for it
+    num_drafters: int = 0  # sessions below that it has had
     scouts: bool = False  # it drafts with tiers on processors of their own, whatever the others do
     settling: int = 0  # passes to come that say nothing yet about a new drafter
     forks: dict[Branch, Fork] = field(default_factory=dict)

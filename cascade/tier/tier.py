@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 
-from cascade.messages import Failed, Link, Message, Open, mint
+from cascade.messages import Failed, Link, Message, Open
 from cascade.planner.chains import Planner
 from cascade.planner.choice import Policy
 from cascade.planner.cost import Profile
@@ -68,7 +68,6 @@ class Tier:
             profile,
             send_up=lambda link, message: self._out[link].append(message),
             send_down=self._send_down,
-            mint=mint,
             planner=self.planner,
             drafters=drafters,
         )

@@ -1,6 +1,5 @@
 """Which tiers take part: the laws of `cascade.planner.chains`, by themselves and at work in virtual time."""
 
-import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -306,8 +305,8 @@ def test_what_pays_is_found(full_s: float, tiny: float, medium: float, agreement
 
 def drafting(planner: Planner, num_sessions: int = 1) -> tuple[Drafting[None], list[Slot[None]], list[Message]]:
     """Sessions of the full tier that may use both of the tiers below and have just begun; what these were sent."""
-    sent, names = list[Message](), (f"s{number}" for number in itertools.count())
-    found: Drafting[None] = Drafting(lambda tier, message: sent.append(message), lambda: next(names), planner)
+    sent = list[Message]()
+    found: Drafting[None] = Drafting(lambda tier, message: sent.append(message), planner)
     asked = opening(1, 0.0, 50, chain=ALLOWED, adaptive=True)
     slots: list[Slot[None]] = [Slot(Session(asked, "full", 2, 32), None, 0.0, 0.0) for _ in range(num_sessions)]
     for slot in slots:
@@ -337,7 +336,7 @@ def test_tiers_that_were_left_out_stand_in_for_one_that_died() -> None:
     play(planner, paces(2.5, 0.5, 0.5), 2000)
     below, [slot], sent = drafting(planner)
     assert slot.attached == ("tiny",)
-    assert below.receive(Failed("s0", "died", "tiny"), 1.0) == ("tiny", "died")
+    assert below.receive(slot, Failed(slot.session.drafter_session, "died", "tiny"), 1.0) == ("tiny", "died")
     assert slot.attached == ALLOWED
     retry_at = below.draft(slot, 1.0)
     assert retry_at is not None
@@ -354,7 +353,7 @@ def test_many_sessions_that_fail_at_once_are_one_failure() -> None:
             assert below.draft(slot, now) is None
             assert slot.attached == ALLOWED
         for slot in slots:
-            below.receive(Failed(slot.session.drafter_session, "it is gone", "medium"), now)
+            below.receive(slot, Failed(slot.session.drafter_session, "it is gone", "medium"), now)
         assert [slot.attached for slot in slots] == [("tiny",)] * len(slots)
         assert below.draft(slots[0], now) == now + wait_s
 
@@ -375,7 +374,7 @@ def test_reading_for_others_says_nothing_of_who_drafts(reading_s: float) -> None
     down: list[Message] = []
     loop = Loop[list[Message]](
         "full", 2, Limits(32, 4096, Policy()), KVAdmission(ToyCache, 1 << 20), profile,
-        send_up=list.append, send_down=lambda tier, message: down.append(message), mint=lambda: "below", planner=planner,
+        send_up=list.append, send_down=lambda tier, message: down.append(message), planner=planner,
     )  # fmt: skip
     profile.token_s = reading_s / PREFILL_TOKENS
     for prompt_len in (1, PREFILL_TOKENS + 1):

@@ -60,15 +60,12 @@ class Chain:
             assert isinstance(message, Proposal)
             self.up[level].append((above, message))
 
-        def mint() -> str:
-            self.num_opened += 1
-            return str(self.num_opened)
-
         def send_down(tier: str, message: Message) -> None:
+            self.num_opened += isinstance(message, Open)
             self.down[NAMES.index(tier)].append((message, level))
 
         limits, memory = Limits(VOCAB, 4096, Policy()), KVAdmission(ToyCache, 1 << 14)
-        return Loop(NAMES[level], level, limits, memory, Profile(), send_up=send_up, send_down=send_down, mint=mint)
+        return Loop(NAMES[level], level, limits, memory, Profile(), send_up=send_up, send_down=send_down)
 
     @property
     def full(self) -> Session:

@@ -51,7 +51,7 @@ def test_sessions_that_leave_before_they_are_told_harm_nobody(others: int) -> No
     model, sent = ToyModel(), list[Message]()
     loop = Loop[str](
         "full", 2, Limits(model.vocab_size, 4096, Policy()), KVAdmission(ToyCache, 1 << 20), Profile(),
-        send_up=lambda up, message: sent.append(message), send_down=lambda tier, message: None, mint=lambda: "below",
+        send_up=lambda up, message: sent.append(message), send_down=lambda tier, message: None,
     )  # fmt: skip
     first, *rest = (Open(str(number), opening(adaptive=True).spec) for number in range(1 + others))
     for one in (first, *rest):

@@ -13,7 +13,7 @@ from torch import nn
 from cascade.engine.devices import held_dtype
 from cascade.engine.gguf import described
 from cascade.engine.model_config import FamilyConfig, context_len, read_config, unlike_attention
-from cascade.engine.network.plain import Plain
+from cascade.engine.network.plain import Plain, kind_of
 from cascade.engine.network.products import keeps_bits
 from cascade.engine.network.survey import SIZES, Survey, register
 from cascade.errors import ModelError, reason
@@ -70,7 +70,7 @@ def anatomy(
     if dtype is None and device is not None and getattr(config, "quantization_config", None) is None:  # which needs its own
         chosen = held_dtype(saved, device)
     if not sizes_only and (problem := unlike_attention(config)):
-        raise ModelError(f"{type(network).__name__} cannot be served: {problem}")
+        raise ModelError(f"{kind_of(network)} cannot be served: {problem}")
     cache_size = _nominal_size(text) if sizes_only or isinstance(network, Plain) else _cache_size(network, text)
     return Anatomy(
         parameters=sum(weight.numel() for weight in network.parameters()),

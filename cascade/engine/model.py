@@ -17,7 +17,7 @@ from cascade.engine.network.attention import ATTENTION, Native, register
 from cascade.engine.network.contiguous import Attention, Contiguous
 from cascade.engine.network.cut import cut, stack
 from cascade.engine.network.llama import Llama, is_written_out
-from cascade.engine.network.plain import Plain
+from cascade.engine.network.plain import Plain, kind_of
 from cascade.engine.network.products import keeps_bits, multiply_row_by_row
 from cascade.engine.network.survey import Survey, agree, probe_texts
 from cascade.engine.sampling.own_tokens import prepare
@@ -76,7 +76,7 @@ class Model(Runs):
         try:
             self._choose_path()
         except ModelError as error:
-            raise ModelError(f"{type(network).__name__} cannot be served: {error}") from error.__cause__
+            raise ModelError(f"{kind_of(network)} cannot be served: {error}") from error.__cause__
         prepare(self.device, self.dtype, self.vocab_size)
         self.cache_tokens = cache_tokens or devices.cache_tokens(self.device, self.bytes_per_token, gpu_memory_utilization)
         if num_threads is not None or self.device.type != "cpu":

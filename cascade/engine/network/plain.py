@@ -225,6 +225,11 @@ class Plain(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
 
+def kind_of(network: Any) -> str:
+    """What a network is called in messages."""
+    return f"A {network.config.model_type} model" if isinstance(network, Plain) else type(network).__name__
+
+
 def head_size(config: Any) -> int:
     """Numbers of a query, a key or a value of one head."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

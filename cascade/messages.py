@@ -102,6 +102,7 @@ class SessionSpec:
     branches: int = 0  # beside its text that this session may write and offer, see `cascade.session.branches`
     draft_branches: int = 0  # the same for the sessions below
     drafters: tuple[str, ...] = ()  # inside tiers that may guess, here and below, see `cascade.drafters`
+    in_turns: bool = False  # it shares processors with the tier above: it writes after a commit, and what that asks for
 
     def __post_init__(self) -> None:
         assert 0 < self.prompt_len <= len(self.tokens), "a text begins with its prompt"
@@ -111,7 +112,7 @@ class SessionSpec:
         """The session that goes on where the output is ``written``."""
         return replace(self, tokens=(*self.tokens[: self.prompt_len], *written))
 
-    def below(self, text: Sequence[int], chain: tuple[str, ...]) -> "SessionSpec":
+    def below(self, text: Sequence[int], chain: tuple[str, ...], *, in_turns: bool = False) -> "SessionSpec":
         """The session that drafts for this one after ``text``, at the first tier of ``chain``."""
         return replace(
             self,
@@ -123,6 +124,7 @@ class SessionSpec:
             window=self.draft_window,
             branches=self.draft_branches,
             adaptive=False,
+            in_turns=in_turns,
         )
 
 
@@ -156,6 +158,8 @@ class Commit:
     session: str
     start: int
     tokens: tuple[int, ...]
+    # a session in turns writes on while its text is right with this chance at least; above 1: not at all
+    least_chance: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +187,7 @@ class Proposal:
     # one for each token of the prompt but the first, likewise
     prompt_logprobs: tuple[Logprobs, ...] = field(default=(), compare=False)
     cached: int = field(default=0, compare=False)  # positions of the prompt whose keys and values the sender had already
+    rests: bool = field(default=False, compare=False)  # the sender writes no more until the next commit
 
 
 @dataclass(frozen=True, slots=True)

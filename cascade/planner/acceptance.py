@@ -20,6 +20,7 @@ from cascade.messages import MAX_RANKS
 from cascade.planner.tuning import (
     ARRIVALS_WEIGHT,
     MIN_KEPT_SHARE,
+    OUTLIER,
     PRIOR_BY_RANK,
     PRIOR_FADE,
     PRIOR_RUNNER_UPS,
@@ -132,8 +133,7 @@ class DraftStats:
         """Chance that the first ``num_guess`` guesses after a correction are all right."""
         if not num_guess:
             return 1.0
-        share = self.right / (self.right + self.wrong)
-        return self.first_right / (self.first_right + self.first_wrong) * share ** (num_guess - 1)
+        return self.first_right / (self.first_right + self.first_wrong) * self.share ** (num_guess - 1)
 
     def passed(self, num_guess: int, num_right: int, num_own: int) -> None:
         """A pass gave ``num_own`` tokens; of ``num_guess`` guesses at hand the first ``num_right`` equal them."""
@@ -150,6 +150,16 @@ class DraftStats:
             self.wrong += corrected and num_right > 0
         self._left = None if corrected else num_guess - num_own  # -1: the drafter has a guess for the last own token to come
 
+    @property
+    def share(self) -> float:
+        """Chance that a guess after a right one is right."""
+        return self.right / (self.right + self.wrong)
+
+    def waited(self, num_guess: int, passes: float) -> None:
+        """So many guesses came while the verifier waited for as long as ``passes`` of its passes take."""
+        speed = min(OUTLIER * self.guesses, num_guess / passes)
+        self.guesses += ARRIVALS_WEIGHT * (speed - self.guesses)
+
     def interrupt(self) -> None:
         """The drafter starts anew, so the time of its next guess says nothing about its speed."""
         self._left = None
@@ -163,6 +173,11 @@ class RunAhead:
     cut: float = 0.0  # recent corrections
     num_kept: int = 0  # the number of tokens kept, in all
     num_cut: int = 0
+
+    @property
+    def share(self) -> float:
+        """Of own tokens, those that are kept."""
+        return self.kept / (self.kept + self.cut)
 
     @property
     def tokens(self) -> float:

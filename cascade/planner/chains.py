@@ -3,7 +3,8 @@
 How many guesses of an attached tier a pass scores is computed (`cascade.planner.choice`). Here it is decided which tiers are
 attached. A tier with processors of its own costs next to nothing while its guesses are not scored, so it drafts from the first
 token on, until it is seen not to pay. A tier that shares the verifier's processors slows its passes, which only shows while it
-works. So such tiers begin detached, and are explored when `EXPLORATION_SHARE` of the verifier's time covers the whole price.
+works. So such tiers begin detached, and are explored when `EXPLORATION_SHARE` of the verifier's time covers the whole price; a
+chain that was never tried also when what text drafters have spared does. So no text comes later than without drafters.
 """
 
 import itertools
@@ -73,10 +74,11 @@ class Seen(NamedTuple):
 
 @dataclass(slots=True)
 class Budget:
-    """Seconds that exploration has cost a tier, and all its seconds."""
+    """Seconds that exploration has cost a tier, all its seconds, and those that drafters inside it have spared."""
 
     spent_s: float = 0.0
     total_s: float = 0.0
+    gained_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -113,6 +115,8 @@ class Choice:
         self.budget.total_s += share * seconds
         best = self.estimates[self.best].rate
         lost_s = seconds - tokens / best if best else 0.0
+        if used == self.best == ALONE:
+            self.budget.gained_s += share * (tokens * seen.alone_s - seconds)
         if used != self.best:
             self.cost_s += lost_s
             self.budget.spent_s += share * lost_s
@@ -155,7 +159,10 @@ class Choice:
             others[ALONE] = alone * (1 + RATE_DOUBT / math.sqrt(MIN_PASSES))  # a prediction is worth as many
         hopeful = max(others, key=lambda chain: others[chain])  # the first of equal ones
         price_s = max(price_s, self.price_s.get(hopeful, 0.0))
-        affordable = self.budget.spent_s + share * price_s <= EXPLORATION_SHARE * self.budget.total_s
+        budget_s = EXPLORATION_SHARE * self.budget.total_s
+        if not self.estimates[hopeful].passes:  # nothing is known of it: what text drafters have spared may pay for that
+            budget_s += max(0.0, self.budget.gained_s)
+        affordable = self.budget.spent_s + share * price_s <= budget_s
         if affordable and others[hopeful] > BETTER * best:
             self._use(hopeful, price_s)
 
@@ -172,7 +179,7 @@ class Planner:
 
     def __init__(self, shared: Collection[str] = ()) -> None:
         """``shared`` names tiers below that compute on the processors of this one."""
-        self._shared = frozenset(shared)
+        self.shared = frozenset(shared)
         self._budget = Budget()
         self._choices: dict[tuple[Chain, bool], dict[int, Choice]] = {}  # by kind and load
 
@@ -222,7 +229,7 @@ class Planner:
             first = [] if near is None else [choices[near].best]
             sizes = range(len(allowed) + 1)  # short chains are explored first
             chains = [chain[::-1] for size in sizes for chain in itertools.combinations(allowed[::-1], size)]
-            apart = tuple(tier for tier in allowed if tier not in self._shared)
+            apart = tuple(tier for tier in allowed if tier not in self.shared)
             best = tuple(tier for tier in first[0] if tier in apart) if first else apart
             estimates = {chain: Estimate() for chain in dict.fromkeys(first + chains)}
             choices[load] = Choice(estimates, best, best, apart, self._budget)

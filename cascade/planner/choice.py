@@ -16,6 +16,7 @@ from cascade.planner.tuning import GUESS_PRICE
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
+NOTHING = 2.0  # a chance that no guess has
 LEAST_S = 1e-9  # the least seconds that a pass is taken to last
 
 
@@ -52,7 +53,7 @@ class Policy:
     def waits_for(self, stats: DraftStats, room: int) -> int:
         """Guesses that a pass after a correction waits for, at most ``room``; 0: it starts at once."""
         most = int(min(room, self.max_guesses, self.patience * stats.guesses))
-        share = min(stats.right / (stats.right + stats.wrong), 0.999)
+        share = min(stats.share, 0.999)
         at_hand = min(stats.guesses, self.max_guesses) + 1
         tokens_at_hand, stays = (1 - share**at_hand) / (1 - share), share**at_hand
         best, best_rate, tokens = 0, 0.0, 1.0
@@ -63,3 +64,22 @@ class Policy:
             if rate > best_rate:
                 best, best_rate = number, rate
         return best
+
+    def least_chance(self, stats: DraftStats, room: int, at_hand: float, cost: Floats) -> float:
+        """The chance from which on a text is worth another guess, where drafter and verifier take turns on the same processors.
+
+        A guess takes a pass's time over ``stats.guesses``, in which the verifier does nothing. In that time it would give
+        tokens at the best rate that drafting reaches, so a guess with less chance than that is not worth it. `NOTHING` where
+        a pass with what drafters inside the tier guess, ``at_hand`` tokens of which are expected to be right, is as good.
+        ``room`` are guesses that the pass can use, ``cost`` ``[more than room]`` the seconds of a pass by its tokens.
+        """
+        guess_s = float(cost[1]) / stats.guesses
+        counts = np.arange(1 + min(room, self.max_guesses))
+        tokens = np.cumsum([stats.chance(count) for count in counts.tolist()])
+        seconds = cost[1 + counts] + guess_s * counts
+        best = int((tokens / seconds).argmax())
+        rate = float(tokens[best] / seconds[best])
+        if room < 1 or (at_hand and (1 + at_hand) / float(cost[1 + min(room, round(at_hand))]) >= rate):
+            return NOTHING
+        price_s = max(guess_s, (float(seconds[best]) - float(seconds[0])) / max(1, best))  # of writing and of scoring one
+        return min(1.0, rate * price_s / stats.share)

@@ -83,6 +83,7 @@ class Guesses:
         self.hints: tuple[Hint, ...] = ()  # what drafters inside the tier guess
         self.stats = DraftStats()  # the tier below's
         self.calibration = Calibration()  # what its guesses are worth
+        self.complete = False  # it writes no more until it hears how the text goes on
         self._unprepared: int | None = None  # position of a correction that no guess is known after
         self._pool: tuple[Draft, tuple[Hint, ...], Pool] | None = None  # the last one, and what it was made of
         self._unlearnt: list[tuple[Calibration, Draft, Sequence[int]]] = []  # guesses, and what the text went on with
@@ -102,14 +103,14 @@ class Guesses:
 
     def change_drafter(self) -> None:
         """The tier below is another one, or none, from now on."""
-        self._unprepared = None
+        self._unprepared, self.complete = None, False
 
     def advance(self, start: int, new: Sequence[int], path: Sequence[int]) -> None:
         """The text goes on with ``new`` at ``start``: count which guesses were right, and keep what is guessed after them.
 
         ``path`` are the nodes of the draft that say the same, as far as there are any.
         """
-        draft, self._unprepared = self.draft, None
+        draft, self._unprepared, self.complete = self.draft, None, False
         for hint in self.hints:
             self._unlearnt.append((hint.calibration, hint.draft, new))
         self.hints = ()
@@ -139,7 +140,7 @@ class Guesses:
         """The tier above has corrected the text; where it only goes on further, by ``rest``."""
         path = self.draft.find(rest) if rest is not None else []
         self.draft = self.draft.below(path[-1]) if rest and len(path) == len(rest) else NO_DRAFT
-        self.hints = ()
+        self.hints, self.complete = (), False
         self.stats.interrupt()
 
     def receive(self, proposal: Proposal, text: Sequence[int]) -> None:
@@ -151,6 +152,7 @@ class Guesses:
         if len(path) < len(behind):
             return
         rest = proposal.draft.below(path[-1] if path else -1)
+        self.complete = proposal.rests
         if self._unprepared is not None and proposal.start <= self._unprepared and rest:
             self._totals.prepared(rest.height)
             self._unprepared = None

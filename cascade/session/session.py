@@ -16,6 +16,7 @@ from cascade.draft import NO_DRAFT, Draft, num_same
 from cascade.errors import InvalidRequest
 from cascade.messages import RUNNER_UPS, Close, Commit, Edge, Open, Proposal, SessionSpec, origin, origin_level
 from cascade.planner.acceptance import Calibration, DraftStats, RunAhead
+from cascade.planner.choice import NOTHING
 from cascade.planner.tuning import MIN_RUN_AHEAD
 from cascade.scorer import Scored
 from cascade.session.branches import UNKNOWN, Branch, Branches, Margin
@@ -97,6 +98,7 @@ class Session:
         self.skip_reason = ""  # why it has no drafter, if the planner left them out
         self.changed_from = 0  # position from which on the text differs from that at the last hint
         self.run_ahead = RunAhead()
+        self._least_chance = NOTHING if spec.in_turns else 0.0  # that its text must have to be written on
         self.totals = EdgeTotals(tier)
         self.guesses = Guesses(vocab_size, spec.draft_window, self.totals)
         self.branches: Branches | None = None  # if the tier above takes any
@@ -121,7 +123,7 @@ class Session:
             useful = self.run_ahead.tokens
             self.window = spec.window if useful >= spec.window else max(MIN_RUN_AHEAD, math.ceil(useful))
         left = min(self._limit, self.committed + self.window) - size
-        self.stalled = self.done or left <= 0
+        self.stalled = self.done or left <= 0 or (spec.in_turns and self._chance_kept < self._least_chance)
         self.max_depth = left - 1 if left > 0 else 0
 
     # what the tier asks
@@ -169,9 +171,14 @@ class Session:
         """That the tier above says what the text says so far."""
         return self.branches.chances[-1] if self.branches is not None else 1.0
 
+    @property
+    def _chance_kept(self) -> float:
+        """The same, where no runner-ups are known as well."""
+        return self.chance if self.branches is not None else self.run_ahead.share ** (len(self.text) - self.committed)
+
     def branch_candidates(self) -> list[tuple[float, Branch]]:
         """Branches to write on, held or new, each with the chance that this is of use."""
-        if self.branches is None or self.num_pending > 1 or self.spec.params.structured is not None:
+        if self.branches is None or self.spec.in_turns or self.num_pending > 1 or self.spec.params.structured is not None:
             return []
         return self.branches.candidates(min(self._limit, self.committed + self.spec.window))
 
@@ -259,15 +266,15 @@ class Session:
 
     # messages of the tier above and the tier below
 
-    def commit(self, start: int, tokens: Sequence[int]) -> Correction | None:
-        """The tier above fixes the text. Returns what changed, ``None`` if nothing did.
+    def commit(self, start: int, tokens: Sequence[int], least_chance: float = 0.0) -> Correction | None:
+        """The tier above fixes the text. Returns what changed, ``None`` if nothing did; for ``least_chance`` see `Commit`.
 
         Raises `ProtocolError`, or `InvalidRequest` if this tier's model cannot read the text: the vocabulary of the tier above
         may be padded further. Then nothing has changed.
         """
         if not self.spec.prompt_len <= start <= len(self.text) or not tokens:
             raise ProtocolError(f"commit at {start} does not join a text of {len(self.text)} tokens")
-        end, branches = start + len(tokens), self.branches
+        end, branches, self._least_chance = start + len(tokens), self.branches, least_chance
         cut = start + num_same(self.text[start:end], tokens)
         rest = tuple(tokens[cut - start :]) if cut < end else ()
         if rest and not 0 <= min(rest) <= max(rest) < self._vocab_size:
@@ -315,6 +322,8 @@ class Session:
         ahead, new = len(self.text) - self.committed, len(self.text) - max(self.committed, self._sent_len)
         branches = self.branches
         worth_it = new > 0 and (MAX_REPEATED * new >= ahead or self.stalled)
+        if self.spec.in_turns and self.stalled and ahead:
+            worth_it = True  # the tier above waits to hear that there will be no more
         if not (worth_it or (branches is not None and branches.unsent)):
             return None
         self._sent_len = len(self.text)
@@ -330,6 +339,7 @@ class Session:
             self.edges if has_totals else (),
             skip_reason=self.skip_reason,
             cached=self.cached,
+            rests=self.stalled,
         )
 
     def news(self) -> Commit | None:
@@ -346,12 +356,17 @@ class Session:
 
     # the tier below
 
-    def attach(self, chain: tuple[str, ...], session: str) -> SessionSpec:
+    def attach(self, chain: tuple[str, ...], session: str, *, in_turns: bool = False) -> SessionSpec:
         """Begin to draft with the first tier of ``chain``; what its ``session`` is opened as."""
         self._change_drafter(chain[0], session)
         self.guesses.stats = DraftStats()
         self._sent_below = len(self.text)
-        return self.spec.below(self.text, chain)
+        return self.spec.below(self.text, chain, in_turns=in_turns)
+
+    def recall(self) -> None:
+        """Send the tier below the last token again: it waits for a commit."""
+        if len(self.text) > self.spec.prompt_len:
+            self._sent_below = min(self._sent_below, len(self.text) - 1)
 
     def detach(self) -> Close | None:
         """Go on alone; the message that closes the session below, ``None`` if there is none."""

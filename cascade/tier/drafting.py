@@ -1,14 +1,16 @@
 """Which tiers below draft for the sessions of a tier: as planned, and around those that failed until they are due again."""
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Generic, NamedTuple
 
 from cascade.messages import Failed, Message, Open, Proposal
 from cascade.planner.acceptance import Calibrations
 from cascade.planner.chains import ALONE, Chain, Planner, Seen
+from cascade.planner.choice import NOTHING, Policy
 from cascade.planner.cost import Profile
 from cascade.planner.tuning import MAX_READING_SHARE, PREFILL_TOKENS, SCOUTS, SETTLING_PASSES
-from cascade.session.session import Work
+from cascade.session.session import Session, Work
 from cascade.tier.slot import Slot, U
 
 FIRST_BACKOFF_S = 0.25  # the first pause before a tier that failed is tried again
@@ -61,7 +63,9 @@ class Drafting(Generic[U]):
         elif usable and slot.attached != usable:
             self.leave(slot)
             slot.num_drafters += 1
-            spec = session.attach(usable, f"{session.name}.{slot.num_drafters}")
+            slot.least_chance, slot.heard = 0.0, None
+            name = f"{session.name}.{slot.num_drafters}"
+            spec = session.attach(usable, name, in_turns=usable[0] in self._planner.shared)
             session.guesses.calibration = self.calibrations.of(usable[0], spec.params.temperature)
             slot.attached, slot.settling = usable, SETTLING_PASSES
             self._send(session.drafter, Open(session.drafter_session, spec, slot.routing))
@@ -80,7 +84,7 @@ class Drafting(Generic[U]):
         """Let go of the drafter, if there is one; closing a session that has failed is harmless."""
         drafter = slot.session.drafter
         closing = slot.session.detach()
-        slot.attached = ALONE
+        slot.attached, slot.least_chance = ALONE, 0.0
         if closing is not None:
             slot.settling = SETTLING_PASSES
             self._send(drafter, closing)
@@ -89,7 +93,23 @@ class Drafting(Generic[U]):
         """Let the tier below know how the text has gone on."""
         news = slot.session.news()
         if news is not None:
-            self._send(slot.session.drafter, news)
+            self._send(slot.session.drafter, replace(news, least_chance=slot.least_chance) if slot.least_chance else news)
+
+    def in_turns(self, slot: Slot[U]) -> bool:
+        """Its drafter computes on the processors of this tier, so that one works while the other rests."""
+        return slot.session.drafter in self._planner.shared
+
+    def turn(self, slot: Slot[U], policy: Policy, profile: Profile) -> None:
+        """The text has gone on: choose how far a tier below on the same processors is to write, before the next pass."""
+        if self.in_turns(slot):
+            slot.least_chance = _least_chance(slot.session, policy, profile)
+            slot.session.guesses.stats.interrupt()
+
+    def waited(self, slot: Slot[U], profile: Profile) -> None:
+        """A pass starts that has waited for its guesses: learn how fast they come."""
+        num_guess = slot.session.guesses.draft.height
+        if slot.asked and num_guess and slot.heard is not None and slot.heard > slot.since:
+            slot.session.guesses.stats.waited(num_guess, (slot.heard - slot.since) / profile.pass_s)
 
     def receive(self, slot: Slot[U], message: Proposal | Failed, now: float) -> tuple[str, str] | None:
         """A message from below; the drafter that is lost and the reason, if one is."""
@@ -98,7 +118,7 @@ class Drafting(Generic[U]):
         drafter = slot.session.drafter
         if isinstance(message, Proposal):
             slot.session.propose(message)
-            slot.settling = 0
+            slot.settling, slot.heard = 0, now
             self._failures.pop(drafter, None)
             return None
         if message.fault:  # others may draft there, and this one elsewhere
@@ -155,6 +175,17 @@ class Drafting(Generic[U]):
                 why = self._planner.undrafted(slot.allowed, num_sessions, sampled=slot.sampled) if not chain else ""
                 planned[kind] = chain, why
             slot.chain, slot.session.skip_reason = planned[kind]
+
+
+def _least_chance(session: Session, policy: Policy, profile: Profile) -> float:
+    """See `Policy.least_chance`; a session that has to wait for the tier above needs no guesses yet."""
+    if session.stalled:
+        return NOTHING
+    at_hand = max(
+        (sum(one.calibration.chances(one.draft.trunk)[: session.max_depth]) for one in session.guesses.hints), default=0.0
+    )
+    room = min(session.max_depth, policy.max_guesses)
+    return policy.least_chance(session.guesses.stats, room, at_hand, profile.turns(room + 2, session.kv_len))
 
 
 def _without(tier: str, chain: Chain) -> Chain:

@@ -170,7 +170,7 @@ class Loop(Generic[U]):
     def _commit(self, slot: Slot[U], commit: Commit, now: float) -> None:
         stalled = slot.session.stalled
         try:
-            correction = slot.session.commit(commit.start, commit.tokens)
+            correction = slot.session.commit(commit.start, commit.tokens, commit.least_chance)
         except (ProtocolError, InvalidRequest) as error:
             self._fail(slot, str(error), fault=isinstance(error, InvalidRequest))
             return
@@ -180,6 +180,13 @@ class Loop(Generic[U]):
             self._changed[slot] = None
             self._ask(slot, lambda drafter: drafter.guesser.cut())
             self._hint(slot)
+            self._drafting.turn(slot, self._limits.policy, self._profile)
+        elif stalled and self._drafting.in_turns(slot):
+            slot.session.recall()  # the tier below rests while this one does
+            self._changed[slot] = None
+            self._drafting.turn(slot, self._limits.policy, self._profile)
+        if slot.session.spec.in_turns and slot.session.stalled and commit.least_chance <= 1:
+            self._changed[slot] = None  # the tier above waits to hear that what it has is all
         if correction is not None or stalled:
             slot.since = now
 
@@ -199,6 +206,7 @@ class Loop(Generic[U]):
         for slot, work in batch:
             if work.num_own and work.branch is None:
                 slot.session.totals.current.waited_s += now - slot.since
+                self._drafting.waited(slot, self._profile)
         return batch, earliest(wake_at, start_at, retry_at)
 
     def _fork(self, slot: Slot[U], work: Work) -> bool:
@@ -234,6 +242,7 @@ class Loop(Generic[U]):
                 if slot.drafters:
                     self._observe(slot, work, result)
                     self._hint(slot)
+                self._drafting.turn(slot, self._limits.policy, self._profile)
                 progress.append(Progress(slot, work, num_new, seconds))
         self._batch, self._num_sessions = batch, len(self.slots)
 

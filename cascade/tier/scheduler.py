@@ -5,6 +5,7 @@ chunks beside them, of a size that lengthens the pass only so far. How many gues
 `cascade.planner.choice` computes.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -41,25 +42,31 @@ def schedule(
     """The rows of the next pass, of at most ``max_tokens``; without any, when to look again (None: when something happens).
 
     Those of ``slots`` that are stalled may have branches to write. A pass starts when one session wants it, and takes along
-    those that still wait for guesses: it costs them less than the next.
+    those that still wait for guesses: it costs them less than the next. Where a tier below writes in turns with this one, it
+    starts when that has written for all: passes of both at once slow each other.
     """
     prefills: list[Slot[U]] = []
     decodes: list[Slot[U]] = []
     offers: Offers[U] = []
     first: float | None = None
+    last_asked = -math.inf
     for slot in slots:
         session = slot.session
         branches = session.branch_candidates() if session.branches is not None else []
         if session.stalled and not any(chance >= MIN_BRANCH_CHANCE for chance, _ in branches):
             continue
-        if first is None or first > now:  # else the pass starts, whatever this one waits for
+        if slot.asked or first is None or first > now:  # else the pass starts, whatever this one waits for
             start_at = _start_at(slot, policy, profile)
             first = start_at if first is None else min(first, start_at)
+            if slot.asked:
+                last_asked = max(last_asked, start_at)
         if session.num_pending >= PREFILL_TOKENS:
             prefills.append(slot)
         else:
             decodes.append(slot)
             offers += [(chance, slot, branch) for chance, branch in branches]
+    if first is not None and not prefills:
+        first = max(first, last_asked)
     if first is None or first > now:
         return [], first
     reserved = _prefill_budget(prefills, decodes, profile, max_tokens)
@@ -76,6 +83,10 @@ def _start_at(slot: Slot[Any], policy: Policy, profile: Profile) -> float:
     """When a session should be scored with what it has; a time that has passed means now."""
     session, since = slot.session, slot.since
     stats = session.guesses.stats
+    if slot.asked:
+        if slot.heard is None or session.guesses.complete or session.prefilling or not session.max_depth:
+            return since
+        return max(since, slot.heard) + policy.patience * profile.pass_s
     if not session.drafter or not stats.interrupted or session.prefilling or not session.max_depth:
         return since
     depth = session.likely_depth

@@ -54,6 +54,8 @@ class Slot(Generic[U]):
     attached: Chain = ALONE  # those that draft for it
     num_drafters: int = 0  # sessions below that it has had
     scouts: bool = False  # it drafts with tiers on processors of their own, whatever the others do
+    least_chance: float = 0.0  # what a tier below that writes in turns with this one is told, see `Commit`; else 0
+    heard: float | None = None  # when that last said something, None if it never did
     settling: int = 0  # passes to come that say nothing yet about a new drafter
     forks: dict[Branch, Fork] = field(default_factory=dict)
     drafters: tuple[InnerDrafter, ...] = ()
@@ -62,6 +64,11 @@ class Slot(Generic[U]):
     def cache(self) -> Store:
         assert self.allocation is not None
         return self.allocation.store
+
+    @property
+    def asked(self) -> bool:
+        """A tier below that writes in turns with this one is to write now."""
+        return 0 < self.least_chance <= 1
 
     @property
     def planned(self) -> bool:

@@ -28,8 +28,8 @@ def decode(batch: pb.Batch) -> list[Message]:
 def _encode(message: Message) -> pb.Message:
     session = message.session
     match message:
-        case Commit(_, start, tokens):
-            return pb.Message(session=session, commit=pb.Commit(start=start, tokens=tokens))
+        case Commit(_, start, tokens, least_chance):
+            return pb.Message(session=session, commit=pb.Commit(start=start, tokens=tokens, least_chance=least_chance))
         case Proposal():
             return pb.Message(session=session, proposal=_encode_proposal(message))
         case Close(_, keep):
@@ -62,6 +62,7 @@ def _encode_proposal(proposal: Proposal) -> pb.Proposal:
         prompt_logprobs=map(_encode_logprobs, proposal.prompt_logprobs),
         skip_reason=proposal.skip_reason,
         cached=proposal.cached,
+        rests=proposal.rests,
     )
 
 
@@ -73,7 +74,8 @@ def _decode(message: pb.Message) -> Message:
     session = message.session
     match message.WhichOneof("kind"):
         case "commit":
-            return Commit(session, message.commit.start, tuple(message.commit.tokens))
+            commit = message.commit
+            return Commit(session, commit.start, tuple(commit.tokens), commit.least_chance)
         case "proposal":
             return _decode_proposal(session, message.proposal)
         case "close":
@@ -102,7 +104,7 @@ def _decode_proposal(session: str, said: pb.Proposal) -> Proposal:
     logprobs, prompt = tuple(map(_decode_logprobs, said.logprobs)), tuple(map(_decode_logprobs, said.prompt_logprobs))
     edges = tuple(map(wire.decode_edge, said.edges))
     draft = _decode_draft(said)
-    return Proposal(session, said.start, draft, edges, logprobs, said.skip_reason, prompt, said.cached)
+    return Proposal(session, said.start, draft, edges, logprobs, said.skip_reason, prompt, said.cached, said.rests)
 
 
 def _decode_draft(said: pb.Proposal) -> Draft:

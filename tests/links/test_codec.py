@@ -98,7 +98,7 @@ def test_codec_keeps_every_message(batch: list[Message]) -> None:
     """Guards against fields that the wire forgets, swaps or rounds."""
     arrived = decode(pb.Batch.FromString(encode(batch).SerializeToString()))
     assert arrived == batch
-    for name in ("edges", "logprobs", "prompt_logprobs", "skip_reason", "cached"):  # which equality leaves out
+    for name in ("edges", "logprobs", "prompt_logprobs", "skip_reason", "cached", "rests"):  # which equality leaves out
         said = [[getattr(m, name) for m in some if isinstance(m, Proposal)] for some in (arrived, batch)]
         assert said[0] == said[1]
 

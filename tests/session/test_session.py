@@ -55,6 +55,25 @@ def test_proposals_are_few_and_hold_back_little() -> None:
     assert (proposal.start, proposal.draft.tokens) == (6, (7,))
 
 
+def test_in_turns_a_session_writes_when_it_is_asked_and_rests_when_its_text_is_unlikely() -> None:
+    """Guards tiers on the same cores: what is written while the tier above computes slows it, and is void once corrected."""
+    session = Session(opening(200, window=64, in_turns=True), "tiny", 0, VOCAB)
+    assert session.stalled
+    for least, written in ((1.0, 1), (2.0, 0), (0.6, 3)):  # four of five tokens are kept, as far as is known
+        session.run_ahead = RunAhead(kept=4.0, cut=1.0)
+        session.commit(len(session.text), [9], least)
+        size = len(session.text)
+        while not session.stalled:
+            write(session)
+        assert len(session.text) - size == written
+        proposal = session.proposal()
+        assert proposal is None if not written else proposal is not None and proposal.rests
+    session.commit(len(session.text) - 3, [7], 0.9)
+    proposal = session.proposal()
+    assert proposal is not None, "the tier above waits to hear that two tokens are all"
+    assert (proposal.rests, len(proposal.draft)) == (True, 2)
+
+
 def drafting() -> Session:
     """A session with a drafter whose session is called d."""
     session = Session(opening(), "full", 1, VOCAB)

@@ -35,14 +35,20 @@ class Profile:
         return tuple(zip(self._tokens, self._seconds, strict=True))
 
     def predict(self, num_tokens: int, context: int = 0) -> float:
-        """Seconds of a pass: linear between points, constant before the first one, after the last one as steep as before it."""
+        """Seconds of a pass: linear between points, constant before the first one, after the last one as steep as before it.
+
+        Noise may leave the last point below the one before it: then it is constant there, for no longer pass is cheaper.
+        """
         tokens, seconds = self._tokens, self._seconds
         held_s = self.context_s * context
         if len(tokens) == 1 or num_tokens <= tokens[0]:
             return seconds[0] + held_s
         upper = min(bisect_left(tokens, num_tokens), len(tokens) - 1)
         n0, s0 = tokens[upper - 1], seconds[upper - 1]
-        return s0 + (seconds[upper] - s0) * (num_tokens - n0) / (tokens[upper] - n0) + held_s
+        slope = (seconds[upper] - s0) / (tokens[upper] - n0)
+        if num_tokens > tokens[upper]:
+            return seconds[upper] + max(0.0, slope) * (num_tokens - tokens[upper]) + held_s
+        return s0 + slope * (num_tokens - n0) + held_s
 
     def turn(self, num_tokens: int, context: int = 0) -> float:
         """Seconds from the end of a pass to the end of the next one."""

@@ -156,7 +156,7 @@ class Drafting(Generic[U]):
                 totals.setdefault(key, []).append((num_new, seconds - min(reading_s, MAX_READING_SHARE * seconds), work.start))
         for (allowed, sampled, chain, settled), had in totals.items():
             tokens, seconds, held = map(sum, zip(*had, strict=True))
-            seen = Seen(len(had), tokens, seconds, alone_s, settled, profile.predict(held))
+            seen = Seen(len(had), tokens, seconds, alone_s, settled, profile.token_s * held)
             self._planner.record(allowed, chain, num_sessions, seen, sampled=sampled)
         self._plan(slots, len(slots))
         for slot in slots:

@@ -1,6 +1,5 @@
 """Requests that are to blame for a failed pass: told so at once, in each protocol's form, and nobody else notices."""
 
-import itertools
 import logging
 
 import pytest
@@ -51,15 +50,15 @@ def test_grammars_that_take_too_much_work_are_refused_at_once(served: House, cap
 
 def test_who_is_too_much_for_a_drafter_goes_on_without_it() -> None:
     """Guards the drafts of others: a tier that cannot serve one session is as well as before. That one asks the next tier."""
-    sent, names = list[Message](), (f"s{number}" for number in itertools.count())
-    drafting: Drafting[None] = Drafting(lambda tier, message: sent.append(message), lambda: next(names), Planner())
+    sent: list[Message] = []
+    drafting: Drafting[None] = Drafting(lambda tier, message: sent.append(message), Planner())
     sessions = [Session(opening(number, 0.0, 50, chain=ALLOWED), "full", 2, 32) for number in range(2)]
     hard, easy = (Slot(session, None, 0.0, 0.0) for session in sessions)
     for slot in (hard, easy):
         drafting.begin(slot, 2, 0.0)
-    assert drafting.receive(Failed("s0", "too hard", "medium", fault=True), 1.0) == ("medium", "too hard")
+    assert drafting.receive(Failed(hard.session.drafter_session, "too hard", "medium", fault=True), 1.0) == ("medium", "too hard")
     assert (hard.attached, easy.attached) == (ALLOWED[1:], ALLOWED)
-    assert drafting.receive(Failed("s2", "too hard", "tiny", fault=True), 1.0) == ("tiny", "too hard")
+    assert drafting.receive(Failed(hard.session.drafter_session, "too hard", "tiny", fault=True), 1.0) == ("tiny", "too hard")
     assert (hard.attached, hard.chain, easy.attached) == (ALONE, ALONE, ALLOWED)
     assert drafting.draft(hard, 100.0) is None
     assert drafting.draft(easy, 1.0) is None

@@ -57,10 +57,10 @@ def test_who_is_too_much_for_a_drafter_goes_on_without_it() -> None:
     for slot in (hard, easy):
         drafting.begin(slot, 2, 0.0)
     failed = Failed(hard.session.drafter_session, "too hard", "medium", fault=True)
-    assert drafting.receive(failed, 1.0) == ("medium", "too hard")
+    assert drafting.receive(hard, failed, 1.0) == ("medium", "too hard")
     assert (hard.attached, easy.attached) == (ALLOWED[1:], ALLOWED)
     failed = Failed(hard.session.drafter_session, "too hard", "tiny", fault=True)
-    assert drafting.receive(failed, 1.0) == ("tiny", "too hard")
+    assert drafting.receive(hard, failed, 1.0) == ("tiny", "too hard")
     assert (hard.attached, hard.chain, easy.attached) == (ALONE, ALONE, ALLOWED)
     assert drafting.draft(hard, 100.0) is None
     assert drafting.draft(easy, 1.0) is None

@@ -102,8 +102,8 @@ def span(never: Document) -> str:
 def pair(family: Document) -> str:
     """The published pair's best mode and the planner's, over the full model alone, as words within a sentence."""
     cells = family["modes"]["cells"]["t0"]
-    best = max((cell for cell in cells.values() if cell), key=lambda cell: float(cell["over_alone"]))
     planner = cells["cascade_auto"]
+    best = max((cell for cell in cells.values() if cell and cell is not planner), key=lambda cell: float(cell["over_alone"]))
     return " and ".join(f"{cell['over_alone']:.2f} ± {cell['error']:.2f}" for cell in (best, planner))
 
 
@@ -240,6 +240,19 @@ def ways(family: Document) -> str:
     """Every way to draft with the pair."""
     found = {key: {f"`{name}`": mode(cell) for name, cell in cells.items()} for key, cells in _cells(family, "modes")}
     return by_temperature("mode", found)
+
+
+def beside(family: Document) -> str:
+    """The pair beside other engines that draft with it, each over its own full model alone."""
+    parts = [_cells(family, part) for part in ("vllm", "llama")]
+    lines = [
+        [f"`{name}`", key.removeprefix("t"), mode(cell)]
+        for cells in parts
+        for key, modes in cells
+        for name, cell in modes.items()
+        if cell
+    ]
+    return rows(("mode", "temperature", "tokens/s (over its own model alone)"), lines)
 
 
 def _cells(family: Document, part: str) -> Iterable[tuple[str, Document]]:
@@ -494,6 +507,14 @@ SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # 
         "HumanEval, one request at a time: tokens per second, and over 1.5B alone. `tiny` is 0.5B on the same cores, `suffix` "
         "drafts in both tiers.",
         ways,
+    ),
+    (
+        "A published pair: beside other engines",
+        "family",
+        "make bench-family",
+        "The same problems and weights in vLLM's build for CPUs and in llama.cpp, each with its own drafting. Two contests: "
+        "the first two modes stand in each.",
+        beside,
     ),
     (
         "Drafters that follow the traffic",

@@ -221,6 +221,13 @@ def trio(cluster: Document) -> str:
     return rows(header, lines)
 
 
+def text_drafters(document: Document) -> str:
+    """Text drafters where a pass of many tokens costs as much as one: speed over the model alone."""
+    modes = [mode for mode in next(iter(document["head"].values())) if mode != "alone"]
+    lines = [[TEMPERATURES[key], *(f"{found[mode]:.2f}" for mode in modes)] for key, found in document["head"].items()]
+    return rows(("temperature", *(f"`{mode}`" for mode in modes)), lines)
+
+
 def agreeing(family: Document) -> str:
     """Share of the larger model's tokens that the smaller one says too, by kind of prompt."""
     found = {key: {kind: f"{share:.2f}" for kind, share in cell["kinds"].items()} for key, cell in _cells(family, "agreement")}
@@ -484,6 +491,14 @@ SECTIONS: Sequence[tuple[str, str, str, str, Callable[[Document], str]]] = (  # 
         "Computed from logits, except *drawn*: what own tokens with the noise of one seed accept. The error is that of "
         "answers, which all rules share.",
         rules,
+    ),
+    (
+        "Text drafters on a device of its own",
+        "without_drafts",
+        "python -m benchmarks.without_drafts",
+        "SmolLM2-135M-Instruct in virtual time, with passes that take what those of Qwen3 32B take on an H100, where 239 "
+        "tokens cost as much as one. Speed over the model alone, one request at a time; drafters know no other answer.",
+        text_drafters,
     ),
     (
         "A published pair: agreement",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from cascade.messages import Edge
 from cascade.params import DEFAULT_WINDOW, MOST_BRANCHES, SamplingParams
 from cascade.planner.choice import Policy
-from cascade.scorer import Scorer
+from cascade.scorer import Drafter, Scorer
 from cascade.tier.runner import GRID
 
 GREEDY = SamplingParams(temperature=0, seed=0)
@@ -35,6 +35,7 @@ class SimTier:
     policy: Policy = DEFAULT_POLICY
     device: str = ""  # tiers that name the same one share it; a tier that names none has its own
     timed: tuple[int, ...] = GRID  # tokens of the passes whose costs its planner is told; one: it takes all to cost the same
+    drafters: tuple[Drafter, ...] = ()  # that guess inside it
 
 
 @dataclass(frozen=True, slots=True)

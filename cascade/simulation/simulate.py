@@ -86,6 +86,7 @@ class Node:
             send_up=lambda above, message: self._wires.send(self.name, above, message),
             send_down=lambda tier, message: self._wires.send(self.name, tier, message),
             planner=Planner(self._shared),
+            drafters=self._tier.drafters,
         )
 
     def receive(self, source: str, message: Message) -> None:
@@ -192,6 +193,7 @@ class Router:
             tier=tiers[-1].name,
             chain=tuple(tier.name for tier in reversed(tiers[:-1])),
             window=UNBOUNDED,
+            drafters=tuple(drafter.name for tier in tiers for drafter in tier.drafters),
             draft_window=self.scenario.window,
             draft_branches=self.scenario.branches,
             adaptive=self.scenario.adaptive,

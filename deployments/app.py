@@ -105,7 +105,14 @@ def _bind_learner(config: CascadeConfig, tiers: dict[str, Any], prefix: str) -> 
     assert config.alignment is not None
     values = config.model_dump(mode="json")
     known = {name: values[name] for name in ("tiers", "alignment")}
-    actor = _environment({"num_cpus": 1} | config.alignment.ray_actor_options)
+    actor, num_workers = {"num_cpus": 1} | config.alignment.ray_actor_options, config.alignment.num_workers
+    if num_workers > 1:  # they get what they need from Ray Train; the learner only waits for them
+        try:
+            import ray.train  # noqa: F401
+        except ImportError:
+            raise ConfigError(f"alignment.num_workers is {num_workers}: `pip install '.[train]'`, or leave it out") from None
+        actor = {name: value for name, value in actor.items() if name == "runtime_env"} | {"num_cpus": 0}
+    actor = _environment(actor)
     looks = {"health_check_period_s": LEARNER_LOOK_S, "graceful_shutdown_timeout_s": LEARNER_END_S}
     options = {"name": f"{prefix}learner", "ray_actor_options": actor, **looks}
     return versioned(_deployment(Learner, options, "alignment"), {"learner": known}).bind(values, tiers)
@@ -229,7 +236,7 @@ def shortage(config: CascadeConfig, there: Mapping[str, float]) -> str | None:
             asked.setdefault(name, {})[tier.name] = amount * _num_replicas(tier.deployment_config)
     if config.alignment is not None:
         for name, amount in of_replica({"ray_actor_options": config.alignment.ray_actor_options}).items():
-            asked.setdefault(name, {})["learner"] = amount
+            asked.setdefault(name, {})["learner"] = amount * config.alignment.num_workers
     for name, tiers in asked.items():
         total, has = sum(tiers.values()), there.get(name, 0.0)
         if total > has + ROUNDING:

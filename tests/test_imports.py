@@ -27,7 +27,7 @@ FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those 
     ("cascade.agreement",),
     ("cascade.layer_search",),
     ("deployments.ray_compat", "deployments.replica", "deployments.versions"),
-    ("deployments.ops.metrics", "deployments.ops.tracing", "deployments.ops.drift"),
+    ("deployments.ops.metrics", "deployments.ops.tracing", "deployments.ops.drift", "deployments.ops.workers"),
     ("deployments.links",),
     ("deployments.gateway.admission", "deployments.gateway.threads", "deployments.gateway.patience"),
     ("deployments.gateway.model", "deployments.ops.learner", "deployments.ops.collector"),

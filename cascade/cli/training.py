@@ -1,5 +1,6 @@
 """`cascade distill`, which makes a drafter, and the commands of drafters that learn while they serve."""
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from cascade.errors import ConfigError
 FOLDER = click.option(
     "--folder", required=True, type=click.Path(file_okay=False, path_type=Path), help="That of `alignment.folder`."
 )
+KEY_ENV = click.option("--key-env", help="Environment variable with the key of encrypted answers.")
 
 
 @click.command()
@@ -79,12 +81,14 @@ def distill(
 @click.option("--tier", "student", required=True, help="Lower tier that learns.")
 @click.option("--config", type=click.Path(path_type=Path), help="The server's configuration; by default the demonstration's.")
 @click.option("--seconds", default=300.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Of training.")
+@KEY_ENV
 @click.option("--device", help="Such as cuda:0; by default the GPU if there is one.")
 def align(
     folder: Path,
     student: str,
     config: Path | None,
     seconds: float,
+    key_env: str | None,
     device: str | None,
 ) -> None:
     """Let a drafter learn from answers that a server has kept on disk.
@@ -99,7 +103,7 @@ def align(
     from cascade.training import alignment
 
     read = CascadeConfig.demo() if config is None else load_config(config)
-    settings = {"folder": str(folder), "students": [student], "on_disk": True}
+    settings = {"folder": str(folder), "students": [student], "on_disk": True, "key_env": key_env}
     values = read.model_dump(mode="json")
     whole = CascadeConfig.parse(values | {"alignment": (values["alignment"] or {}) | settings})
     assert whole.alignment is not None
@@ -141,11 +145,12 @@ def rollback(student: str, folder: Path) -> None:
 @click.command()
 @click.argument("tenant")
 @FOLDER
-def forget(tenant: str, folder: Path) -> None:
+@KEY_ENV
+def forget(tenant: str, folder: Path, key_env: str | None) -> None:
     """Drop the answers of the key named TENANT that drafters learn from, on disk and in a running server within a minute."""
     from cascade.training import reservoir
 
     reservoir.forget(folder, tenant)
     limits = reservoir.Limits(rows=10**9, row_tokens=10**9, max_age_s=float("inf"))
-    reservoir.Reservoir(limits, folder)  # writes what is on disk anew
+    reservoir.Reservoir(limits, folder, os.environ.get(key_env or ""))  # writes what is on disk anew
     console.print(f"Answers of {tenant} are forgotten.")

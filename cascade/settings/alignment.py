@@ -1,13 +1,15 @@
 """Drafters that learn from answers while they serve."""
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from cascade.errors import ConfigError
 from cascade.settings.engine import EngineKwargs
-from cascade.settings.section import Count, Seconds, Section, Text
+from cascade.settings.section import Count, Seconds, Section, Text, Variable
 from cascade.training.reservoir import Limits, Reservoir
 from cascade.training.versions import Versions
 
@@ -27,13 +29,27 @@ class AlignmentConfig(Section):
     row_tokens: Annotated[int, Field(ge=32)] = LIMITS.row_tokens  # tokens kept of an answer with its prompt, the last ones
     max_age_s: Seconds = LIMITS.max_age_s  # seconds until an answer is dropped
     on_disk: bool = False  # keep answers in the folder, too, not only in memory
+    # environment variable with a key of Fernet that encrypts answers on disk
+    key_env: Variable | None = None
     every_s: Annotated[float, Field(ge=0)] = 900.0  # seconds between two rounds; drift begins one at once
     round_s: Seconds = 300.0  # seconds of training of each drafter
     min_rows: Count = 128  # new answers before a round
     canary_s: Annotated[float, Field(ge=0)] = 60.0  # seconds that one replica tries new weights
     device: str | None = None  # the learner's, such as cuda:0; by default the GPU if there is one
-    # of the learner: `num_gpus`, ...
+    num_workers: Count = 1  # processes that train a drafter together, by Ray Train
+    # of the learner, or of each of several workers: `num_gpus`, ...
     ray_actor_options: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _settings_agree(self) -> Self:
+        if self.key_env is not None and not self.on_disk:
+            raise ValueError(f"key_env is {self.key_env!r}, but nothing is on disk: set on_disk to true, or remove it")
+        if self.num_workers > 1 and self.device is not None:
+            raise ValueError(
+                f"device is {self.device!r} of {self.num_workers} workers: remove it, as num_gpus of ray_actor_options gives "
+                "each its own"
+            )
+        return self
 
     def versions(self, student: str) -> Versions:
         """The weights that a student has learnt so far."""
@@ -41,7 +57,10 @@ class AlignmentConfig(Section):
 
     def reservoir(self) -> Reservoir:
         """Where answers are kept, with what lies on disk; raises `ConfigError` if that cannot be read."""
-        return Reservoir(Limits(self.rows, self.row_tokens, self.max_age_s), Path(self.folder), on_disk=self.on_disk)
+        key = os.environ.get(self.key_env) if self.key_env is not None else None
+        if self.key_env is not None and not key:
+            raise ConfigError(f"alignment.key_env is {self.key_env!r}, which is not set where the learner runs: set it there")
+        return Reservoir(Limits(self.rows, self.row_tokens, self.max_age_s), Path(self.folder), key, on_disk=self.on_disk)
 
 
 def students(engines: Mapping[str, EngineKwargs], chosen: tuple[str, ...]) -> tuple[str, ...]:

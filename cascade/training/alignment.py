@@ -2,7 +2,7 @@
 
 A round trains on the newest answers and on older ones in turns, so that it does not forget what it knew. Held-out answers judge
 it: at each of their positions the student's likeliest token is compared with the verifier's, before and after the round.
-Weights that are worse by more than chance are dropped.
+Weights that are worse by more than chance are dropped. Processes of a `group` share the answers of a round, and its steps.
 """
 
 import json
@@ -19,6 +19,7 @@ from cascade.engine import draft_vocab
 from cascade.engine.loading import load
 from cascade.engine.model_config import NEEDED as FAMILY
 from cascade.errors import ConfigError
+from cascade.training import group
 from cascade.training.distillation import CAUSAL, Run, Schedule
 from cascade.training.reservoir import Sample
 from cascade.training.text import Shard, batches, score
@@ -134,21 +135,29 @@ def align(
 ) -> Outcome:
     """Train ``student`` for some ``seconds`` and judge it. ``tell`` is called at every step, and may raise `Stopped`.
 
-    Raises `ConfigError` if there are too few answers to judge by.
+    In a `group` each process has the same answers and a student of its own; ``tell`` is that of the first one. Raises
+    `ConfigError` if there are too few answers to judge by.
     """
     judges = [shards([sample for sample in pool if sample.held_out], student.tokens) for pool in (newest, older)]
     pools = [shards([sample for sample in pool if not sample.held_out], student.tokens) for pool in (newest, older)]
     begin, steps = time.monotonic(), 0
 
     def tell_share(share: float) -> None:
-        tell(Progress(name, share, steps))
+        stopped = False
+        if group.rank() == 0:
+            try:
+                tell(Progress(name, share, steps))
+            except Stopped:
+                stopped = True
+        if group.of_first(stopped):
+            raise Stopped
 
     before = [_agrees(student, judge, lambda: tell_share(0.0)) for judge in judges]
     if len(before[0]) < LEAST or not pools[0]:
         raise ConfigError(f"{len(before[0])} positions of held-out answers are too few to judge {name} by: {LEAST} are needed")
     start = time.monotonic()
-    for shard in _in_turns([pool for pool in pools if pool]):
-        share = (time.monotonic() - start) / seconds
+    for shard in _in_turns([group.part(pool) for pool in pools if pool]):
+        share = group.of_first((time.monotonic() - start) / seconds)
         if share >= 1:
             break
         tell_share(share)
@@ -182,13 +191,13 @@ class Lesson:
     folder: Path  # the folder of `Versions`
 
     def run(self, device: str | None, tell: Callable[[Progress], object]) -> Outcome:
-        """Train, judge, and publish what is no worse.
+        """Train, judge, and publish what is no worse; in a `group` the first process publishes.
 
         Raises as `student_of` and `align`, and `Stopped` if ``tell`` does.
         """
         learner = student_of(self.verifier, self.source, device=device)
         outcome = align(self.student, learner, self.newest, self.older, self.seconds, tell=tell)
-        if not outcome.problem:
+        if not outcome.problem and group.rank() == 0:
             versions = Versions(self.folder)
             versions.choose(versions.add(record(learner, outcome)))
         return outcome
@@ -214,12 +223,12 @@ def _problem(before: Sequence[np.ndarray], after: Sequence[np.ndarray]) -> str:
 
 
 def _agrees(student: Student, texts: Sequence[Shard], on_step: Callable[[], object]) -> np.ndarray:
-    """Of all positions of ``texts``."""
+    """Of all positions of ``texts``; each process of a `group` takes the same number of steps."""
     rows = [np.zeros(0, bool)]
-    for shard in texts:
+    for first in range(0, len(texts), group.size()):
         on_step()
-        rows.append(student.agrees(shard))
-    return np.concatenate(rows)
+        rows += [student.agrees(shard) for shard in texts[first : first + group.size()][group.rank() :][:1]]
+    return group.together(np.concatenate(rows))
 
 
 def shards(samples: Sequence[Sample], tokens: int) -> list[Shard]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from cascade.engine.devices import product_dtype
 from cascade.errors import ConfigError
+from cascade.training import group
 from cascade.training.versions import replacing
 
 
@@ -35,11 +36,15 @@ class Rates:
 
 
 class Learner:
-    """``module`` with its optimizers. A matrix with a side in ``tokens``, sizes of vocabularies, is no hidden one."""
+    """``module`` with its optimizers. A matrix with a side in ``tokens``, sizes of vocabularies, is no hidden one.
+
+    Processes of a `group` begin alike and take the same steps, on the mean of their gradients.
+    """
 
     def __init__(self, module: nn.Module, rates: Rates, tokens: Collection[int]) -> None:
         self._module, self._rates = module, rates
         self._parameters = parameters = [p for p in module.parameters() if p.requires_grad]
+        group.equalize(parameters)
         hidden = [p for p in parameters if p.ndim == 2 and min(p.shape) > 1 and not {*tokens} & {*p.shape}]
         hidden = hidden if rates.muon_lr else []
         rest = [p for p in parameters if all(p is not other for other in hidden)]
@@ -53,6 +58,7 @@ class Learner:
     def learn(self, loss: Tensor, step: int, progress: float) -> None:
         """Take a step down the gradient of ``loss``; see `Rates.factor`."""
         loss.backward()
+        group.average(self._parameters)
         nn.utils.clip_grad_norm_(self._parameters, 1.0)
         for optimizer, rate in zip(self._optimizers[::-1], (self._rates.adam_lr, self._rates.muon_lr), strict=False):
             for settings in optimizer.param_groups:

@@ -16,10 +16,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from cascade.errors import ConfigError, reason
 
 ROWS = "rows.jsonl.gz"
+SEALED = "rows.sealed"  # the same, encrypted
 FORGOTTEN = "forgotten.jsonl"
 HELD_OUT = 8  # one answer in so many is never learnt from; which one follows from its tokens, so it is the same in every round
 
@@ -58,22 +60,24 @@ class Limits:
 class Reservoir:
     """A bounded set of answers, for one thread. Answers of tenants who asked in ``folder`` to be forgotten are dropped.
 
-    With ``on_disk`` it begins with what an earlier one saved in the folder; else that is removed. Raises `ConfigError` if it
-    cannot be read.
+    With ``on_disk`` it begins with what an earlier one saved in the folder; else that is removed. ``key`` is one of Fernet,
+    which encrypts the file. Raises `ConfigError` if the file cannot be read, or not with this key.
     """
 
-    def __init__(self, limits: Limits, folder: Path, *, on_disk: bool = True) -> None:
+    def __init__(self, limits: Limits, folder: Path, key: str | None = None, *, on_disk: bool = True) -> None:
         self._limits, self._folder, self._on_disk = limits, folder, on_disk
+        self._seal = None if key is None else _fernet(key)
         self._newest: deque[Sample] = deque()
         self._older: list[tuple[float, int, Sample]] = []  # a heap: of equal weights the one that came first goes first
         self._num_added = 0
         self._rng = random.Random(0)
-        left = folder / ROWS
-        if not on_disk:
-            left.unlink(missing_ok=True)
-        elif left.exists():
-            self.add(_read(left))
+        left = [path for path in (folder / SEALED, folder / ROWS) if path.exists()]
+        if left and on_disk:
+            self.add(self._read(left[0]))
             self.save()  # without tenants that have asked to be forgotten meanwhile
+        elif not on_disk:
+            for path in left:
+                path.unlink()
 
     def __len__(self) -> int:
         return len(self._newest) + len(self._older)
@@ -124,10 +128,26 @@ class Reservoir:
         rows = [*self.older, *self._newest]
         self._folder.mkdir(parents=True, exist_ok=True)
         content = gzip.compress("".join(json.dumps(asdict(row)) + "\n" for row in rows).encode())
-        partial = self._folder / f"{ROWS}.partial"
+        name = ROWS if self._seal is None else SEALED
+        partial = self._folder / f"{name}.partial"
         with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(content)
-        os.replace(partial, self._folder / ROWS)
+            file.write(content if self._seal is None else self._seal.encrypt(content))
+        os.replace(partial, self._folder / name)
+        if self._seal is not None:
+            (self._folder / ROWS).unlink(missing_ok=True)
+
+    def _read(self, path: Path) -> list[Sample]:
+        sealed = path.name == SEALED
+        if sealed and self._seal is None:
+            raise ConfigError(f"{path} is encrypted: give its key, or remove it")
+        try:
+            content = path.read_bytes()
+            content = self._seal.decrypt(content) if sealed and self._seal is not None else content
+            rows = [json.loads(line) for line in gzip.decompress(content).decode().splitlines()]
+            return [Sample(**row | {"tokens": tuple(row["tokens"])}) for row in rows]
+        except Exception as error:  # the disk, what lies there, or another key
+            remedy = "give the key it was written with, or remove it" if sealed else "remove it"
+            raise ConfigError(f"{path} cannot be read ({reason(error)}): {remedy}") from None
 
     def _expire(self) -> None:
         oldest = time.time() - self._limits.max_age_s
@@ -157,9 +177,12 @@ def _forgotten(folder: Path) -> dict[str, float]:
     return times
 
 
-def _read(path: Path) -> list[Sample]:
+def _fernet(key: str) -> Any:
     try:
-        rows = [json.loads(line) for line in gzip.decompress(path.read_bytes()).decode().splitlines()]
-        return [Sample(**row | {"tokens": tuple(row["tokens"])}) for row in rows]
-    except Exception as error:  # the disk, or what lies there
-        raise ConfigError(f"{path} cannot be read ({reason(error)}): remove it") from None
+        from cryptography.fernet import Fernet
+    except ImportError:
+        raise ConfigError("Encrypted answers need the package cryptography: pip install '.[align]'") from None
+    try:
+        return Fernet(key)
+    except ValueError as error:
+        raise ConfigError(f"The key for answers is none of Fernet's ({error}): make one with Fernet.generate_key()") from None

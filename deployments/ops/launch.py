@@ -100,7 +100,7 @@ class Server:
         with ThreadPoolExecutor(1) as beside:  # reading imports PyTorch, while Ray's processes start
             reading = beside.submit(verified, config)
             if not ray.is_initialized():
-                _start_ray(num_gpus)
+                _start_ray(num_gpus, dashboard=config.alignment is not None and config.alignment.num_workers > 1)
             self._check_room()
             self._start_serve()
             limits = reading.result()
@@ -265,8 +265,11 @@ def _keep_token() -> None:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
-def _start_ray(num_gpus: int | None) -> None:
-    """Join a cluster, or start Ray on this machine, with ``num_gpus`` or those that there are."""
+def _start_ray(num_gpus: int | None, *, dashboard: bool = False) -> None:
+    """Join a cluster, or start Ray on this machine, with ``num_gpus`` or those that there are.
+
+    Without its ``dashboard`` Ray Train does not take back what the workers of a learner that was killed had.
+    """
     address = _cluster()
     os.environ.setdefault("RAY_worker_niceness", "0")  # else everything else on the machine goes before the models
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # workers that nobody would use
@@ -282,7 +285,7 @@ def _start_ray(num_gpus: int | None) -> None:
             ) from None
         return
     _keep_token()
-    options |= {"address": "local", "num_cpus": max(LOGICAL_CPUS, os.cpu_count() or 1), "include_dashboard": False}
+    options |= {"address": "local", "num_cpus": max(LOGICAL_CPUS, os.cpu_count() or 1), "include_dashboard": dashboard}
     options |= {"num_gpus": num_gpus} if num_gpus else {}
     try:
         ray.init(**options)

@@ -257,7 +257,12 @@ class Learner:
                 seconds=settings.round_s,
                 folder=settings.versions(student).folder,
             )
-            outcome = lesson.run(settings.device, tell)
+            if settings.num_workers == 1:
+                outcome = lesson.run(settings.device, tell)
+            else:
+                from deployments.ops.workers import train
+
+                outcome = train(lesson, settings.num_workers, settings.ray_actor_options, tell)
         except alignment.Stopped:
             return
         except CascadeError as error:

@@ -110,7 +110,7 @@ def learning(**alignment: Any) -> CascadeConfig:
         (asking(ray_actor_options={"resources": {"disk": 2}}), "ask for 2 disk (full 2)"),
         (asking({"engine": "vllm", "tensor_parallel_size": 2}, ray_actor_options={"num_gpus": 1}), "2 GPU (full 2)"),
         (asking(accelerator="H100"), "accelerator_type:H100 (full 0.001)"),
-        (learning(ray_actor_options={"num_gpus": 2}), "ask for 2 GPU (learner 2)"),
+        (learning(num_workers=2, ray_actor_options={"num_gpus": 1}), "ask for 2 GPU (learner 2)"),
     ],
     ids=["gpus", "cpus", "autoscaled", "custom", "ranks", "accelerators", "learner"],
 )

@@ -128,6 +128,14 @@ WRONG: dict[str, tuple[Any, str]] = {
         learning("tiny", layers=8),
         r"names 'tiny', which is some layers of its model, and learns nothing by",
     ),
+    "key for nothing": (
+        {"tiers": [tier("tiny"), tier("full")], "alignment": {"folder": "/shared", "key_env": "KEY"}},
+        r"key_env is 'KEY', but nothing is on disk: set on_disk to true, or remove it",
+    ),
+    "one device of several workers": (
+        {"tiers": [tier("tiny"), tier("full")], "alignment": {"folder": "/shared", "device": "cuda:0", "num_workers": 2}},
+        r"device is 'cuda:0' of 2 workers: remove it",
+    ),
     "unknown key": ({"tiers": [tier()], "wide": 3}, r"wide is not a known key; remove it"),
     "misspelt key": ({"tiers": [tier()], "windw": 3}, r"windw is not a known key; did you mean 'window'\?"),
     "misspelt key of a section in a list": (

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cryptography.fernet import Fernet
 
 from cascade.engine.model import Model
 from cascade.errors import ConfigError, ModelError
@@ -17,7 +18,7 @@ from cascade.params import SamplingParams
 from cascade.scorer import Row
 from cascade.training import alignment, reservoir
 from cascade.training.alignment import Progress, align, record, shards, student_of
-from cascade.training.reservoir import ROWS, Limits, Reservoir, Sample
+from cascade.training.reservoir import ROWS, SEALED, Limits, Reservoir, Sample
 from cascade.training.text import Shard
 from cascade.training.versions import KEPT, Versions
 from tests import small
@@ -89,6 +90,20 @@ def test_nothing_is_on_disk_unless_told(tmp_path: Path) -> None:
     answers.add([sample(2)])
     answers.save()
     assert not [path.name for path in tmp_path.iterdir()]
+
+
+def test_answers_on_disk_may_be_encrypted(tmp_path: Path) -> None:
+    """Guards the file: no plain one is left, it is read with its key, and another key or none is told so."""
+    plain = Reservoir(LIMITS, tmp_path)
+    plain.add([sample(1)])
+    plain.save()
+    key = Fernet.generate_key().decode()
+    Reservoir(LIMITS, tmp_path, key).save()
+    assert [path.name for path in tmp_path.iterdir()] == [SEALED]
+    assert Reservoir(LIMITS, tmp_path, key).newest == plain.newest
+    for wrong in (None, Fernet.generate_key().decode(), "no key"):
+        with pytest.raises(ConfigError, match=r"encrypted|cannot be read|none of Fernet's"):
+            Reservoir(LIMITS, tmp_path, wrong)
 
 
 def test_a_killed_writer_leaves_a_whole_version(tmp_path: Path) -> None:

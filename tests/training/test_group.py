@@ -1,0 +1,102 @@
+"""Processes that train together: they take the step of one process on all the texts, and end together."""
+
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cascade.training.alignment import Lesson, Outcome, Progress, Stopped
+from cascade.training.learning import Learner, Rates
+from cascade.training.reservoir import Sample
+from cascade.training.versions import Versions
+from tests import small
+
+SIZE = 2
+ROWS = 8
+
+
+def steps(rank: int, size: int) -> Tensor:
+    """The weights of a linear module after three steps on the rows of this process."""
+    torch.manual_seed(rank)  # it is the first one's weights that count
+    module = nn.Linear(6, 4)
+    learner = Learner(module, Rates(muon_lr=0.0, adam_lr=0.1, warmup_steps=1), [])
+    rows = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(9))[rank::size]
+    for step in range(3):
+        learner.learn((module(rows) ** 2).mean(), step, 0.0)
+    return module.weight.detach()
+
+
+def lesson(folder: Path) -> Lesson:
+    """A round of the small tiny model, all of whose answers may be judged by."""
+    rng = np.random.default_rng(0)
+    answers = [Sample(tuple(rng.integers(10, 400, 48).tolist()), 8, 0.0, "", 1, time.time()) for _ in range(96)]
+    tiny, _, full = small.paths()
+    return Lesson("tiny", full, tiny, answers, [], seconds=0.5, folder=folder)
+
+
+def stopping(progress: Progress) -> None:
+    if progress.steps == 2:
+        raise Stopped
+
+
+def member(rank: int, folder: Path) -> tuple[Tensor, Outcome, bool]:
+    """What a process of a group finds: weights, the outcome of a round, and whether it stopped when the first one did."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=SIZE)
+    try:
+        weights = steps(rank, SIZE)
+        outcome = lesson(folder / "tiny").run("cpu", lambda progress: None)
+        try:
+            replace(lesson(folder / "stopped"), seconds=60.0).run("cpu", stopping if rank == 0 else lambda progress: None)
+        except Stopped:
+            return weights, outcome, True
+        return weights, outcome, False
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The folder, and what each process of a group found."""
+    folder, context = tmp_path_factory.mktemp("group"), get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # PyTorch and Transformers are imported once for all of them
+    with ProcessPoolExecutor(SIZE, mp_context=context) as processes:
+        return folder, list(processes.map(partial(member, folder=folder), range(SIZE)))
+
+
+def test_a_step_is_that_of_one_process_on_all_texts(found: Any) -> None:
+    """Guards what is learnt: processes that begin apart, or keep gradients to themselves, drift away from each other."""
+    _, [(first, _, _), (second, _, _)] = found
+    assert torch.equal(first, second)
+    assert torch.allclose(first, steps(0, 1), atol=1e-6)
+
+
+def test_all_judge_alike_and_one_publishes(found: Any, tmp_path: Path, one_thread: None) -> None:
+    """Guards the judgement: answers that are judged twice or by nobody, and two versions of one round."""
+    folder, [(_, first, _), (_, second, _)] = found
+    alone = lesson(tmp_path).run("cpu", lambda progress: None)
+    assert (first.before, first.after, first.steps, first.problem) == (
+        second.before,
+        second.after,
+        second.steps,
+        second.problem,
+    )
+    assert (first.judged, first.steps > 0) == (alone.judged, True)
+    assert first.before == pytest.approx(alone.before)
+    assert len(Versions(folder / "tiny").all) == (not first.problem)
+
+
+def test_all_stop_when_the_first_is_told_to(found: Any) -> None:
+    """Guards devices: a process that goes on waits for the others for ever."""
+    folder, members = found
+    assert [stopped for _, _, stopped in members] == [True] * SIZE
+    assert not (folder / "stopped").exists()

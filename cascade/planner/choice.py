@@ -16,7 +16,7 @@ from cascade.planner.tuning import GUESS_PRICE
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
-NOTHING = 2.0  # a chance that no guess has
+NO_GUESS = 2.0  # the least chance of a guess that asks for none: no chance is above 1
 LEAST_S = 1e-9  # the least seconds that a pass is taken to last
 
 
@@ -69,7 +69,7 @@ class Policy:
         """The chance from which on a text is worth another guess, where drafter and verifier take turns on the same processors.
 
         A guess takes a pass's time over ``stats.guesses``, in which the verifier does nothing. In that time it would give
-        tokens at the best rate that drafting reaches, so a guess with less chance than that is not worth it. `NOTHING` where
+        tokens at the best rate that drafting reaches, so a guess with less chance than that is not worth it. `NO_GUESS` where
         a pass with what drafters inside the tier guess, ``at_hand`` tokens of which are expected to be right, is as good.
         ``room`` are guesses that the pass can use, ``cost`` ``[more than room]`` the seconds of a pass by its tokens.
         """
@@ -80,6 +80,6 @@ class Policy:
         best = int((tokens / seconds).argmax())
         rate = float(tokens[best] / seconds[best])
         if room < 1 or (at_hand and (1 + at_hand) / float(cost[1 + min(room, round(at_hand))]) >= rate):
-            return NOTHING
+            return NO_GUESS
         price_s = max(guess_s, (float(seconds[best]) - float(seconds[0])) / max(1, best))  # of writing and of scoring one
         return min(1.0, rate * price_s / stats.share)

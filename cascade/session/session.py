@@ -16,7 +16,7 @@ from cascade.draft import NO_DRAFT, Draft, num_same
 from cascade.errors import InvalidRequest
 from cascade.messages import RUNNER_UPS, Close, Commit, Edge, Open, Proposal, SessionSpec, origin, origin_level
 from cascade.planner.acceptance import Calibration, DraftStats, RunAhead
-from cascade.planner.choice import NOTHING
+from cascade.planner.choice import NO_GUESS
 from cascade.planner.tuning import MIN_RUN_AHEAD
 from cascade.scorer import Scored
 from cascade.session.branches import UNKNOWN, Branch, Branches, Margin
@@ -98,7 +98,7 @@ class Session:
         self.skip_reason = ""  # why it has no drafter, if the planner left them out
         self.changed_from = 0  # position from which on the text differs from that at the last hint
         self.run_ahead = RunAhead()
-        self._least_chance = NOTHING if spec.in_turns else 0.0  # that its text must have to be written on
+        self._least_chance = NO_GUESS if spec.in_turns else 0.0  # that its text must have to be written on
         self.totals = EdgeTotals(tier)
         self.guesses = Guesses(vocab_size, spec.draft_window, self.totals)
         self.branches: Branches | None = None  # if the tier above takes any

@@ -7,7 +7,7 @@ from typing import Generic, NamedTuple
 from cascade.messages import Failed, Message, Open, Proposal
 from cascade.planner.acceptance import Calibrations
 from cascade.planner.chains import ALONE, Chain, Planner, Seen
-from cascade.planner.choice import NOTHING, Policy
+from cascade.planner.choice import NO_GUESS, Policy
 from cascade.planner.cost import Profile
 from cascade.planner.tuning import MAX_READING_SHARE, PREFILL_TOKENS, SCOUTS, SETTLING_PASSES
 from cascade.session.session import Session, Work
@@ -108,7 +108,7 @@ class Drafting(Generic[U]):
     def waited(self, slot: Slot[U], profile: Profile) -> None:
         """A pass starts that has waited for its guesses: learn how fast they come."""
         num_guess = slot.session.guesses.draft.height
-        if slot.asked and num_guess and slot.heard is not None and slot.heard > slot.since:
+        if slot.awaits_guesses and num_guess and slot.heard is not None and slot.heard > slot.since:
             slot.session.guesses.stats.waited(num_guess, (slot.heard - slot.since) / profile.pass_s)
 
     def receive(self, slot: Slot[U], message: Proposal | Failed, now: float) -> tuple[str, str] | None:
@@ -180,7 +180,7 @@ class Drafting(Generic[U]):
 def _least_chance(session: Session, policy: Policy, profile: Profile) -> float:
     """See `Policy.least_chance`; a session that has to wait for the tier above needs no guesses yet."""
     if session.stalled:
-        return NOTHING
+        return NO_GUESS
     at_hand = max(
         (sum(one.calibration.chances(one.draft.trunk)[: session.max_depth]) for one in session.guesses.hints), default=0.0
     )

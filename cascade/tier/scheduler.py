@@ -49,24 +49,24 @@ def schedule(
     decodes: list[Slot[U]] = []
     offers: Offers[U] = []
     first: float | None = None
-    last_asked = -math.inf
+    last_awaited = -math.inf
     for slot in slots:
         session = slot.session
         branches = session.branch_candidates() if session.branches is not None else []
         if session.stalled and not any(chance >= MIN_BRANCH_CHANCE for chance, _ in branches):
             continue
-        if slot.asked or first is None or first > now:  # else the pass starts, whatever this one waits for
+        if slot.awaits_guesses or first is None or first > now:  # else the pass starts, whatever this one waits for
             start_at = _start_at(slot, policy, profile)
             first = start_at if first is None else min(first, start_at)
-            if slot.asked:
-                last_asked = max(last_asked, start_at)
+            if slot.awaits_guesses:
+                last_awaited = max(last_awaited, start_at)
         if session.num_pending >= PREFILL_TOKENS:
             prefills.append(slot)
         else:
             decodes.append(slot)
             offers += [(chance, slot, branch) for chance, branch in branches]
     if first is not None and not prefills:
-        first = max(first, last_asked)
+        first = max(first, last_awaited)
     if first is None or first > now:
         return [], first
     reserved = _prefill_budget(prefills, decodes, profile, max_tokens)
@@ -83,7 +83,7 @@ def _start_at(slot: Slot[Any], policy: Policy, profile: Profile) -> float:
     """When a session should be scored with what it has; a time that has passed means now."""
     session, since = slot.session, slot.since
     stats = session.guesses.stats
-    if slot.asked:
+    if slot.awaits_guesses:
         if slot.heard is None or session.guesses.complete or session.prefilling or not session.max_depth:
             return since
         return max(since, slot.heard) + policy.patience * profile.pass_s

@@ -66,7 +66,7 @@ class Slot(Generic[U]):
         return self.allocation.store
 
     @property
-    def asked(self) -> bool:
+    def awaits_guesses(self) -> bool:
         """A tier below that writes in turns with this one is to write now."""
         return 0 < self.least_chance <= 1
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cascade.planner.acceptance import DraftStats
-from cascade.planner.choice import NOTHING, Policy
+from cascade.planner.choice import NO_GUESS, Policy
 
 POLICY = Policy()
 ROOM = 15
@@ -56,8 +56,8 @@ def test_no_guesses_are_asked_for_where_a_text_drafter_is_as_good() -> None:
     """Guards text that repeats: a pass waited for a model's guesses though eight of a text drafter's were all but certain."""
     cost = np.ones(ROOM + 3)
     assert POLICY.least_chance(known(3, 0.9, 0.9), ROOM, 0.0, cost) <= 1
-    assert POLICY.least_chance(known(3, 0.9, 0.9), ROOM, 8.0, cost) == NOTHING
-    assert POLICY.least_chance(known(3, 0.9, 0.9), 0, 0.0, cost) == NOTHING
+    assert POLICY.least_chance(known(3, 0.9, 0.9), ROOM, 8.0, cost) == NO_GUESS
+    assert POLICY.least_chance(known(3, 0.9, 0.9), 0, 0.0, cost) == NO_GUESS
 
 
 @pytest.mark.parametrize(("guesses", "right"), [(1, 0.9), (2, 0.99), (30, 0.0)])

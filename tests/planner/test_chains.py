@@ -381,12 +381,12 @@ def test_many_sessions_that_fail_at_once_are_one_failure() -> None:
 
 
 class Heard(Planner):
-    """Knows the last rate that it was told of."""
+    """Knows the last rate and the last price of reading that it was told of."""
 
-    rate = 0.0
+    rate = reading_s = 0.0
 
     def record(self, allowed: Chain, used: Chain, num_sessions: int, seen: Seen, *, sampled: bool = False) -> None:
-        self.rate = seen.tokens / seen.seconds
+        self.rate, self.reading_s = seen.tokens / seen.seconds, seen.reading_s
 
 
 @pytest.mark.parametrize("reading_s", [0.0, 0.02, 9.0])
@@ -408,4 +408,5 @@ def test_reading_for_others_says_nothing_of_who_drafts(reading_s: float) -> None
         loop.settle(now)
     left_s = max(PASS_S, (1 - MAX_READING_SHARE) * (PASS_S + reading_s))  # an estimate may be too long, no pass took no time
     assert planner.rate == pytest.approx(1 / left_s)
+    assert planner.reading_s == pytest.approx(profile.token_s)  # the row held one token: what reading it would take a drafter
     assert not down

@@ -42,6 +42,13 @@ def test_a_slow_model_is_timed_at_few_sizes() -> None:
     assert profile.predict(512) > 0
 
 
+def test_no_longer_pass_is_cheaper_than_the_longest_timed() -> None:
+    """Guards what lies beyond the timed sizes: noise in the last one made long passes cost less than nothing."""
+    profile = Profile([(1, 0.10), (8, 0.12), (16, 0.11)])
+    assert profile.predict(12) == pytest.approx(0.115)
+    assert profile.predict(200) == pytest.approx(0.11)
+
+
 @pytest.mark.parametrize("context_len", [2, 16, 700])
 def test_short_contexts_are_respected(context_len: int) -> None:
     """Guards models of short context against being timed where they have no positions: `ToyModel` asserts it."""

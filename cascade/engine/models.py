@@ -17,7 +17,6 @@ from cascade.errors import ConfigError
 
 Part: TypeAlias = tuple[str, tuple[int, ...]]  # the path or hub id of a model, and those of its layers that a tier is
 
-
 Loaded: TypeAlias = Model | VllmModel
 
 

@@ -15,7 +15,7 @@ import click
 import pytest
 import yaml
 
-from benchmarks import figures
+from benchmarks.figures import pages as figures
 from cascade.cli.main import main
 from cascade.settings.config import CascadeConfig, TierConfig
 

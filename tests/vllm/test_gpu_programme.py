@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import figures
+from benchmarks.figures import tables
 from benchmarks.gpu import engines, results
 from benchmarks.gpu.step import STEPS, Notes
 from tests.vllm import models  # noqa: F401  # asks for vLLM
@@ -78,8 +78,8 @@ def test_the_whole_programme_runs_on_cpus(tmp_path: Path) -> None:
     assert {*programme["found"]} == {step.name for step in STEPS}
     document = results.document(programme)
     assert not document["problems"]
-    assert figures.accelerated(document)
-    assert figures.one_gpu(document)
+    assert tables.accelerated(document)
+    assert tables.one_gpu(document)
     answers = [cell for step in document["served"].values() for cells in step.values() for cell in cells.values()]
     assert all(not cell["failed"] and cell.get("same") == cell.get("texts") for cell in answers)
     with pytest.raises(SystemExit, match="figures of a processor"):

@@ -84,12 +84,7 @@ class VllmModel(Runs):
         facts: Facts = self._engine.collective_rpc("cascade_facts")[0]
         self._numbers: dict[str, int] = {}  # adapters' numbers by name, the least recently used first
         try:
-            if facts.problem is not None:
-                raise ModelError(f"{source!r} cannot be a tier on vLLM: {facts.problem}; set engine to 'cascade'")
-            if draft:
-                self._restrict(options.get("revision"), options.get("trust_remote_code", False))
-            for name, adapter in (adapters or {}).items():
-                self._add(name, adapter)
+            self._prepare(source, facts, adapters or {}, options)
         except ModelError:
             shut_down(self._engine)
             raise
@@ -108,6 +103,15 @@ class VllmModel(Runs):
             self._stream.wait_stream(torch.cuda.current_stream(self.device))  # weights and caches are there then
         # with several ranks results come through pipes, which `launch` would wait for
         self._ahead = self.device.type == "cuda" and self._ranks == 1
+
+    def _prepare(self, source: str, facts: Facts, adapters: Mapping[str, str], options: Mapping[str, Any]) -> None:
+        """Make what was loaded a tier; raises `ModelError` if it cannot be one."""
+        if facts.problem is not None:
+            raise ModelError(f"{source!r} cannot be a tier on vLLM: {facts.problem}; set engine to 'cascade'")
+        if self._draft:
+            self._restrict(options.get("revision"), options.get("trust_remote_code", False))
+        for name, adapter in adapters.items():
+            self._add(name, adapter)
 
     def _restrict(self, revision: str | None, trust_remote_code: bool) -> None:
         """Let a draft model say its draft vocabulary alone, if it has one; raises `ModelError` if its ids do not fit."""

@@ -34,7 +34,7 @@ LAST_LINE = ("family", *PARTS)
 PROMPTS, TOKENS = 6, 48  # of one request at a time, kinds in turn; of an answer at most
 TEMPERATURES = (0.0, 0.7, 1.0)  # of one request
 SERVED_TEMPERATURE = 0.7  # of requests over HTTP
-AT_ONCE = {1: 6, 8: 24, 32: 96}  # requests in all
+AT_ONCE = {1: 6, 8: 24, 32: 96, 64: 128}  # requests in all
 SERVED_S = 180.0  # that the served part is given of the minutes
 HEADLINE = ("alone", "auto", "best", "vllm_alone", "vllm_best", "llama_alone", "llama_best", "generate")
 

@@ -18,9 +18,12 @@ RUNNER_UPS = 2  # runner-ups that are offered for an own token
 MAX_RANKS = 1 + RUNNER_UPS  # kinds of guesses: own tokens of the drafter, first and second runner-ups
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Edge:
-    """What happened so far between a drafter and its verifier, for one request; passes are the verifier's."""
+    """What happened so far between a drafter and its verifier, for one request; passes are the verifier's.
+
+    The verifier's session counts in place (`cascade.session.edge_totals`); to everybody else it is a value.
+    """
 
     drafter: str  # "" if there was none
     verifier: str
@@ -29,10 +32,12 @@ class Edge:
     accepted: int = 0  # those equal to the verifier's own tokens
     emitted: int = 0  # own tokens
     waited_s: float = 0.0  # seconds that the verifier waited for guesses
-    accepted_by_position: tuple[int, ...] = ()  # passes that accepted their 1st, 2nd, ... guess; at most MAX_POSITIONS
-    proposed_by_position: tuple[int, ...] = ()  # guesses scored there, all branches together
-    accepted_by_rank: tuple[int, ...] = ()  # guesses: own tokens of the drafter, its runner-ups; at most MAX_RANKS
-    proposed_by_rank: tuple[int, ...] = ()
+    # passes that accepted their 1st, 2nd, ... guess; at most MAX_POSITIONS
+    accepted_by_position: list[int] = field(default_factory=list)
+    proposed_by_position: list[int] = field(default_factory=list)  # guesses scored there, all branches together
+    # guesses that were own tokens of the drafter, its first runner-ups, ...; at most MAX_RANKS
+    accepted_by_rank: list[int] = field(default_factory=list)
+    proposed_by_rank: list[int] = field(default_factory=list)
     corrected: int = 0  # own tokens of the drafter that the verifier replaced
     prefetched: int = 0  # corrections for which the drafter had prepared a branch
     prefetched_tokens: int = 0  # tokens of those branches
@@ -58,22 +63,22 @@ class Edge:
         return Edge(self.drafter, self.verifier, *(_sum(getattr(self, name), getattr(other, name)) for name in _COUNTS))
 
 
-_COUNTS = tuple(one.name for one in fields(Edge))[2:]
+_COUNTS = tuple(counter.name for counter in fields(Edge))[2:]
 
 
-def _sum(one: Any, other: Any) -> Any:
-    if isinstance(one, tuple):
-        return tuple(a + b for a, b in zip_longest(one, other, fillvalue=0))
-    return one + other
+def _sum(first: Any, second: Any) -> Any:
+    if isinstance(first, list):
+        return [a + b for a, b in zip_longest(first, second, fillvalue=0)]
+    return first + second
 
 
 def add_edges(totals: Mapping[tuple[str, str], Edge], edges: Iterable[Edge]) -> dict[tuple[str, str], Edge]:
     """``totals`` and ``edges`` together, by drafter and verifier."""
-    found = dict(totals)
+    sums = dict(totals)
     for edge in edges:
         key = (edge.drafter, edge.verifier)
-        found[key] = found[key] + edge if key in found else edge
-    return found
+        sums[key] = sums[key] + edge if key in sums else edge
+    return sums
 
 
 @dataclass(frozen=True, slots=True)

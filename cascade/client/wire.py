@@ -9,18 +9,11 @@ from typing import Any
 
 from google.protobuf.message import Message as ProtoMessage
 
-from cascade.messages import MAX_POSITIONS, MAX_RANKS, Edge
+from cascade.messages import MAX_POSITIONS, Edge
 from cascade.params import Handling, SamplingParams, Speculation, Structured
-from cascade.v1 import link_pb2
 from cascade.v1 import serving_pb2 as pb
 
-EDGE_COUNTS = {  # fields of `Edge` and `pb.Edge` that are lists, and their greatest lengths
-    "accepted_by_position": MAX_POSITIONS,
-    "proposed_by_position": MAX_POSITIONS,
-    "accepted_by_rank": MAX_RANKS,
-    "proposed_by_rank": MAX_RANKS,
-}
-EDGE_TOTALS = tuple(field.name for field in fields(Edge) if field.name not in EDGE_COUNTS)
+EDGE = tuple(field.name for field in fields(Edge))
 HANDLING = tuple(field.name for field in fields(Handling))
 
 
@@ -85,12 +78,12 @@ def decode_parents(sent: Sequence[int], size: int) -> tuple[int, ...]:
 
 
 def encode_edge(edge: Edge) -> dict[str, Any]:
-    """Fields of `pb.Edge` and `LinkEdge`."""
-    return {name: getattr(edge, name) for name in (*EDGE_TOTALS, *EDGE_COUNTS)}
+    """Fields of `pb.Edge`."""
+    return {name: getattr(edge, name) for name in EDGE}
 
 
-def decode_edge(edge: pb.Edge | link_pb2.LinkEdge) -> Edge:
-    """What happened between two tiers, from the wire."""
-    totals: dict[str, Any] = {name: getattr(edge, name) for name in EDGE_TOTALS}
-    counts: dict[str, Any] = {name: tuple(getattr(edge, name)[:most]) for name, most in EDGE_COUNTS.items()}
-    return Edge(**totals, **counts)
+def decode_edge(edge: pb.Edge) -> Edge:
+    """What happened between two tiers, from the wire; of a list no more numbers than are counted."""
+    given: dict[str, Any] = {name: getattr(edge, name) for name in EDGE}
+    lists = {name: list(value)[:MAX_POSITIONS] for name, value in given.items() if name.endswith(("_by_position", "_by_rank"))}
+    return Edge(**given | lists)

@@ -1,48 +1,12 @@
-"""What a session counts of its edge, and what it has heard of those below, over every drafter that it ever had."""
+"""Totals of a session's edge and of those below it, over every drafter that it ever had."""
 
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from cascade.draft import Draft
 from cascade.messages import MAX_POSITIONS, MAX_RANKS, Edge, add_edges
 
-
-@dataclass(slots=True)
-class Counts:
-    """The numbers of an `Edge` under its names, counted in place."""
-
-    passes: int = 0
-    proposed: int = 0
-    accepted: int = 0
-    emitted: int = 0
-    waited_s: float = 0.0
-    corrected: int = 0
-    prefetched: int = 0
-    prefetched_tokens: int = 0
-    undrafted_passes: int = 0
-    agreed: int = 0
-    accepted_by_position: list[int] = field(default_factory=lambda: [0] * MAX_POSITIONS)
-    proposed_by_position: list[int] = field(default_factory=lambda: [0] * MAX_POSITIONS)
-    accepted_by_rank: list[int] = field(default_factory=lambda: [0] * MAX_RANKS)
-    proposed_by_rank: list[int] = field(default_factory=lambda: [0] * MAX_RANKS)
-
-    def edge(self, drafter: str, verifier: str) -> Edge:
-        counts: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
-        lists = {name: _trimmed(value) for name, value in counts.items() if isinstance(value, list)}
-        return Edge(drafter, verifier, **counts | lists)
-
-
-def _trimmed(counts: list[int]) -> tuple[int, ...]:
-    """Up to the last that is not 0."""
-    size = len(counts)
-    while size and not counts[size - 1]:
-        size -= 1
-    return tuple(counts[:size])
-
-
-Passed: TypeAlias = tuple[Draft, int, Sequence[int], int, Sequence[str]]  # what `EdgeTotals.passed` is told
+Passed: TypeAlias = tuple[Draft, int, Sequence[int], int, Sequence[str]]  # arguments of `EdgeTotals.passed`
 
 
 class EdgeTotals:
@@ -51,9 +15,9 @@ class EdgeTotals:
     def __init__(self, tier: str) -> None:
         self._tier = tier
         self._drafter = ""  # the tier below, "" for none
-        self._by_drafter: defaultdict[str, Counts] = defaultdict(Counts)
-        self.current = self._by_drafter[""]  # the tier below's
-        self._below: tuple[Edge, ...] = ()  # what the tier below has told of the edges below it
+        self._by_drafter: dict[str, Edge] = {}
+        self.current = self._edge("")  # the edge to the tier below
+        self._below: tuple[Edge, ...] = ()  # the latest totals that the tier below has sent of its own edges
         self._below_past: dict[tuple[str, str], Edge] = {}  # the same of tiers that drafted before
         self._passed: list[Passed] = []  # not counted yet
 
@@ -78,32 +42,37 @@ class EdgeTotals:
         else:
             names = drafters[:num_scored]
             if names and not self._drafter and "" not in names:
-                whose = self._of(min(names))
+                whose = self._inner(min(names))
             depths, ranks = draft.depths, draft.ranks
             for node in range(num_scored):
-                counts = self._of(names[node]) if names else current
-                counts.proposed += 1
-                _count(counts.proposed_by_position, depths[node])
-                _count(counts.proposed_by_rank, ranks[node])
+                edge = self._inner(names[node]) if names else current
+                edge.proposed += 1
+                _count(edge.proposed_by_position, depths[node], MAX_POSITIONS)
+                _count(edge.proposed_by_rank, ranks[node], MAX_RANKS)
             for node in path:
-                counts = self._of(names[node]) if names else current
-                counts.accepted += 1
-                _count(counts.accepted_by_position, depths[node])
-                _count(counts.accepted_by_rank, ranks[node])
+                edge = self._inner(names[node]) if names else current
+                edge.accepted += 1
+                _count(edge.accepted_by_position, depths[node], MAX_POSITIONS)
+                _count(edge.accepted_by_rank, ranks[node], MAX_RANKS)
         whose.passes += 1
         whose.emitted += num_new
 
-    def _of(self, drafter: str) -> Counts:
-        """Those of a drafter inside the tier; "" is the tier below."""
-        return self._by_drafter[drafter] if drafter else self.current
+    def _edge(self, drafter: str) -> Edge:
+        if drafter not in self._by_drafter:
+            self._by_drafter[drafter] = Edge(drafter, self._tier)
+        return self._by_drafter[drafter]
+
+    def _inner(self, drafter: str) -> Edge:
+        """The edge to a drafter inside the tier; "" is the tier below."""
+        return self._edge(drafter) if drafter else self.current
 
     def prepared(self, num_tokens: int) -> None:
         """The drafter had written so many tokens after a correction before it heard of it."""
         self.current.prefetched += 1
         self.current.prefetched_tokens += num_tokens
 
-    def heard(self, edges: tuple[Edge, ...]) -> None:
-        """The tier below tells its totals; older ones, which were overtaken, are ignored."""
+    def receive(self, edges: tuple[Edge, ...]) -> None:
+        """Take the totals of the tier below; older ones, which were overtaken, are ignored."""
         if edges and sum(edge.passes for edge in edges) > sum(edge.passes for edge in self._below):
             self._below = edges
 
@@ -112,21 +81,19 @@ class EdgeTotals:
         self.settle()
         self._below_past = add_edges(self._below_past, self._below)
         self._drafter, self._below = drafter, ()
-        self.current = self._by_drafter[drafter]
+        self.current = self._edge(drafter)
 
     @property
     def all(self) -> tuple[Edge, ...]:
         """Totals per edge, this tier's first. Edges on which nothing happened are left out."""
         self.settle()
-        own = (
-            counts.edge(drafter, self._tier)
-            for drafter, counts in self._by_drafter.items()
-            if counts.passes or counts.proposed or counts.waited_s
-        )
+        nothing = Edge("", self._tier)
+        own = (edge + nothing for edge in self._by_drafter.values() if edge.passes or edge.proposed or edge.waited_s)
         return (*own, *add_edges(self._below_past, self._below).values())
 
 
-def _count(counts: list[int], at: int) -> None:
-    """One more there; what is beyond the last counts as nothing."""
-    if at < len(counts):
-        counts[at] += 1
+def _count(counts: list[int], place: int, most: int) -> None:
+    """Add one at a place, unless ``most`` places come before it."""
+    if place < most:
+        counts += [0] * (place + 1 - len(counts))
+        counts[place] += 1

@@ -101,7 +101,7 @@ class Proposal(_message.Message):
     start: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     origins: bytes
-    edges: _containers.RepeatedCompositeFieldContainer[LinkEdge]
+    edges: _containers.RepeatedCompositeFieldContainer[_serving_pb2.Edge]
     logprobs: _containers.RepeatedCompositeFieldContainer[LinkLogprobs]
     skip_reason: str
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[LinkLogprobs]
@@ -109,7 +109,7 @@ class Proposal(_message.Message):
     parents: _containers.RepeatedScalarFieldContainer[int]
     cached: int
     rests: bool
-    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., origins: _Optional[bytes] = ..., edges: _Optional[_Iterable[_Union[LinkEdge, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[LinkLogprobs, _Mapping]]] = ..., skip_reason: _Optional[str] = ..., prompt_logprobs: _Optional[_Iterable[_Union[LinkLogprobs, _Mapping]]] = ..., confidences: _Optional[bytes] = ..., parents: _Optional[_Iterable[int]] = ..., cached: _Optional[int] = ..., rests: _Optional[bool] = ...) -> None: ...
+    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., origins: _Optional[bytes] = ..., edges: _Optional[_Iterable[_Union[_serving_pb2.Edge, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[LinkLogprobs, _Mapping]]] = ..., skip_reason: _Optional[str] = ..., prompt_logprobs: _Optional[_Iterable[_Union[LinkLogprobs, _Mapping]]] = ..., confidences: _Optional[bytes] = ..., parents: _Optional[_Iterable[int]] = ..., cached: _Optional[int] = ..., rests: _Optional[bool] = ...) -> None: ...
 
 class LinkLogprobs(_message.Message):
     __slots__ = ("logprob", "top_ids", "top")
@@ -120,42 +120,6 @@ class LinkLogprobs(_message.Message):
     top_ids: _containers.RepeatedScalarFieldContainer[int]
     top: _containers.RepeatedScalarFieldContainer[float]
     def __init__(self, logprob: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top: _Optional[_Iterable[float]] = ...) -> None: ...
-
-class LinkEdge(_message.Message):
-    __slots__ = ("drafter", "verifier", "passes", "proposed", "accepted", "emitted", "waited_s", "accepted_by_position", "proposed_by_position", "accepted_by_rank", "proposed_by_rank", "corrected", "prefetched", "prefetched_tokens", "undrafted_passes", "agreed")
-    DRAFTER_FIELD_NUMBER: _ClassVar[int]
-    VERIFIER_FIELD_NUMBER: _ClassVar[int]
-    PASSES_FIELD_NUMBER: _ClassVar[int]
-    PROPOSED_FIELD_NUMBER: _ClassVar[int]
-    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
-    EMITTED_FIELD_NUMBER: _ClassVar[int]
-    WAITED_S_FIELD_NUMBER: _ClassVar[int]
-    ACCEPTED_BY_POSITION_FIELD_NUMBER: _ClassVar[int]
-    PROPOSED_BY_POSITION_FIELD_NUMBER: _ClassVar[int]
-    ACCEPTED_BY_RANK_FIELD_NUMBER: _ClassVar[int]
-    PROPOSED_BY_RANK_FIELD_NUMBER: _ClassVar[int]
-    CORRECTED_FIELD_NUMBER: _ClassVar[int]
-    PREFETCHED_FIELD_NUMBER: _ClassVar[int]
-    PREFETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    UNDRAFTED_PASSES_FIELD_NUMBER: _ClassVar[int]
-    AGREED_FIELD_NUMBER: _ClassVar[int]
-    drafter: str
-    verifier: str
-    passes: int
-    proposed: int
-    accepted: int
-    emitted: int
-    waited_s: float
-    accepted_by_position: _containers.RepeatedScalarFieldContainer[int]
-    proposed_by_position: _containers.RepeatedScalarFieldContainer[int]
-    accepted_by_rank: _containers.RepeatedScalarFieldContainer[int]
-    proposed_by_rank: _containers.RepeatedScalarFieldContainer[int]
-    corrected: int
-    prefetched: int
-    prefetched_tokens: int
-    undrafted_passes: int
-    agreed: int
-    def __init__(self, drafter: _Optional[str] = ..., verifier: _Optional[str] = ..., passes: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., emitted: _Optional[int] = ..., waited_s: _Optional[float] = ..., accepted_by_position: _Optional[_Iterable[int]] = ..., proposed_by_position: _Optional[_Iterable[int]] = ..., accepted_by_rank: _Optional[_Iterable[int]] = ..., proposed_by_rank: _Optional[_Iterable[int]] = ..., corrected: _Optional[int] = ..., prefetched: _Optional[int] = ..., prefetched_tokens: _Optional[int] = ..., undrafted_passes: _Optional[int] = ..., agreed: _Optional[int] = ...) -> None: ...
 
 class Failed(_message.Message):
     __slots__ = ("reason", "tier", "fault")

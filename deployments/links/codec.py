@@ -7,10 +7,12 @@ from cascade.client import wire
 from cascade.draft import Draft
 from cascade.messages import Close, Commit, Failed, Logprobs, Message, Open, Proposal, Routing, SessionSpec
 from cascade.v1 import link_pb2 as pb
+from cascade.v1 import serving_pb2
 
 # fields that the wire has under the same name: a new one needs nothing here, unless it is a message of its own
 OF_SPEC, OF_ROUTING = (
-    tuple(one.name for one in fields(kind) if one.name in pb.Open.DESCRIPTOR.fields_by_name) for kind in (SessionSpec, Routing)
+    tuple(field.name for field in fields(kind) if field.name in pb.Open.DESCRIPTOR.fields_by_name)
+    for kind in (SessionSpec, Routing)
 )
 LISTS = tuple(name for name in OF_SPEC if pb.Open.DESCRIPTOR.fields_by_name[name].is_repeated)
 
@@ -57,7 +59,7 @@ def _encode_proposal(proposal: Proposal) -> pb.Proposal:
         origins=draft.origins,
         confidences=draft.confidences,
         parents=[parent + 1 for parent in draft.parents],
-        edges=(pb.LinkEdge(**wire.encode_edge(edge)) for edge in proposal.edges),
+        edges=(serving_pb2.Edge(**wire.encode_edge(edge)) for edge in proposal.edges),
         logprobs=map(_encode_logprobs, proposal.logprobs),
         prompt_logprobs=map(_encode_logprobs, proposal.prompt_logprobs),
         skip_reason=proposal.skip_reason,
@@ -66,8 +68,10 @@ def _encode_proposal(proposal: Proposal) -> pb.Proposal:
     )
 
 
-def _encode_logprobs(one: Logprobs) -> pb.LinkLogprobs:
-    return pb.LinkLogprobs(logprob=one.logprob, top_ids=[id for id, _ in one.top], top=[value for _, value in one.top])
+def _encode_logprobs(logprobs: Logprobs) -> pb.LinkLogprobs:
+    return pb.LinkLogprobs(
+        logprob=logprobs.logprob, top_ids=[id for id, _ in logprobs.top], top=[value for _, value in logprobs.top]
+    )
 
 
 def _decode(message: pb.Message) -> Message:
@@ -98,23 +102,23 @@ def _decode_open(session: str, opening: pb.Open) -> Open:
     return Open(session, spec, Routing(**{name: getattr(opening, name) for name in OF_ROUTING}))
 
 
-def _decode_proposal(session: str, said: pb.Proposal) -> Proposal:
-    if said.logprobs and len(said.logprobs) != len(said.tokens):
+def _decode_proposal(session: str, sent: pb.Proposal) -> Proposal:
+    if sent.logprobs and len(sent.logprobs) != len(sent.tokens):
         raise ValueError("a proposal has log-probabilities for all tokens or for none")
-    logprobs, prompt = tuple(map(_decode_logprobs, said.logprobs)), tuple(map(_decode_logprobs, said.prompt_logprobs))
-    edges = tuple(map(wire.decode_edge, said.edges))
-    draft = _decode_draft(said)
-    return Proposal(session, said.start, draft, edges, logprobs, said.skip_reason, prompt, said.cached, said.rests)
+    logprobs, prompt = tuple(map(_decode_logprobs, sent.logprobs)), tuple(map(_decode_logprobs, sent.prompt_logprobs))
+    edges = tuple(map(wire.decode_edge, sent.edges))
+    draft = _decode_draft(sent)
+    return Proposal(session, sent.start, draft, edges, logprobs, sent.skip_reason, prompt, sent.cached, sent.rests)
 
 
-def _decode_draft(said: pb.Proposal) -> Draft:
-    size = len(said.tokens)
-    if len(said.origins) != size:
+def _decode_draft(sent: pb.Proposal) -> Draft:
+    size = len(sent.tokens)
+    if len(sent.origins) != size:
         raise ValueError("a proposal has one origin a token")
-    if len(said.confidences) not in (0, size):
+    if len(sent.confidences) not in (0, size):
         raise ValueError("a proposal has one confidence a token, or none at all")
-    return Draft(tuple(said.tokens), said.origins, said.confidences, wire.decode_parents(said.parents, size))
+    return Draft(tuple(sent.tokens), sent.origins, sent.confidences, wire.decode_parents(sent.parents, size))
 
 
-def _decode_logprobs(one: pb.LinkLogprobs) -> Logprobs:
-    return Logprobs(one.logprob, tuple(zip(one.top_ids, one.top, strict=True)))
+def _decode_logprobs(sent: pb.LinkLogprobs) -> Logprobs:
+    return Logprobs(sent.logprob, tuple(zip(sent.top_ids, sent.top, strict=True)))

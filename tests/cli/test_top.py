@@ -71,7 +71,7 @@ def test_gain_and_price_of_draft_tiers_are_shown() -> None:
 
 def test_branches_are_shown() -> None:
     """Guards shares of runner-ups and of corrections against own tokens among them."""
-    edge = Edge("tiny", "full", 7, 39, 20, 27, accepted_by_rank=(18, 2), proposed_by_rank=(30, 8, 1), corrected=6, prefetched=4)
+    edge = Edge("tiny", "full", 7, 39, 20, 27, accepted_by_rank=[18, 2], proposed_by_rank=[30, 8, 1], corrected=6, prefetched=4)
     assert {"2/9", "4/6"} <= words(acceptance([edge]))
 
 

@@ -24,7 +24,7 @@ def check(completion: Completion | None) -> None:
     assert (completion.text, completion.token_ids) == ("abc", (11, 12, 13))
     assert (completion.finish_reason, completion.seed) == ("length", 7)
     assert (completion.stats.prompt_tokens, completion.stats.completion_tokens) == (4, 3)
-    assert completion.stats.edges == (Edge("tiny", "full", 2, 3, 1, 3, 0.25, (1,)),)
+    assert completion.stats.edges == (Edge("tiny", "full", 2, 3, 1, 3, 0.25, [1]),)
     assert (completion.stats.first_token_s, completion.stats.undrafted) == (0.125, "late")
     assert completion.origins == bytes([origin(0), origin(1, replaced=0), origin(1)])
     assert completion.logprobs == (Logprobs(-0.5, ((11, -0.5), (9, -1.0))), Logprobs(0.0), Logprobs(-2.0, ((8, -0.25),)))

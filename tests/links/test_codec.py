@@ -19,6 +19,7 @@ OF_TYPE = {  # values of fields, by what these are annotated with
     float: st.floats(0, 1e9),
     bool: st.booleans(),
     tuple[int, ...]: st.lists(ids, max_size=8).map(tuple),
+    list[int]: st.lists(ids, max_size=8),
     tuple[str, ...]: st.lists(st.text(), max_size=4).map(tuple),
     frozenset[int]: st.frozensets(ids, max_size=4),
 }
@@ -85,7 +86,7 @@ proposals = drafts.flatmap(
     lambda draft: some(
         Proposal,
         draft=st.just(draft),
-        edges=several(some(Edge, accepted_by_rank=several(ids), proposed_by_rank=several(ids))),
+        edges=several(some(Edge)),
         logprobs=st.just(()) | several(logprobs, len(draft)),
         prompt_logprobs=several(logprobs),
     )

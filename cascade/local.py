@@ -93,7 +93,7 @@ class Cascade:
                 level,
                 model,
                 policy=policy,
-                planner=Planner(shared=names),
+                planner=Planner([other for other, its in zip(names, models, strict=True) if _device(its) == _device(model)]),
                 profile=apart(partial(measure, model, max_tokens=64, budget_s=0.3)),  # quickly: its user waits for it
                 new_state=state_maker(grammars.matcher),
                 drafters=inner,
@@ -293,6 +293,11 @@ class Cascade:
         if isinstance(prompt, Sequence) and all(isinstance(token, Integral) for token in prompt):
             return [int(token) for token in prompt]
         raise InvalidRequest(f"A prompt is a string or a list of token ids, not {type(prompt).__name__}")
+
+
+def _device(model: Scorer) -> str:
+    """Where a model runs; models that do not say it run on the processors of this process."""
+    return str(getattr(model, "device", "cpu"))
 
 
 def _is_batch(prompt: object) -> bool:

@@ -6,7 +6,7 @@ serve deploy cluster/serve/demo.yaml
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +127,8 @@ def _bind_tier(
     values = tier.model_dump(mode="json")
     preferring = PREFERRING if config.affine and tier is config.tiers[-1] else {}
     options = preferring | _surging(tier_options(tier)) | {"name": prefix + tier.name}
-    shared = [other.name for other in config.tiers if other.name in lower and shares_processors(tier, other)]
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
+    shared = [other.name for other in config.tiers if other.name in lower and shares_processors(tier, other, nodes)]
     bound = {**bound, "draft": tier is not config.tiers[-1]}
     known = {"level": level, "lower": list(lower), "drafters": config.drafters, **bound}
     deployment = versioned(_deployment(TierReplica, options, f"tier {tier.name}"), {"tier": fixed_of_tier(tier), **known})
@@ -248,9 +249,24 @@ def shortage(config: CascadeConfig, there: Mapping[str, float]) -> str | None:
     return None
 
 
-def shares_processors(tier: TierConfig, other: TierConfig) -> bool:
-    """Whether replicas of both may compute on the same processors; with whole GPUs and engines of others they do not."""
-    return not any(one.engine_kwargs.plugin or of_replica(tier_options(one)).get("GPU", 0.0) >= 1 for one in (tier, other))
+def shares_processors(tier: TierConfig, other: TierConfig, nodes: Sequence[Mapping[str, float]] = ()) -> bool:
+    """Whether replicas of both may compute on the same processors. ``nodes`` are the resources that Ray has on each.
+
+    Two on GPUs do if both fit one GPU, and two on CPUs if both fit one node; or if one of them fits no node yet, so that nobody
+    knows where it will run. Engines of others compute elsewhere.
+    """
+    if tier.engine_kwargs.plugin or other.engine_kwargs.plugin:
+        return False
+    first, second = (of_replica(tier_options(one)) for one in (tier, other))
+    on_gpus = [amounts.get("GPU", 0.0) for amounts in (first, second)]
+    if any(on_gpus):
+        return all(on_gpus) and sum(on_gpus) <= 1 + ROUNDING
+    both = {name: first.get(name, 0.0) + second.get(name, 0.0) for name in first | second}
+    return _fits(both, nodes) or not (_fits(first, nodes) and _fits(second, nodes))
+
+
+def _fits(amounts: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> bool:
+    return any(all(node.get(name, 0.0) + ROUNDING >= amount for name, amount in amounts.items()) for node in nodes)
 
 
 def of_replica(options: Mapping[str, Any]) -> dict[str, float]:

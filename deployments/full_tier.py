@@ -140,7 +140,7 @@ class FullTier:
             hold_s=held_lease_s(config),
             prefixes=Prefixes() if config.affine else None,
         )
-        self.downlink = Downlink(leases, self._hear, tls=config.link_tls, tracing=admission.tracing)
+        self.downlink = Downlink(leases, self._receive, tls=config.link_tls, tracing=admission.tracing)
 
     def change(self, config: CascadeConfig) -> None:
         """Follow ``config`` from now on."""
@@ -187,7 +187,7 @@ class FullTier:
             if pause_s:
                 await request.lifetime.wait(partial(asyncio.sleep, pause_s))
 
-    def _hear(self, messages: Sequence[Message]) -> None:
+    def _receive(self, messages: Sequence[Message]) -> None:
         for message in messages:
             if (inbox := self.inboxes.get(message.session)) is not None:
                 inbox.put(message)

@@ -47,7 +47,7 @@ LEASE_TIMEOUT_S = 2.0  # a drafter that cannot be had by then is done without
 
 class TierReplica:
     """One replica of a tier. ``lower`` are handles of the tiers below, by name, ``drafters`` all kinds inside any tier,
-    ``shared`` the tiers below that may compute on the processors of this one."""
+    ``shared`` the tiers below that compute on the processors of this one, if they run on its machine."""
 
     @starting()
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -74,9 +74,9 @@ class TierReplica:
         self._model = await _apart(partial(load_model, self._config, folder, draft=draft))
         log.info("Tier %s: %s", self._config.name, self._model.summary)
         self._weights = ""  # version of learnt ones
-        known: Profile | None = getattr(self._model, "profile", None)  # an engine may say itself what passes cost
+        stated: Profile | None = getattr(self._model, "profile", None)  # an engine may say itself what passes cost
         measuring = partial(measure, self._model, max_tokens=engine.max_pass_tokens)
-        self._profile = await _apart(measuring) if known is None else known
+        self._profile = await _apart(measuring) if stated is None else stated
         tokenizer = await asyncio.to_thread(_load_tokenizer, self._config)
         encode = None if tokenizer is None else tokenizer.encode_part
         grammars = None if tokenizer is None else Grammars(tokenizer)
@@ -96,12 +96,13 @@ class TierReplica:
         traced = tracing(self._config.name, self._config.model_loading_config.model_id)
         lessors = {name: lessor(handle) for name, handle in lower.items()}
         leases = LeasePool(lessors, timeout_s=LEASE_TIMEOUT_S)
-        self._downlink = Downlink(leases, self._tier.post, tls=tls, tracing=traced)
+        host = ray.util.get_node_ip_address()
+        self._downlink = Downlink(leases, self._tier.post, tls=tls, tracing=traced, host=host, locate=self._tier.planner.locate)
         self._tier.below = self._downlink if lower else None
         self._server = LinkServer(self._tier, tls, traced, link_ports, partial(prepare, grammars, folder))
         self._replica = replica_name()
         self._tier.start()
-        await self._server.start(ray.util.get_node_ip_address())
+        await self._server.start(host)
         source = partial(replica_readings, self._tier, self._profile, self._server, self._downlink)
         model = self._config.model_loading_config.model_id
         self._reporting = asyncio.create_task(report(model, self._config.name, source))
@@ -137,7 +138,7 @@ class TierReplica:
             "leases": len(self._server.leases),
             "drafting": self._downlink.num_sessions,
             "address": self._server.address,
-            "asked": blocks.queried,
+            "queried": blocks.queried,
             "reused": blocks.reused,
             "passes": stats.passes,
             "busy_s": stats.busy_s,

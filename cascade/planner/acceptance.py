@@ -41,11 +41,11 @@ class Calibrations:
     """A `Calibration` for each drafter and temperature: noise makes gaps larger, and they say less."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, float], Calibration] = defaultdict(Calibration)
+        self._by_drafter: dict[tuple[str, float], Calibration] = defaultdict(Calibration)
 
     def of(self, drafter: str, temperature: float) -> "Calibration":
         """Shared by all sessions; drafter "" stands for the tier's own tokens, as the tier above judges them."""
-        return self._known[drafter, round(min(temperature, WARMEST), 1)]
+        return self._by_drafter[drafter, round(min(temperature, WARMEST), 1)]
 
 
 class Calibration:
@@ -57,7 +57,8 @@ class Calibration:
         kinds = [(rank, kind) for _ in range(2) for rank in range(MAX_RANKS) for kind in range(_GAPS)]
         self._chances = [_prior(rank, kind) for rank, kind in kinds]  # first those of guesses right after the text
         self._weights = [PRIOR_WEIGHT] * len(kinds)
-        self._of_drafts: dict[tuple[bytes, tuple[int, ...]], list[float]] = {}  # by confidences and parents, until a verdict
+        # of drafts, by their confidences and parents, until a verdict
+        self._of_drafts: dict[tuple[bytes, tuple[int, ...]], tuple[float, ...]] = {}
 
     def chance(self, rank: int, gap: int, *, first: bool) -> float:
         """Chance that a guess of this rank and gap (a byte) is right if all before it are; ``first``: it follows the text."""
@@ -70,7 +71,7 @@ class Calibration:
         weight = self._weights[kind] = VERDICT_MEMORY * self._weights[kind] + 1
         self._chances[kind] += (right - self._chances[kind]) / weight
 
-    def chances(self, draft: Draft) -> Sequence[float]:
+    def chances(self, draft: Draft) -> tuple[float, ...]:
         """Chance of each node of a draft that it and all nodes on its path are right. Many drafts of a pass are alike."""
         key = draft.confidences or bytes(len(draft.tokens)), draft.parents
         chances = self._of_drafts.get(key)
@@ -78,7 +79,7 @@ class Calibration:
             chances = self._of_drafts[key] = self._computed(draft)
         return chances
 
-    def _computed(self, draft: Draft) -> list[float]:
+    def _computed(self, draft: Draft) -> tuple[float, ...]:
         of_kind, gaps, trunk = self._chances, draft.confidences or bytes(len(draft.tokens)), draft.trunk_size
         each = [of_kind[kind] for kind in gaps[:trunk].translate(_LATER_GAP)]
         each[:1] = [of_kind[kind] for kind in gaps[:1].translate(_GAP)]
@@ -88,7 +89,7 @@ class Calibration:
             for parent, rank, gap in beside:
                 kind = min(rank, MAX_RANKS - 1) * _GAPS + gap
                 chances.append(of_kind[kind] if parent < 0 else chances[parent] * of_kind[_LATER + kind])
-        return chances
+        return tuple(chances)
 
     def learn(self, draft: Draft, new: Sequence[int], path: Sequence[int]) -> None:
         """Judge the nodes of a draft whose path the text has taken: it went on with ``new``, along the nodes ``path``."""

@@ -146,8 +146,8 @@ class Choice:
         ``price_s`` is what exploring may cost each of the sessions, which are a ``share`` of all.
         """
         best = self.estimates[self.best].rate
-        known = (one for one in self.estimates.items() if one[1].passes >= MIN_PASSES or one[0] in (self.best, ALONE))
-        rates = {chain: estimate.rate for chain, estimate in known}
+        measured = (item for item in self.estimates.items() if item[1].passes >= MIN_PASSES or item[0] in (self.best, ALONE))
+        rates = {chain: estimate.rate for chain, estimate in measured}
         rates[ALONE] = rates[ALONE] or alone / (1 + EXPLORATION_SHARE)
         fastest = max(rates, key=lambda chain: rates[chain])
         if rates[fastest] > (1.0 if fastest == ALONE else BETTER) * best:
@@ -178,8 +178,8 @@ class Planner:
     """
 
     def __init__(self, shared: Collection[str] = ()) -> None:
-        """``shared`` names tiers below that compute on the processors of this one."""
-        self.shared = frozenset(shared)
+        """``shared`` names tiers below that compute on the processors of this one, as far as is known; see `locate`."""
+        self.shared = self._sharing = frozenset(shared)
         self._budget = Budget()
         self._choices: dict[tuple[Chain, bool], dict[int, Choice]] = {}  # by kind and load
 
@@ -192,6 +192,10 @@ class Planner:
         choice = self._choice(allowed, num_sessions, sampled=sampled)
         return choice.used or (choice.apart if scouts else ALONE)
 
+    def locate(self, tier: str, near: bool) -> None:
+        """A tier below turns out to run on this machine, or on others only. Safe to call from any thread."""
+        self.shared = self.shared | {tier} & self._sharing if near else self.shared - {tier}
+
     def record(self, allowed: Chain, used: Chain, num_sessions: int, seen: Seen, *, sampled: bool = False) -> None:
         """Learn what rows got of a pass whose sessions were to use ``used``; see `Seen`."""
         self._choice(allowed, num_sessions, sampled=sampled).record(used, seen, num_sessions)
@@ -201,16 +205,16 @@ class Planner:
         load, choices = load_bucket(num_sessions), self._choices.get((allowed, sampled), {})
         if any(choice.best != ALONE for less, choice in choices.items() if less < load):
             return "load"
-        known = (chain for choice in choices.values() for chain, estimate in choice.estimates.items() if estimate.passes)
-        return "low_acceptance" if any(chain != ALONE for chain in known) else "short"
+        tried = (chain for choice in choices.values() for chain, estimate in choice.estimates.items() if estimate.passes)
+        return "low_acceptance" if any(chain != ALONE for chain in tried) else "short"
 
     def worths(self) -> list["Worth"]:
         """What each tier below is worth where chains with it and without it were measured.
 
         Kinds of requests that may use more tiers take precedence. Safe to call from any thread.
         """
-        found: dict[tuple[str, bool, int], Worth] = {}
-        for (allowed, sampled), choices in sorted(self._choices.items(), key=lambda one: len(one[0][0])):
+        worths: dict[tuple[str, bool, int], Worth] = {}
+        for (allowed, sampled), choices in sorted(self._choices.items(), key=lambda item: len(item[0][0])):
             for load, choice in list(choices.items()):
                 for tier in allowed:
                     best, without = (
@@ -218,8 +222,8 @@ class Planner:
                         for part in (True, False)
                     )
                     if best and without:
-                        found[tier, sampled, load] = Worth(tier, sampled, 1 << load, best / without)
-        return list(found.values())
+                        worths[tier, sampled, load] = Worth(tier, sampled, 1 << load, best / without)
+        return list(worths.values())
 
     def _choice(self, allowed: Chain, num_sessions: int, *, sampled: bool) -> Choice:
         """A new one begins with the best chain of the nearest load, else with all; without tiers that share processors."""

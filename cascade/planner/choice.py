@@ -81,5 +81,7 @@ class Policy:
         rate = float(tokens[best] / seconds[best])
         if room < 1 or (at_hand and (1 + at_hand) / float(cost[1 + min(room, round(at_hand))]) >= rate):
             return NO_GUESS
-        price_s = max(guess_s, (float(seconds[best]) - float(seconds[0])) / max(1, best))  # of writing and of scoring one
+        price_s = max(
+            guess_s, (float(seconds[best]) - float(seconds[0])) / max(1, best)
+        )  # the price of writing a guess, and of scoring it
         return min(1.0, rate * price_s / stats.share)

@@ -101,6 +101,7 @@ class Drafting(Generic[U]):
 
     def turn(self, slot: Slot[U], policy: Policy, profile: Profile) -> None:
         """The text has gone on: choose how far a tier below on the same processors is to write, before the next pass."""
+        slot.least_chance = 0.0
         if self.in_turns(slot):
             slot.least_chance = _least_chance(slot.session, policy, profile)
             slot.session.guesses.stats.interrupt()
@@ -182,7 +183,7 @@ def _least_chance(session: Session, policy: Policy, profile: Profile) -> float:
     if session.stalled:
         return NO_GUESS
     at_hand = max(
-        (sum(one.calibration.chances(one.draft.trunk)[: session.max_depth]) for one in session.guesses.hints), default=0.0
+        (sum(hint.calibration.chances(hint.draft.trunk)[: session.max_depth]) for hint in session.guesses.hints), default=0.0
     )
     room = min(session.max_depth, policy.max_guesses)
     return policy.least_chance(session.guesses.stats, room, at_hand, profile.turns(room + 2, session.kv_len))

@@ -39,8 +39,8 @@ class Prefixes:
         if affinity:
             return tuple(self._replicas.get(_home(affinity, spec), ()))
         keys = self._keys(spec)
-        known = list(takewhile(self._replicas.__contains__, keys))
-        return tuple(reversed(self._replicas[known[-1]])) if known and len(known) >= LEAST_SHARE * len(keys) else ()
+        held = list(takewhile(self._replicas.__contains__, keys))
+        return tuple(reversed(self._replicas[held[-1]])) if held and len(held) >= LEAST_SHARE * len(keys) else ()
 
     def sent(self, spec: SessionSpec, affinity: str, address: str) -> None:
         """Note that a session was sent to the replica at ``address``, which knows its text from now on."""
@@ -92,20 +92,24 @@ class PreferringRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: i
         if not candidates:
             return []
         two = random.sample(candidates, min(2, len(candidates)))
-        others = [self.curr_replicas[one] for one in two]
+        others = [self.curr_replicas[replica] for replica in two]
         args: Sequence[Any] = () if pending_request is None else pending_request.args
         addresses, affinity = (*args[1:], (), "")[:2]
-        preferred = [one for one in candidate_replicas if addresses and one.replica_metadata.get("address") in addresses]
+        preferred = [replica for replica in candidate_replicas if addresses and _address(replica) in addresses]
         if affinity and not preferred:
-            preferred = [max(candidate_replicas, key=lambda one: weight(affinity, one.replica_metadata.get("address", "")))]
-        busy = self._fewest_leases([one.replica_id for one in preferred])
+            preferred = [max(candidate_replicas, key=lambda replica: weight(affinity, _address(replica)))]
+        busy = self._fewest_leases([replica.replica_id for replica in preferred])
         if not preferred or overloaded(busy, self._fewest_leases(two)):
             return [others]
         return [preferred, others]
 
     def _fewest_leases(self, replicas: Sequence[ReplicaID]) -> int | None:
-        known = [self.replica_queue_len_cache.get(one) for one in replicas]
-        return min((leases for leases in known if leases is not None), default=None)  # none if Serve does not know
+        counts = [self.replica_queue_len_cache.get(replica) for replica in replicas]
+        return min((leases for leases in counts if leases is not None), default=None)  # none if Serve does not know
+
+
+def _address(replica: RunningReplica) -> str:
+    return str(replica.replica_metadata.get("address", ""))
 
 
 def weight(affinity: str, address: str) -> bytes:

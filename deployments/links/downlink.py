@@ -34,7 +34,7 @@ class Route:
     waiting: list[Message] = field(default_factory=list)  # messages wait until there is a lease
     opening: "asyncio.Task[None] | None" = None  # takes the lease
     lease: HeldLease | None = None
-    mailbox: Mailbox | None = None  # that of the link to the leased replica
+    mailbox: Mailbox | None = None  # goes to the leased replica
     answered: bool = False
 
 
@@ -42,7 +42,8 @@ class Downlink(Link):
     """Joins this process to replicas of the tiers below, one stream to each, for all sessions that go there.
 
     Leases come from ``leases``; ``deliver`` gets what replicas say, in the event loop's thread. Made in a running event loop;
-    `send` may be called from any thread.
+    `send` may be called from any thread. Whenever a lease on a tier was taken, ``locate`` is called with the tier, and whether
+    one of its replicas that are held runs on ``host``.
     """
 
     def __init__(
@@ -52,8 +53,12 @@ class Downlink(Link):
         *,
         tls: LinkTLS | None = None,
         tracing: Tracing = UNTRACED,
+        host: str = "",
+        locate: Callable[[str, bool], object] = lambda tier, near: None,
     ) -> None:
         self.leases = leases
+        self._host = host
+        self._locate = locate
         self._spans = SessionSpans(tracing)
         self._deliver = deliver
         self._tls = tls
@@ -125,6 +130,8 @@ class Downlink(Link):
         self._totals["lease_wait_seconds", route.tier] += self._loop.time() - since
         route.lease = lease
         self._totals["leases_taken", route.tier] += 1
+        held = [other.lease.address for other in self._routes.values() if other.lease and other.tier == route.tier]
+        self._locate(route.tier, any(address.rpartition(":")[0].strip("[]") == self._host for address in held))
         if self.leases.prefixes is not None:
             self.leases.prefixes.sent(opening.spec, opening.routing.affinity, lease.address)
         self._spans.event(opening.session, "leased", server_address=lease.address)
@@ -189,18 +196,18 @@ class Downlink(Link):
 
     async def _read(self, call: AsyncIterable[pb.Batch]) -> None:
         async for batch in call:
-            self._hear(decode(batch))
+            self._receive(decode(batch))
 
-    def _hear(self, messages: Sequence[Message]) -> None:
-        known = [message for message in messages if message.session in self._routes]
-        for message in known:
+    def _receive(self, messages: Sequence[Message]) -> None:
+        current = [message for message in messages if message.session in self._routes]
+        for message in current:
             if isinstance(message, Failed):
                 self._leave(message.session, message.reason, lost=not message.fault)
             elif (route := self._routes.get(message.session)) is not None and not route.answered:
                 route.answered = True
                 self._spans.event(message.session, "answered")
-        if known:
-            self._deliver(known)
+        if current:
+            self._deliver(current)
 
 
 async def _write(call: Any, mailbox: Mailbox) -> None:

@@ -106,25 +106,25 @@ class LeasePool:
                 return lease
         if affinity:  # all routers agree on a session's replica
             preferred = ()
-        asked: list[asyncio.Task[HeldLease]] = []
+        tasks: list[asyncio.Task[HeldLease]] = []
         try:
             async with asyncio.timeout(self.timeout_s):
-                while not (given := [task for task in asked if task.done()]):
-                    if len(asked) == 2:
-                        _withdraw(asked.pop())
-                    asked.append(asyncio.create_task(self._ask(spec.tier, () if asked else preferred, affinity)))
-                    await asyncio.wait(asked, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
-            asked.remove(given[0])
+                while not (given := [task for task in tasks if task.done()]):
+                    if len(tasks) == 2:
+                        _withdraw(tasks.pop())
+                    tasks.append(asyncio.create_task(self._request(spec.tier, () if tasks else preferred, affinity)))
+                    await asyncio.wait(tasks, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
+            tasks.remove(given[0])
             return given[0].result()
         except Exception:
             for address in preferred:  # the next try shall meet another replica
                 self.forget(address)
             raise
         finally:
-            for task in asked:
+            for task in tasks:
                 _withdraw(task)
 
-    async def _ask(self, tier: str, preferred: Sequence[str], affinity: str) -> HeldLease:
+    async def _request(self, tier: str, preferred: Sequence[str], affinity: str) -> HeldLease:
         name, loop = mint(), asyncio.get_running_loop()
         call = self.lessors[tier](name, preferred, affinity)
         try:

@@ -63,20 +63,21 @@ class Tiers:
             raise Unavailable("Ray Serve's controller does not say what runs: try again later") from None
         return {name: replicas.get(name, 0) for name in self._handles}
 
-    async def count(self, tell: Callable[[str, int], object]) -> None:
-        """Tell the running replicas of each tier now and then, until cancelled."""
+    async def count(self, report: Callable[[str, int], object]) -> None:
+        """Report the running replicas of each tier now and then, until cancelled."""
         while True:
-            with contextlib.suppress(Unavailable):  # who is told keeps the last count
+            with contextlib.suppress(Unavailable):  # the last count stays
                 for name, replicas in (await self.replicas()).items():
-                    tell(name, replicas)
+                    report(name, replicas)
             await asyncio.sleep(COUNT_S)
 
     async def states(self, timeout_s: float) -> dict[str, tuple[int, dict[str, Any] | None]]:
         """Running replicas of each tier, and how one of them describes itself; raises `Unavailable`."""
         replicas = await self.replicas()
         running = [name for name in self._handles if replicas[name]]
-        said = dict(zip(running, await asyncio.gather(*(ask(self._handles[name], timeout_s) for name in running)), strict=True))
-        return {name: (replicas[name], said.get(name)) for name in self._handles}
+        states = await asyncio.gather(*(describe(self._handles[name], timeout_s) for name in running))
+        described = dict(zip(running, states, strict=True))
+        return {name: (replicas[name], described.get(name)) for name in self._handles}
 
 
 def may_be_zero(tier: TierConfig) -> bool:
@@ -84,7 +85,7 @@ def may_be_zero(tier: TierConfig) -> bool:
     return scaling is not None and scaling.get("min_replicas") == 0
 
 
-async def ask(handle: DeploymentHandle, timeout_s: float) -> dict[str, Any] | None:
+async def describe(handle: DeploymentHandle, timeout_s: float) -> dict[str, Any] | None:
     """How a replica of a tier describes itself; ``None`` if none answers in time."""
     response = handle.describe.remote()
     try:

@@ -161,10 +161,11 @@ class LinkServer(link_pb2_grpc.LinkServicer):
 
     async def _read(self, batches: AsyncIterator[pb.Batch], mailbox: Mailbox, sessions: set[str]) -> None:
         async for batch in batches:
-            known = [message for message in decode(batch) if self._admit(message, mailbox, sessions)]
-            ready = [message for message in known if not self._hold(message, mailbox)]
+            admitted = [message for message in decode(batch) if self._admit(message, mailbox, sessions)]
+            ready = [message for message in admitted if not self._hold(message, mailbox)]
             if ready:
-                self._tier.post([self._spans.served(one) if isinstance(one, Open) else one for one in ready], mailbox)
+                served = self._spans.served
+                self._tier.post([served(message) if isinstance(message, Open) else message for message in ready], mailbox)
 
     def _hold(self, message: Message, mailbox: Mailbox) -> bool:
         """Whether a message has to wait until what its session needs is prepared."""
@@ -215,10 +216,10 @@ class LinkServer(link_pb2_grpc.LinkServicer):
                 return False
             sessions.add(session)
             return True
-        known = session in sessions
+        admitted = session in sessions
         if isinstance(message, Close):
             self._end(session, sessions, keep=message.keep)
-        return known
+        return admitted
 
     def _end(self, session: str, sessions: set[str], reason: str = "", *, keep: bool = False) -> None:
         if session in sessions:  # else it is a session of another link

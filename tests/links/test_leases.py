@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from cascade.messages import Close
+from cascade.planner.chains import Planner
 from cascade.simulation.toy import ToyModel, full_text
 from deployments.links.downlink import Downlink
 from deployments.links.leases import GivenLeases, Lease, LeasePool
@@ -144,6 +145,25 @@ async def test_a_lease_that_is_not_waited_for_reports_nothing(tidy: None) -> Non
     await downlink.close()
     gc.collect()
     assert strays == []
+
+
+@pytest.mark.parametrize(("host", "near"), [("127.0.0.1", True), ("10.0.0.1", False)])
+async def test_a_lease_tells_whether_its_replica_is_near(net: Net, host: str, *, near: bool) -> None:
+    """Guards tiers on different machines: they were taken to slow each other, and waited for each other."""
+    located: list[tuple[str, bool]] = []
+    planner = Planner(["full"])
+    downlink = Downlink(
+        LeasePool({"full": net.lessor("full")}),
+        lambda messages: None,
+        host=host,
+        locate=lambda tier, near: (planner.locate(tier, near), located.append((tier, near))),
+    )
+    request = opening(chain=())
+    downlink.put([request])
+    await until(lambda: located == [("full", near)])
+    assert planner.shared == ({"full"} if near else set())
+    await downlink.close()
+    await net.settle()
 
 
 async def test_close_in_the_middle_frees_all(net: Net) -> None:

@@ -211,7 +211,7 @@ def test_prompts_that_begin_alike_are_read_once(server: Server, client: Client) 
 
     def counts() -> tuple[int, int]:
         states = replicas("full").values()
-        return sum(one["asked"] for one in states), sum(one["reused"] for one in states)
+        return sum(one["queried"] for one in states), sum(one["reused"] for one in states)
 
     before = counts()
     for number in range(16):
@@ -230,7 +230,7 @@ def test_a_clients_session_meets_one_replica(server: Server, client: Client) -> 
     """
 
     def asked() -> dict[int, int]:
-        return {pid: state["asked"] for pid, state in replicas("full").items()}
+        return {pid: state["queried"] for pid, state in replicas("full").items()}
 
     together, every = 0, 0  # tokens of prompts
     own = [("grpc.use_local_subchannel_pool", 1)]  # connections of their own, which the kernel spreads over routers

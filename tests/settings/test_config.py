@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -317,19 +317,36 @@ def test_replicas_take_what_they_have_of_a_gpu(fields: dict[str, Any], num_gpus:
 
 
 @pytest.mark.parametrize(
-    ("changes", "shared"),
+    ("actors", "shared"),
     [
-        ({}, True),
-        ({"deployment_config": {"ray_actor_options": {"num_gpus": 1}}}, False),
-        ({"placement_group_config": {"bundles": [{"GPU": 2}]}}, False),
-        ({"engine_kwargs": {"engine": "package.module:load"}}, False),
+        (({}, {}), True),
+        (({}, {"num_gpus": 1}), False),
+        (({}, {"num_gpus": 0.5}), False),
+        (({"num_gpus": 0.5}, {"num_gpus": 0.5}), True),
+        (({"num_gpus": 0.7}, {"num_gpus": 0.5}), False),
+        (({"num_cpus": 6}, {"num_cpus": 2}), True),
+        (({"num_cpus": 7}, {"num_cpus": 2}), False),
+        (({"num_cpus": 9}, {"num_cpus": 2}), True),
+        (({"resources": {"left": 1}}, {"resources": {"right": 1}}), False),
     ],
 )
-def test_whole_gpus_are_shared_with_nobody(changes: dict[str, Any], *, shared: bool) -> None:
-    """Guards where drafting begins: a tier below with a GPU of its own was taken to slow this one, or one without it not to."""
+def test_processors_are_shared_by_those_that_fit_one_device(actors: Sequence[dict[str, Any]], *, shared: bool) -> None:
+    """Guards where drafting begins: a tier below with a GPU or a node of its own was taken to slow this one, or one without
+    it not to. A replica that fits no node yet, which a cluster that grows may bring, may come to run anywhere."""
+    first, second = (CascadeConfig.parse(one(deployment_config={"ray_actor_options": actor})).tiers[0] for actor in actors)
+    nodes = [{"CPU": 8.0, "left": 1.0}, {"CPU": 8.0, "right": 1.0}]
+    assert app.shares_processors(first, second, nodes) is shared
+    assert app.shares_processors(second, first, nodes) is shared
+
+
+@pytest.mark.parametrize(
+    "changes", [{"placement_group_config": {"bundles": [{"GPU": 2}]}}, {"engine_kwargs": {"engine": "package.module:load"}}]
+)
+def test_whole_gpus_and_other_engines_are_shared_with_nobody(changes: dict[str, Any]) -> None:
+    """Guards the same for tiers that name their resources otherwise, or whose engine computes elsewhere."""
     plain, other = (CascadeConfig.parse(one(**values)).tiers[0] for values in ({}, changes))
-    assert app.shares_processors(plain, other) is shared
-    assert app.shares_processors(other, plain) is shared
+    assert not app.shares_processors(plain, other)
+    assert not app.shares_processors(other, plain)
 
 
 # models that do not belong together

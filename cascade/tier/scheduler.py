@@ -43,30 +43,35 @@ def schedule(
 
     Those of ``slots`` that are stalled may have branches to write. A pass starts when one session wants it, and takes along
     those that still wait for guesses: it costs them less than the next. Where a tier below writes in turns with this one, it
-    starts when that has written for all: passes of both at once slow each other.
+    starts when that has written for all: passes of both at once slow each other. But a session for which no such tier writes
+    waits for nobody's guesses; those that go on waiting are left out of its pass.
     """
     prefills: list[Slot[U]] = []
     decodes: list[Slot[U]] = []
     offers: Offers[U] = []
     first: float | None = None
-    last_awaited = -math.inf
+    independent = math.inf  # when a session is due for which no tier writes in turns with this one
+    awaiting: dict[Slot[U], float] = {}  # sessions for which one is to write now, and until when they wait for it
     for slot in slots:
         session = slot.session
         branches = session.branch_candidates() if session.branches is not None else []
         if session.stalled and not any(chance >= MIN_BRANCH_CHANCE for chance, _ in branches):
             continue
-        if slot.awaits_guesses or first is None or first > now:  # else the pass starts, whatever this one waits for
+        if slot.least_chance or independent > now:  # else the pass starts, whatever this one waits for
             start_at = _start_at(slot, policy, profile)
             first = start_at if first is None else min(first, start_at)
             if slot.awaits_guesses:
-                last_awaited = max(last_awaited, start_at)
+                awaiting[slot] = start_at
+            elif not slot.least_chance:
+                independent = min(independent, start_at)
         if session.num_pending >= PREFILL_TOKENS:
             prefills.append(slot)
         else:
             decodes.append(slot)
             offers += [(chance, slot, branch) for chance, branch in branches]
-    if first is not None and not prefills:
-        first = max(first, last_awaited)
+    if first is not None and awaiting and not prefills:
+        first = min(independent, max(first, *awaiting.values()))
+        decodes = [slot for slot in decodes if awaiting.get(slot, now) <= now]
     if first is None or first > now:
         return [], first
     reserved = _prefill_budget(prefills, decodes, profile, max_tokens)

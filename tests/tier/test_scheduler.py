@@ -145,6 +145,23 @@ def test_a_session_that_waits_for_guesses_joins_a_pass() -> None:
     assert picked([waiting, ready]) == [1, 1]
 
 
+def test_who_drafts_in_turns_keeps_nobody_else() -> None:
+    """Guards sessions without drafts, such as those of the mode "off": where tiers take turns, they waited for the guesses of
+    others. These wait for each other."""
+    waiting, ready, free = slot(1, since=1.0), slot(1, since=1.0), slot(1, since=1.0)
+    for one in (waiting, ready):
+        one.session.attach(("tiny",), "below", in_turns=True)
+        one.least_chance, one.heard = 0.5, 1.0
+    ready.session.guesses.complete = True
+    batch, again_at = schedule([waiting, ready], POLICY, profile(), 512, 1.0)
+    assert not batch
+    assert again_at is not None
+    batch, _ = schedule([waiting, ready, free], POLICY, profile(), 512, 1.0)
+    assert {id(one) for one, _ in batch} == {id(ready), id(free)}
+    batch, _ = schedule([waiting, ready, free], POLICY, profile(), 512, again_at)
+    assert len(batch) == 3
+
+
 def test_guesses_are_judged_by_all_that_a_pass_takes() -> None:
     """Guards choices of guesses: where most of a pass is positions held, or what lies between passes, guesses are cheap."""
     costs = ((1, 0.001), (9, 0.009))

@@ -7,12 +7,12 @@ from itertools import compress, count
 from operator import ne
 
 
-def num_same(one: Sequence[int], other: Sequence[int]) -> int:
+def num_same(first: Sequence[int], second: Sequence[int]) -> int:
     """Length of the common beginning of two texts."""
-    size = min(len(one), len(other))
-    if tuple(one[:size]) == tuple(other[:size]):
+    size = min(len(first), len(second))
+    if tuple(first[:size]) == tuple(second[:size]):
         return size
-    return next(compress(count(), map(ne, one, other)), size)
+    return next(compress(count(), map(ne, first, second)), size)
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -89,37 +89,33 @@ class Draft:
         ``own[0]`` is the own token after the text and ``own[1 + node]`` the one after a node, as far as nodes are scored. The
         last new token may have no node. Nothing comes after the first of ``ends``.
         """
-        new: list[int] = []
+        same = num_same(self.tokens[: self.trunk_size], own)
+        new = list(own[: same + 1])
+        if not ends.isdisjoint(new):
+            del new[1 + next(place for place, token in enumerate(new) if token in ends) :]
+            same = min(same, len(new))
+        if not self.parents or len(new) == same:
+            return new, range(same)
         path: list[int] = []
-        if not self.parents:
-            same = num_same(self.tokens, own)
-            new += own[: same + 1]
-            if not ends.isdisjoint(new):
-                del new[1 + next(place for place, token in enumerate(new) if token in ends) :]
-            return new, range(min(same, len(new)))
-        at = -1
-        while at + 1 < len(own):
-            own_token = own[at + 1]
-            new.append(own_token)
-            found = self._child(at, own_token)
-            if found is None:
+        node = self._child(same - 1, new[same])
+        while node is not None:
+            path.append(node)
+            if new[-1] in ends or node + 1 >= len(own):
                 break
-            path.append(found)
-            at = found
-            if own_token in ends:
-                break
-        return new, path
+            new.append(own[node + 1])
+            node = self._child(node, new[-1])
+        return new, [*range(same), *path] if path else range(same)
 
     def find(self, tokens: Sequence[int]) -> Sequence[int]:
         """The path that says ``tokens``, as far as there is one."""
-        if not self.parents:
-            return range(num_same(self.tokens, tokens))
-        path: list[int] = []
-        for token in tokens:
-            found = self._child(path[-1] if path else -1, token)
-            if found is None:
+        same = num_same(self.tokens[: self.trunk_size], tokens)
+        if not self.parents or same == len(tokens) or (node := self._child(same - 1, tokens[same])) is None:
+            return range(same)
+        path = [*range(same), node]
+        for token in tokens[same + 1 :]:
+            if (node := self._child(node, token)) is None:
                 break
-            path.append(found)
+            path.append(node)
         return path
 
     @property
@@ -139,7 +135,7 @@ class Draft:
         size = len(nodes)
         if size == 0 or nodes[-1] == size - 1:
             return self.first(size)
-        trunk = bisect_left(nodes, self.trunk_size)  # of them stand in the trunk
+        trunk = bisect_left(nodes, self.trunk_size)  # so many of them stand in the trunk
         rest = nodes[trunk:]
         places = {node: place for place, node in enumerate(rest, trunk)}
         return Draft(
@@ -151,10 +147,12 @@ class Draft:
 
     def fitting(self, vocab_size: int, depth: int, size: int) -> "Draft":
         """Of the first ``size`` nodes those at most ``depth`` tokens deep whose paths are tokens of the vocabulary."""
-        if len(self.tokens) <= min(depth, size) and (not self.tokens or 0 <= min(self.tokens) <= max(self.tokens) < vocab_size):
+        tokens = self.tokens
+        fits = len(tokens) <= size and (len(tokens) <= depth or self.height <= depth)
+        if fits and (not tokens or 0 <= min(tokens) <= max(tokens) < vocab_size):
             return self
         if self.is_line:
-            tokens = self.tokens[:depth]
+            tokens = tokens[:depth]
             return self.first(next((node for node, token in enumerate(tokens) if not 0 <= token < vocab_size), len(tokens)))
         depths, kept = self.depths, {-1}
         for node in range(min(size, len(self))):
@@ -192,25 +190,25 @@ class Draft:
             return other, range(len(other))
         if self.is_line and other.is_line and self.tokens[: len(other.tokens)] == other.tokens:
             return self, range(len(other))
-        known = {(self.parent(node), token): node for node, token in enumerate(self.tokens)}
+        places = {(self.parent(node), token): node for node, token in enumerate(self.tokens)}
         tokens, origins, parents = list(self.tokens), bytearray(self.origins), [self.parent(i) for i in range(len(self))]
-        said = bytearray(self.confidences or bytes(len(self)))
+        confidences = bytearray(self.confidences or bytes(len(self)))
         there = {-1: -1}  # each node of the other draft: its place in the union
         for node, token in enumerate(other.tokens):
             at = there[other.parent(node)]
-            if (at, token) not in known:
-                known[at, token] = len(tokens)
+            if (at, token) not in places:
+                places[at, token] = len(tokens)
                 tokens.append(token)
                 origins.append(other.origins[node])
-                said.append(other.confidences[node] if other.confidences else 0)
+                confidences.append(other.confidences[node] if other.confidences else 0)
                 parents.append(at)
-            there[node] = known[at, token]
-        confidences = bytes(said) if self.confidences or other.confidences else b""
-        return Draft(tuple(tokens), bytes(origins), confidences, tuple(parents)), list(there.values())[1:]
+            there[node] = places[at, token]
+        sent = bytes(confidences) if self.confidences or other.confidences else b""
+        return Draft(tuple(tokens), bytes(origins), sent, tuple(parents)), list(there.values())[1:]
 
     def _child(self, node: int, token: int) -> int | None:
-        """Of a tree that is no line."""
-        for child in range(node + 1, len(self.parents)):
+        """A child of ``node`` beside the trunk."""
+        for child in range(max(node + 1, self.trunk_size), len(self.parents)):
             if self.parents[child] == node and self.tokens[child] == token:
                 return child
         return None

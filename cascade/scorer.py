@@ -156,8 +156,22 @@ class Runs:
         return self.collect(self.launch(rows))
 
 
+class Query(NamedTuple):
+    """A text to guess after, see `Guesser.guess`."""
+
+    guesser: Any  # the text's
+    text: Sequence[int]
+    since: int
+    most: int
+
+
 class Guesser(Protocol):
     """What a drafter inside a tier knows of one text; see `cascade.drafters`. Only `guess` has to be written."""
+
+    @classmethod
+    def guess_all(cls, queries: Sequence[Query]) -> Sequence[Draft]:
+        """`guess` of all texts of a pass whose guessers are of this class."""
+        return [query.guesser.guess(*query[1:]) for query in queries]
 
     @property
     def wants(self) -> int:

@@ -17,7 +17,7 @@ from cascade.scorer import Guesser, Scored
 WINDOW = 7  # tokens behind a text that passes refine
 GRAM = 4  # tokens of an n-gram
 MAX_GRAMS = 2**14  # the limit of a tenant
-REFINED, FOUND = 1, 2  # confidences: a token of the window, and one of an n-gram
+REFINED, POOLED = 1, 2  # confidences: a token of the window, and one of an n-gram
 
 Pool = OrderedDict[int, tuple[int, ...]]  # the latest n-gram by its first token: the tokens after it
 
@@ -83,7 +83,7 @@ class Window(Guesser):
         self._tokens += text[len(text) - missing :] if missing > 0 else ()
         self._trails += [()] * (len(self._tokens) - len(self._trails))
         window = self._line(self._tokens[:most], REFINED)
-        line = self._line(self._pool.get(text[-1], ())[:most], FOUND)
+        line = self._line(self._pool.get(text[-1], ())[:most], POOLED)
         return line.union(window)[0]
 
     def _line(self, tokens: Sequence[int], confidence: int) -> Draft:

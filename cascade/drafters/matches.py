@@ -5,7 +5,7 @@ of its chain. Places are removed in reverse order, which leaves the chains as if
 """
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import int32, uint32
@@ -17,10 +17,10 @@ TRIES = 64  # places of a chain that are tried, the latest first
 LONGEST = 64  # tokens that are compared at most
 MOST = 64  # tokens after the longest match, at most
 BESIDE = 4  # the same of the other one
-HEAD = 4  # numbers of a result before its tokens: each match's length, and how many tokens come after it
-TOKEN_BYTES = 4
+HEAD = 4  # numbers of a result before its tokens, see `follow`
+FIELDS, OTHERS = 14, 9  # numbers of a query, see `follow`, and where those of the other texts begin
+TOKEN_BYTES, NUMBER_BYTES = 4, 8
 Ints = np.ndarray[Any, np.dtype[np.int32]]
-Match: TypeAlias = tuple[int, list[int]]  # its length, and the tokens after it
 
 
 @inlined
@@ -30,11 +30,11 @@ def _hash(first: int, second: int, mask: int) -> Any:
 
 
 @inlined
-def _add(given: int, start: int, end: int) -> None:
+def _add(index: int, start: int, end: int) -> None:
     """Add the places ``start`` to ``end`` to the chains."""
-    tokens, before, heads = integers32(integer(given, 0)), integers32(integer(given, 1)), integers32(integer(given, 2))
+    tokens, before, heads = integers32(integer(index, 0)), integers32(integer(index, 1)), integers32(integer(index, 2))
     for place in range(max(GRAM - 1, start), end):
-        bucket = _hash(tokens[place - 1], tokens[place], integer(given, 3))
+        bucket = _hash(tokens[place - 1], tokens[place], integer(index, 3))
         before[place] = heads[bucket]
         heads[bucket] = int32(place)
 
@@ -43,6 +43,17 @@ def _add(given: int, start: int, end: int) -> None:
 def _learn(given: int) -> None:
     """Add places to the chains."""
     _add(given, integer(given, 4), integer(given, 5))
+
+
+@inlined
+def _replace(index: int, start: int, last_end: int, end: int, new: Any) -> None:
+    """Remove the places from ``start`` on, and add others in their stead."""
+    tokens, before, heads = integers32(integer(index, 0)), integers32(integer(index, 1)), integers32(integer(index, 2))
+    for place in range(last_end - 1, max(GRAM - 1, start) - 1, -1):
+        heads[_hash(tokens[place - 1], tokens[place], integer(index, 3))] = before[place]
+    for place in range(start, end):
+        tokens[place] = int32(new[place - start])
+    _add(index, start, end)
 
 
 @inlined
@@ -55,20 +66,12 @@ def _same(tokens: Any, place: int, query: Any, size: int) -> Any:
 
 
 @inlined
-def _behind(tokens: Any, place: int, end: int, most: int, repeats: int, out: Any, at: int) -> Any:
-    """Write the tokens after a place, and return their number. If they are to repeat, they do so until there are ``most``."""
-    period = end - place - 1
-    size = most if repeats != 0 else min(most, period)
-    for i in range(size):
-        out[at + i] = tokens[place + 1 + i % period]
-    return size
-
-
-@inlined
-def _search(given: int, end: int, query: Any, size: int, most: int, repeats: int, out: Any) -> None:
-    tokens, before, heads = integers32(integer(given, 0)), integers32(integer(given, 1)), integers32(integer(given, 2))
+def _search(index: int, end: int, query: Any, size: int) -> Any:
+    """The place of the longest match of a query that a token follows, the longest that another one follows, or -1; and both
+    lengths. Of equal ones the latest counts."""
+    tokens, before, heads = integers32(integer(index, 0)), integers32(integer(index, 1)), integers32(integer(index, 2))
     best, best_size, other, other_size = -1, GRAM - 1, -1, GRAM - 1
-    place = heads[_hash(query[size - 2], query[size - 1], integer(given, 3))]
+    place = heads[_hash(query[size - 2], query[size - 1], integer(index, 3))]
     for _ in range(TRIES):
         if place < 0:
             break
@@ -82,35 +85,74 @@ def _search(given: int, end: int, query: Any, size: int, most: int, repeats: int
         elif same > other_size and tokens[place + 1] != tokens[best + 1]:
             other, other_size = place, same
         place = before[place]
-    out[0], out[1], out[2], out[3] = best_size, 0, other_size, 0
-    if best >= 0:
-        out[1] = _behind(tokens, best, end, most, repeats, out, HEAD)
-    if other >= 0:
-        out[3] = _behind(tokens, other, end, min(most, BESIDE), repeats, out, HEAD + out[1])
+    return best, other, best_size, other_size
 
 
-@kernel
-def _find(given: int) -> None:
-    query, size = integers32(integer(given, 5)), integer(given, 6)
-    _search(given, integer(given, 4), query, size, integer(given, 7), 0, integers(integer(given, 8)))
+@inlined
+def _longest(places: Any, sizes: Any, own: Any, others: Any, unlike: int) -> Any:
+    """Which of four matches, the first two in a text itself, is the longest that another token than ``unlike`` follows."""
+    longest = -1
+    for at in range(4):
+        if places[at] >= 0 and (longest < 0 or sizes[at] > sizes[longest]):
+            following = own[places[at] + 1] if at < 2 else others[places[at] + 1]
+            if following != unlike:
+                longest = at
+    return longest
+
+
+@inlined
+def _write(tokens: Any, place: int, end: int, most: int, repeats: bool, out: Any, at: int) -> Any:
+    """Write the tokens after a place, and return their number. If they are to repeat, they do so until there are ``most``."""
+    period = end - place - 1
+    size = most if repeats else min(most, period)
+    for i in range(size):
+        out[at + i] = tokens[place + 1 + i % period]
+    return size
+
+
+@inlined
+def _continue(query: int, end: int, most: int, out: Any) -> None:
+    """Find the end of a text in the text itself and in others, and write what came after the two best matches."""
+    out[0], out[1], out[2], out[3] = 0, 0, 0, 0
+    size = min(LONGEST, end)
+    if size < GRAM or most <= 0:
+        return
+    others = query + NUMBER_BYTES * OTHERS
+    own_tokens, other_tokens, others_end = integers32(integer(query, 0)), integers32(integer(others, 0)), integer(others, 4)
+    last = integers32(integer(query, 0) + TOKEN_BYTES * (end - size))
+    best, other, best_size, other_size = _search(query, end, last, size)
+    best_there, other_there, best_there_size, other_there_size = _search(others, others_end, last, size)
+    places = (best, other, best_there, other_there)
+    sizes = (best_size, other_size, best_there_size, other_there_size)
+    trunk = _longest(places, sizes, own_tokens, other_tokens, -1)
+    if trunk < 0:
+        return
+    out[2] = sizes[trunk]
+    if trunk < 2:
+        out[0] = _write(own_tokens, places[trunk], end, most, True, out, HEAD)
+    else:
+        out[0] = _write(other_tokens, places[trunk], others_end, most, False, out, HEAD)
+    beside = _longest(places, sizes, own_tokens, other_tokens, out[HEAD])
+    if beside < 0:
+        return
+    out[3] = sizes[beside]
+    if beside < 2:
+        out[1] = _write(own_tokens, places[beside], end, min(most, BESIDE), True, out, HEAD + out[0])
+    else:
+        out[1] = _write(other_tokens, places[beside], others_end, min(most, BESIDE), False, out, HEAD + out[0])
 
 
 @kernel
 def _follow(given: int) -> None:
-    """Remove the places from ``start`` on, add others in their stead, and find where the end occurred before."""
-    tokens, before, heads = integers32(integer(given, 0)), integers32(integer(given, 1)), integers32(integer(given, 2))
-    start, last_end, end, most = integer(given, 4), integer(given, 5), integer(given, 6), integer(given, 7)
-    out = integers(integer(given, 8))
-    for place in range(last_end - 1, max(GRAM - 1, start) - 1, -1):
-        heads[_hash(tokens[place - 1], tokens[place], integer(given, 3))] = before[place]
-    for place in range(start, end):
-        tokens[place] = int32(integer(given, 9 + place - start))
-    _add(given, start, end)
-    size = min(LONGEST, end)
-    if size < GRAM:
-        out[0], out[1], out[2], out[3] = 0, 0, 0, 0
-    else:
-        _search(given, end, integers32(integer(given, 0) + TOKEN_BYTES * (end - size)), size, most, 1, out)
+    """See `follow`."""
+    num, results, width = integer(given, 0), integer(given, 1), integer(given, 2)
+    queries = given + NUMBER_BYTES * 3
+    tokens = queries + NUMBER_BYTES * FIELDS * num
+    for i in range(num):
+        query = queries + NUMBER_BYTES * FIELDS * i
+        start, last_end, end, most = integer(query, 4), integer(query, 5), integer(query, 6), integer(query, 7)
+        _replace(query, start, last_end, end, integers(tokens + NUMBER_BYTES * integer(query, 8)))
+        _continue(query, end, most, integers(results + NUMBER_BYTES * width * i))
 
 
 class Matches:
@@ -120,17 +162,12 @@ class Matches:
     """
 
     def __init__(self, limit: int = 2**30) -> None:
+        self.size = 0  # tokens
         self._limit = limit
-        self._size = 0
         self._tokens: Ints = np.empty(0, np.int32)
         self._before: Ints = np.empty(0, np.int32)
         self._heads: Ints = np.empty(0, np.int32)
-        self._out = np.empty(HEAD + MOST + BESIDE, np.int64)
-        self._out_at = self._out.ctypes.data
-        self._reserve(256)
-
-    def __len__(self) -> int:
-        return self._size
+        self.reserve(128)
 
     @property
     def nbytes(self) -> int:
@@ -138,61 +175,67 @@ class Matches:
 
     @property
     def tokens(self) -> Ints:
-        return self._tokens[: self._size]
-
-    def follow(self, start: int, tokens: Sequence[int], most: int) -> list[Match]:
-        """Keep the first ``start`` tokens, append others, and `find` the end of the whole in it: one call of a kernel.
-
-        Fewer than ``most`` tokens after a match, up to the end, are repeated: the text may have a period. For sequences without
-        a limit.
-        """
-        end = start + len(tokens)
-        if end > len(self._tokens):
-            self._reserve(2 * end)
-        most = min(most, MOST)
-        _follow.brief(arguments(*self._addresses, start, self._size, end, most, self._out_at, *tokens))
-        self._size = end
-        return self._matches(most)
+        return self._tokens[: self.size]
 
     def extend(self, tokens: "list[int] | Ints") -> None:
         """Append tokens."""
         if len(tokens) > self._limit // 2:
             tokens = tokens[-(self._limit // 2) :]
-        if self._size + len(tokens) > self._limit:
+        if self.size + len(tokens) > self._limit:
             kept = self.tokens[-(self._limit // 2) :].copy()
-            self._size = 0
+            self.size = 0
             self._heads.fill(-1)
             self.extend(kept)
-        start, end = self._size, self._size + len(tokens)
-        if end > len(self._tokens):
-            self._reserve(2 * end)
+        start, end = self.size, self.size + len(tokens)
+        self.reserve(end)
         self._tokens[start:end] = tokens
-        self._size = end
-        _learn.brief(arguments(*self._addresses, start, self._size))
+        self.size = end
+        _learn.brief(arguments(*self.addresses, start, self.size))
 
-    def find(self, text: "Matches", most: int) -> list[Match]:
-        """The longest match of the end of ``text``, which may be this one, with a token after it: at most ``most`` of these.
-
-        Then the longest match after which another token came, with `BESIDE` tokens. The latest `TRIES` places are tried, at
-        most `LONGEST` tokens are compared, and at least `GRAM` must be equal.
-        """
-        size = min(LONGEST, text._size)
-        if size < GRAM or not self._size:
-            return []
-        most, query = min(most, MOST), text._addresses[0] + TOKEN_BYTES * (text._size - size)
-        _find.brief(arguments(*self._addresses, self._size, query, size, most, self._out_at))
-        return self._matches(most)
-
-    def _matches(self, most: int) -> list[Match]:
-        """What a kernel has just written."""
-        same, num, other, num_other, *tokens = self._out[: HEAD + most + BESIDE].tolist()
-        matches = [(same, tokens[:num]), (other, tokens[num : num + num_other])]
-        return matches if num_other else matches[: num > 0]
-
-    def _reserve(self, room: int) -> None:
+    def reserve(self, size: int) -> None:
+        """Make room for so many tokens."""
+        if size <= len(self._tokens):
+            return
+        room = 2 * size
         tokens: Ints = np.empty(room, np.int32)
-        tokens[: self._size] = self._tokens[: self._size]
+        tokens[: self.size] = self._tokens[: self.size]
         buckets = 1 << (room - 1).bit_length()
         self._tokens, self._before, self._heads = tokens, np.full(room, -1, np.int32), np.full(buckets, -1, np.int32)
-        self._addresses = (*(part.ctypes.data for part in (self._tokens, self._before, self._heads)), buckets - 1)
-        _learn.brief(arguments(*self._addresses, 0, self._size))
+        self.addresses = (*(part.ctypes.data for part in (self._tokens, self._before, self._heads)), buckets - 1)
+        _learn.brief(arguments(*self.addresses, 0, self.size))
+
+
+class Search(NamedTuple):
+    """A text keeps its first ``start`` tokens, and ``new`` ones stand after them. Its end is looked for there and in others."""
+
+    text: Matches  # without a limit
+    start: int
+    new: Sequence[int]
+    most: int  # tokens that a result has after the longest match
+    others: Matches
+
+
+def follow(searches: Sequence[Search]) -> list[list[int]]:
+    """Bring texts up to date and find the end of each: one call of a kernel.
+
+    A result has `HEAD` numbers: how many tokens come after the longest match, and how many, up to `BESIDE`, after the longest
+    one after which another token came; then the lengths of both matches. Then come the tokens. The latest `TRIES` places of the
+    text and of the others are tried, at most `LONGEST` tokens are compared, and at least `GRAM` must be equal. Of equally long
+    matches the text's own counts, then the latest. Tokens after a match in the text itself, up to its end, are repeated: it may
+    have a period.
+    """
+    given: list[int] = []
+    tokens: list[int] = []
+    width = HEAD + BESIDE
+    for text, start, new, most, others in searches:
+        end, most = start + len(new), min(most, MOST)
+        text.reserve(end)
+        given += (*text.addresses, start, text.size, end, most, len(tokens), *others.addresses, others.size)
+        tokens += new
+        width = max(width, HEAD + BESIDE + most)
+    results = np.empty((len(searches), width), np.int64)
+    _follow.brief(arguments(len(searches), results.ctypes.data, width, *given, *tokens))
+    for text, start, new, _, _ in searches:
+        text.size = start + len(new)
+    listed: list[list[int]] = results.tolist()
+    return listed

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from cascade.draft import NO_DRAFT, Draft
-from cascade.drafters.matches import BESIDE, GRAM, Match, Matches
+from cascade.drafters.matches import GRAM, Matches, Search, follow
 from cascade.messages import origin
-from cascade.scorer import Guesser
+from cascade.scorer import Guesser, Query
 
 MAX_HELD = 2**16  # tokens of a tenant's texts
 MAX_TENANTS = 16  # tenants whose texts are kept: the most recent ones
@@ -55,49 +55,39 @@ class Matcher(Guesser):
     """Looks in its own text and in ``others``; with ``keeps`` its text is added to them at its end."""
 
     def __init__(self, level: int, others: Matches, *, keeps: bool = False) -> None:
-        self._origin = bytes([origin(level)])
+        self._level = level
         self.own = Matches()
         self._others = others
         self._keeps = keeps
 
+    @classmethod
+    def guess_all(cls, queries: Sequence[Query]) -> list[Draft]:
+        """The continuation of the longest match as a trunk, and beside it the first tokens of another one."""
+        searches: list[Search] = []
+        for guesser, text, since, most in queries:
+            start = min(since, guesser.own.size)
+            searches.append(Search(guesser.own, start, text[start:], most, guesser._others))
+        drafts: list[Draft] = []
+        for query, (trunk, beside, same, same_beside, *tokens) in zip(queries, follow(searches), strict=True):
+            nodes = trunk + beside
+            shape = _shape(query.guesser._level, trunk, beside, same, same_beside)
+            drafts.append(Draft(tuple(tokens[:nodes]), *shape) if nodes else NO_DRAFT)
+        return drafts
+
     def guess(self, text: Sequence[int], since: int, most: int) -> Draft:
-        """The continuation of the longest match, and beside it the first tokens of another one."""
-        own, others = self.own, self._others
-        start, most = min(since, len(own)), max(0, most)
-        matches = own.follow(start, text[start:], most)
-        if len(others):
-            matches += others.find(own, most)
-            matches.sort(key=lambda match: -match[0])  # stable: of equals the text's own goes first
-        return self._draft(matches)
+        return self.guess_all([Query(self, text, since, most)])[0]
 
     def close(self, text: Sequence[int]) -> None:
         if self._keeps:
             self._others.extend(list(text[-MOST_OF_TEXT:]))
 
-    def _draft(self, matches: Sequence[Match]) -> Draft:
-        """A tree of the matches, the longest as its trunk. A match that another one contradicts counts less."""
-        if not matches:
-            return NO_DRAFT
-        same, trunk = matches[0]
-        other = next(((size, tokens) for size, tokens in matches[1:] if tokens[0] != trunk[0]), None)
-        confidence = kind(same, other[0] if other else 0)
-        if other is None:
-            return Draft(tuple(trunk), self._origin * len(trunk), bytes([confidence]) * len(trunk))
-        size, tokens = other
-        beside = tokens[:BESIDE]
-        nodes = len(trunk)
-        return Draft(
-            (*trunk, *beside),
-            self._origin * (nodes + len(beside)),
-            bytes([confidence]) * nodes + bytes([kind(size, 0)]) * len(beside),
-            _two_lines(nodes, len(beside)),
-        )
 
-
-@lru_cache
-def _two_lines(trunk: int, beside: int) -> tuple[int, ...]:
-    """Parents of a line of so many nodes and of another one beside it."""
-    return (*range(-1, trunk - 1), -1, *range(trunk, trunk + beside - 1))
+@lru_cache(2**12)
+def _shape(level: int, trunk: int, beside: int, same: int, same_beside: int) -> tuple[bytes, bytes, tuple[int, ...]]:
+    """Origins, confidences and parents of a trunk after a match of ``same`` tokens, and of another line beside it."""
+    origins = bytes([origin(level)]) * (trunk + beside)
+    confidences = bytes([kind(same, same_beside)]) * trunk + bytes([kind(same_beside, 0)]) * beside
+    return origins, confidences, (*range(-1, trunk - 1), -1, *range(trunk, trunk + beside - 1)) if beside else ()
 
 
 def kind(same: int, contradicted: int) -> int:

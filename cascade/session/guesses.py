@@ -1,6 +1,7 @@
 """What is guessed after a session's text, by the tier below and by drafters inside the tier, and how good that was so far."""
 
 from collections.abc import Sequence, Set
+from functools import lru_cache
 from typing import NamedTuple
 
 from cascade.draft import NO_DRAFT, Draft, num_same
@@ -24,7 +25,7 @@ class Pool(NamedTuple):
     """All guesses after a text as one tree, the nodes of the tier below first."""
 
     draft: Draft
-    chances: Sequence[float]  # the chance of each node, that the text goes along its path
+    chances: tuple[float, ...]  # the chance of each node, that the text goes along its path
     drafters: tuple[str, ...] = ()  # for each node the drafter inside the tier that alone guesses it; empty without hints
 
 
@@ -45,11 +46,11 @@ def pooled(draft: Draft, calibration: Calibration, hints: Sequence[Hint]) -> Poo
             else:
                 chances.append(chance)
                 drafters.append(hint.drafter)
-    return Pool(draft, chances, tuple(drafters))
+    return Pool(draft, tuple(chances), tuple(drafters))
 
 
-def usable_nodes(pool: Pool, depth: int, ends: Set[int], most: int) -> Sequence[int]:
-    """Nodes less than ``depth`` deep that a pass can use, the likeliest ``most`` of them, in ascending order.
+def usable_nodes(pool: Pool, depth: int, ends: Set[int], most: int) -> tuple[Sequence[int], Sequence[float]]:
+    """Nodes less than ``depth`` deep that a pass can use, the likeliest ``most`` of them, in ascending order; their chances.
 
     None is there without its parent. An ending token is compared but never read, since nothing comes after it.
     """
@@ -59,7 +60,7 @@ def usable_nodes(pool: Pool, depth: int, ends: Set[int], most: int) -> Sequence[
         size = max(0, min(len(tokens), depth, most))
         if not ends.isdisjoint(tokens[:size]):
             size = next(node for node in range(size) if tokens[node] in ends)
-        return range(size)
+        return range(size), chances[:size]
     nodes: Sequence[int] = range(len(tokens))
     if depth < len(tokens) or not ends.isdisjoint(tokens):
         depths, usable = draft.depths, {-1}
@@ -67,9 +68,17 @@ def usable_nodes(pool: Pool, depth: int, ends: Set[int], most: int) -> Sequence[
             if depths[node] < depth and draft.parents[node] in usable and tokens[node] not in ends:
                 usable.add(node)
         nodes = sorted(usable)[1:]
+        chances = tuple([chances[node] for node in nodes])
     if len(nodes) > most:
-        nodes = sorted(sorted(nodes, key=chances.__getitem__, reverse=True)[: max(0, most)])  # stable: parents stand first
-    return nodes
+        places = _likeliest(chances, max(0, most))
+        return [nodes[place] for place in places], [chances[place] for place in places]
+    return nodes, chances
+
+
+@lru_cache(2**10)  # many drafts of a pass are alike
+def _likeliest(chances: tuple[float, ...], most: int) -> Sequence[int]:
+    """Places of the greatest chances, in ascending order; the first of equal ones, so that no node is without its parent."""
+    return sorted(sorted(range(len(chances)), key=chances.__getitem__, reverse=True)[:most])
 
 
 class Guesses:
@@ -163,6 +172,7 @@ class Guesses:
 
     def hint(self, hints: Sequence[Hint]) -> None:
         """What drafters inside the tier guess after the text as it is, in place of what they did."""
-        vocab_size, window = self._vocab_size, self._window
-        fitting = [Hint(name, calibration, draft.fitting(vocab_size, window, MAX_NODES)) for name, calibration, draft in hints]
-        self.hints = tuple([hint for hint in fitting if hint.draft.tokens])
+        self.hints = ()
+        for hint in hints:
+            if (draft := hint.draft.fitting(self._vocab_size, MAX_NODES, MAX_NODES)).tokens:
+                self.hints += (hint if draft is hint.draft else hint._replace(draft=draft),)

@@ -98,7 +98,7 @@ class Session:
         self.skip_reason = ""  # why it has no drafter, if the planner left them out
         self.changed_from = 0  # position from which on the text differs from that at the last hint
         self.run_ahead = RunAhead()
-        self._least_chance = NO_GUESS if spec.in_turns else 0.0  # that its text must have to be written on
+        self._least_chance = NO_GUESS if spec.in_turns else 0.0  # the chance from which on its text is written on
         self.totals = EdgeTotals(tier)
         self.guesses = Guesses(vocab_size, spec.draft_window, self.totals)
         self.branches: Branches | None = None  # if the tier above takes any
@@ -160,11 +160,7 @@ class Session:
     def candidates(self, most: int) -> tuple[Sequence[int], Sequence[float]]:
         """The likeliest ``most`` nodes of the draft that the next pass can use, ascending, and their chances to be right."""
         pool = self.guesses.pool
-        chances = pool.chances
-        if not chances:
-            return (), chances
-        nodes = usable_nodes(pool, self.max_depth, self.spec.ends, most)
-        return nodes, chances[: len(nodes)] if isinstance(nodes, range) else list(map(chances.__getitem__, nodes))
+        return usable_nodes(pool, self.max_depth, self.spec.ends, most) if pool.chances else ((), ())
 
     @property
     def chance(self) -> float:
@@ -242,7 +238,8 @@ class Session:
             self.branches.keep_rejected(start, draft, own, margins, path)
         self.changed_from = min(self.changed_from, start)
         self.text += new
-        self._origins += pool.origins[: len(right)] if pool.is_line else bytes([pool.origins[node] for node in right])
+        trunk = isinstance(right, range)
+        self._origins += pool.origins[: len(right)] if trunk else bytes([pool.origins[node] for node in right])
         if len(right) < len(new):
             wrong = next(iter(pool.children(right[-1] if right else -1)), None)
             self._origins.append(origin(self.level, None if wrong is None else origin_level(pool.origins[wrong])))
@@ -305,7 +302,7 @@ class Session:
         """Guesses from below: ignored if they do not join the text; the newest win where they contradict older ones."""
         if proposal.session != self.drafter_session:
             return
-        self.totals.heard(proposal.edges)
+        self.totals.receive(proposal.edges)
         self.guesses.receive(proposal, self.text)
 
     def hint(self, hints: Sequence[Hint]) -> None:

@@ -4,23 +4,23 @@ The serving tier adds these, the simulator adds virtual time. Times are those of
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, TypeAlias
 
 from cascade.errors import InvalidRequest
 from cascade.messages import Commit, Failed, Message, Open, Proposal, SessionSpec
 from cascade.planner.chains import Planner
 from cascade.planner.choice import Policy
 from cascade.planner.cost import Profile
-from cascade.scorer import Drafter, RowState, Scored
+from cascade.scorer import Drafter, Guesser, Query, RowState, Scored
+from cascade.session.guesses import Hint
 from cascade.session.session import ProtocolError, Session, Work
 from cascade.tier.drafting import Drafting, Progress, verifier
 from cascade.tier.kv_admission import KVAdmission
 from cascade.tier.scheduler import Batch, schedule
 from cascade.tier.slot import InnerDrafter, Slot, U
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 # from a session's spec, and its text while it grows; raises `InvalidRequest`
@@ -65,6 +65,7 @@ class Loop(Generic[U]):
         self.agreed = self.corrected = 0  # own tokens of sessions that are over, as the tier above has judged them
         self.kv_admission = kv_admission
         self._changed: dict[Slot[U], None] = {}  # sessions of which `settle` has something to send or to learn
+        self._to_draft: dict[Slot[U], None] = {}  # sessions with new texts, after which drafters have not guessed yet
         self._batch: Batch[U] = []  # the last pass
         self._progress: list[Progress[U]] = []  # what its rows got
         self._num_sessions = 0  # sessions at its end
@@ -131,22 +132,22 @@ class Loop(Generic[U]):
                     calibration = self._drafting.calibrations.of(drafter.name, spec.params.temperature)
                     begun.append(InnerDrafter(drafter.name, calibration, drafter.begin(spec.cache_salt)))
                 except Exception:
-                    self._broke(drafter.name)
+                    self._remove([], drafter.name)
         return tuple(begun)
 
-    def _ask(self, slot: Slot[U], question: Callable[[InnerDrafter], T]) -> list[T]:
-        """What drafters inside the tier say of a session; one that raises is asked no more."""
-        answers: list[T] = []
+    def _notify(self, slot: Slot[U], event: Callable[[Guesser], None]) -> None:
+        """Let drafters inside the tier know what has become of a text."""
         for drafter in slot.drafters:
             try:
-                answers.append(question(drafter))
+                event(drafter.guesser)
             except Exception:
-                self._broke(drafter.name)
-                slot.drafters = tuple(other for other in slot.drafters if other is not drafter)
-        return answers
+                self._remove([slot], drafter.name)
 
-    def _broke(self, drafter: str) -> None:
-        log.exception("A session of tier %s goes on without the drafter %s, which raised", self._name, drafter)
+    def _remove(self, slots: Iterable[Slot[U]], drafter: str) -> None:
+        """Sessions go on without a drafter that has just raised."""
+        log.exception("Sessions of tier %s go on without the drafter %s, which raised", self._name, drafter)
+        for slot in slots:
+            slot.drafters = tuple(other for other in slot.drafters if other.name != drafter)
 
     def _check(self, spec: SessionSpec) -> None:
         """Raise `InvalidRequest` if a session cannot be served by any replica of this tier."""
@@ -177,14 +178,11 @@ class Loop(Generic[U]):
         if slot.session.branches is not None:
             self.kv_admission.settle(slot, correction.branch if correction is not None else None)
         if correction is not None:
-            self._changed[slot] = None
-            self._ask(slot, lambda drafter: drafter.guesser.cut())
-            self._hint(slot)
-            self._drafting.turn(slot, self._limits.policy, self._profile)
+            self._notify(slot, lambda guesser: guesser.cut())
+            self._changed[slot] = self._to_draft[slot] = None
         elif stalled and self._drafting.in_turns(slot):
             slot.session.recall()  # the tier below rests while this one does
-            self._changed[slot] = None
-            self._drafting.turn(slot, self._limits.policy, self._profile)
+            self._changed[slot] = self._to_draft[slot] = None
         if slot.session.spec.in_turns and slot.session.stalled and commit.least_chance <= 1:
             self._changed[slot] = None  # the tier above waits to hear that what it has is all
         if correction is not None or stalled:
@@ -194,6 +192,7 @@ class Loop(Generic[U]):
 
     def schedule(self, max_tokens: int, now: float) -> tuple[Batch[U], float | None]:
         """The rows of the next pass, of at most ``max_tokens``; if none, when to look again (None: when a message comes)."""
+        self._draft()
         wake_at: float | None = None
         for slot in self.slots.values():
             if slot.attached != slot.chain:  # it drafts with others than it should, or with nobody
@@ -208,6 +207,35 @@ class Loop(Generic[U]):
                 slot.session.totals.current.waited_s += now - slot.since
                 self._drafting.waited(slot, self._profile)
         return batch, earliest(wake_at, start_at, retry_at)
+
+    def _draft(self) -> None:
+        """Let drafters inside the tier guess after new texts, each after all of them at once, and a tier in turns with it."""
+        if not self._to_draft:
+            return
+        policy, slots = self._limits.policy, self._to_draft
+        self._to_draft = {}
+        queries: dict[str, list[tuple[Slot[U], InnerDrafter, Query]]] = {drafter.name: [] for drafter in self._drafters}
+        for slot in slots:
+            session = slot.session
+            if slot.drafters and not session.stalled:
+                most = min(session.max_depth, policy.max_guesses, session.spec.draft_window)
+                for drafter in slot.drafters:
+                    query = Query(drafter.guesser, session.text, session.changed_from, most)
+                    queries[drafter.name].append((slot, drafter, query))
+        hints: dict[Slot[U], list[Hint]] = {}
+        for name, rows in queries.items():
+            if rows:
+                try:
+                    drafts = type(rows[0][1].guesser).guess_all([query for _, _, query in rows])
+                except Exception:
+                    self._remove((slot for slot, _, _ in rows), name)
+                else:
+                    for (slot, drafter, _), draft in zip(rows, drafts, strict=True):
+                        hints.setdefault(slot, []).append(Hint(name, drafter.calibration, draft))
+        for slot, of_slot in hints.items():
+            slot.session.hint(of_slot)
+        for slot in slots:
+            self._drafting.turn(slot, policy, self._profile)
 
     def _fork(self, slot: Slot[U], work: Work) -> bool:
         """Give a branch a place in memory, and hold it no longer if there is none; whether it has one."""
@@ -239,11 +267,11 @@ class Loop(Generic[U]):
             seconds, slot.since = now - slot.since, now
             num_new = slot.session.advance(work, result)
             if num_new:
+                progress.append(Progress(slot, work, num_new, seconds))
                 if slot.drafters:
                     self._observe(slot, work, result)
-                    self._hint(slot)
-                self._drafting.turn(slot, self._limits.policy, self._profile)
-                progress.append(Progress(slot, work, num_new, seconds))
+                if slot.drafters or slot.attached:
+                    self._to_draft[slot] = None
         self._batch, self._num_sessions = batch, len(self.slots)
 
     def settle(self, now: float) -> None:
@@ -262,15 +290,8 @@ class Loop(Generic[U]):
             self._drafting.passed(self.slots.values(), self._num_sessions, self._progress, self._profile, num_read, now)
             self._progress.clear()
 
-    def _hint(self, slot: Slot[U]) -> None:
-        """Let drafters inside the tier guess after a text that has changed."""
-        session = slot.session
-        if slot.drafters and not session.stalled:
-            text, since, most = session.text, session.changed_from, min(session.max_depth, self._limits.policy.max_guesses)
-            session.hint(self._ask(slot, lambda drafter: drafter.hint(text, since, most)))
-
     def _observe(self, slot: Slot[U], work: Work, result: Scored) -> None:
-        self._ask(slot, lambda drafter: drafter.guesser.observe(work.tokens[-1], work.draft, result))
+        self._notify(slot, lambda guesser: guesser.observe(work.tokens[-1], work.draft, result))
 
     def _advance_branch(self, slot: Slot[U], work: Work, result: Result) -> None:
         """A branch takes its own token; one that could not be scored is given up."""
@@ -301,7 +322,8 @@ class Loop(Generic[U]):
         self._drafting.leave(slot)
         self.agreed += slot.session.run_ahead.num_kept
         self.corrected += slot.session.run_ahead.num_cut
-        self._ask(slot, lambda drafter: drafter.guesser.close(slot.session.text))
+        self._notify(slot, lambda guesser: guesser.close(slot.session.text))
+        self._to_draft.pop(slot, None)
         del self.slots[slot.session.name]
         self.kv_admission.leave(slot, spoilt=spoilt)
 

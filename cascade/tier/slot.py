@@ -1,6 +1,5 @@
 """What a session occupies at a tier, and what the tier knows of its drafters."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -9,7 +8,6 @@ from cascade.planner.acceptance import Calibration
 from cascade.planner.chains import ALONE, Chain
 from cascade.scorer import UNREAD, Guesser, RowState, Store
 from cascade.session.branches import Branch
-from cascade.session.guesses import Hint
 from cascade.session.session import Session
 from cascade.tier.block_manager import Allocation
 
@@ -23,10 +21,6 @@ class InnerDrafter(NamedTuple):
     calibration: Calibration  # what its guesses are worth
     guesser: Guesser
 
-    def hint(self, text: Sequence[int], since: int, most: int) -> Hint:
-        """See `cascade.scorer.Guesser.guess`."""
-        return Hint(self.name, self.calibration, self.guesser.guess(text, since, most))
-
 
 @dataclass(slots=True)
 class Fork:
@@ -35,7 +29,7 @@ class Fork:
     store: Any  # its keys and values, see `cascade.scorer.Store.fork`
     blocks: int  # lent for it
     text: list[int]  # the session's text up to the branch, and the branch
-    state: RowState | None = None  # that text's state, if sampling parameters ask for it
+    state: RowState | None = None  # the state of this text, if sampling parameters ask for it
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +40,7 @@ class Slot(Generic[U]):
     up: U
     since: float  # when it became idle, seconds
     opened: float
-    routing: Routing = NO_ROUTING  # that of the sessions below
+    routing: Routing = NO_ROUTING  # how the sessions below travel
     allocation: Allocation | None = None  # its keys and values, if it has a place in memory
     state: RowState | None = None  # its text's state, if sampling parameters ask for it
     allowed: Chain = ALONE  # all tiers below that its request allows, without those that cannot serve it
@@ -54,8 +48,8 @@ class Slot(Generic[U]):
     attached: Chain = ALONE  # those that draft for it
     num_drafters: int = 0  # sessions below that it has had
     scouts: bool = False  # it drafts with tiers on processors of their own, whatever the others do
-    least_chance: float = 0.0  # what a tier below that writes in turns with this one is told, see `Commit`; else 0
-    heard: float | None = None  # when that last said something, None if it never did
+    least_chance: float = 0.0  # see `Commit`, for a tier below that writes in turns with this one; else 0
+    heard: float | None = None  # when the latest proposal of the tier below came, if any has
     settling: int = 0  # passes to come that say nothing yet about a new drafter
     forks: dict[Branch, Fork] = field(default_factory=dict)
     drafters: tuple[InnerDrafter, ...] = ()

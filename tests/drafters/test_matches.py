@@ -5,15 +5,27 @@ from itertools import cycle, islice, takewhile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cascade.drafters.matches import BESIDE, GRAM, LONGEST, TRIES, Match, Matches
+from cascade.drafters.matches import BESIDE, GRAM, LONGEST, TRIES, Matches, Search, follow
 
 MOST_AFTER = 9
+Match = tuple[int, list[int]]  # its length, and the tokens after it
 few = st.lists(st.integers(0, 3), max_size=12)
 steps = st.lists(st.tuples(st.integers(0, 40), few), max_size=12)  # keep so many tokens, then more
 
 
+def best(text: list[int], others: list[int]) -> list[int]:
+    """What `follow` says, by comparing all places that are looked at."""
+    if len(text) < GRAM:
+        return [0, 0, 0, 0]
+    query = text[-LONGEST:]
+    matches = sorted(longest(text, query, repeats=True) + longest(others, query), key=lambda match: -match[0])
+    same, trunk = next(iter(matches), (0, []))
+    same_beside, beside = next((match for match in matches if match[1][0] != trunk[0]), (0, []))
+    return [len(trunk), len(beside[:BESIDE]), same, same_beside, *trunk, *beside[:BESIDE]]
+
+
 def longest(tokens: list[int], query: list[int], *, repeats: bool = False) -> list[Match]:
-    """By comparing all places that are looked at: what `Matches.find` says, or `Matches.follow`, which ``repeats``."""
+    """The two longest matches of the end of a query; tokens after them may be ``repeats`` of a period."""
     grams = [p for p in range(len(tokens) - 1, 0, -1) if tokens[p - 1 : p + 1] == query[-GRAM:]][:TRIES]
     places = [place for place in grams if place + 1 < len(tokens)]
     best = max(places, key=lambda place: same(tokens, place, query), default=-1)  # of equals the first, which is the latest
@@ -40,19 +52,21 @@ def of(tokens: list[int]) -> Matches:
     return matches
 
 
-@given(steps)
-def test_the_longest_match_is_found_after_any_cut(changes: list[tuple[int, list[int]]]) -> None:
-    """Guards chains against places of a text that was cut: what is found is what a search through all of it finds."""
-    matches, text = Matches(), list[int]()
-    for kept, more in changes:
-        found = matches.follow(min(kept, len(text)), more, MOST_AFTER)
-        text = text[:kept] + more
-        assert matches.tokens.tolist() == text
-        if len(text) >= GRAM:
-            assert found == longest(text, text[-LONGEST:], repeats=True)
-            assert matches.find(matches, MOST_AFTER) == longest(text, text[-LONGEST:])
-        if len(more) >= GRAM:
-            assert matches.find(of(more), MOST_AFTER) == longest(text, more)
+@given(st.lists(steps, min_size=1, max_size=3), st.lists(st.integers(0, 3), max_size=40))
+def test_the_longest_matches_are_found_after_any_cut(changes: list[list[tuple[int, list[int]]]], others: list[int]) -> None:
+    """Guards chains against places of texts that were cut: what is found in several texts at once, and in another beside them,
+    is what a search through all of it finds; a text that grows takes nothing of its neighbours."""
+    matches, texts, held = [Matches() for _ in changes], [list[int]() for _ in changes], of(others)
+    for step in zip(*changes, strict=False):
+        searches = [
+            Search(mine, min(kept, len(text)), more, MOST_AFTER, held)
+            for mine, text, (kept, more) in zip(matches, texts, step, strict=True)
+        ]
+        results = follow(searches)
+        texts = [text[:kept] + more for text, (kept, more) in zip(texts, step, strict=True)]
+        for mine, text, result in zip(matches, texts, results, strict=True):
+            assert mine.tokens.tolist() == text
+            assert result[: 4 + result[0] + result[1]] == best(text, others)
 
 
 def test_memory_is_bounded() -> None:
@@ -60,12 +74,13 @@ def test_memory_is_bounded() -> None:
     matches = Matches()
     for size in (300, 1, 5000, 1, 100_000, 1):
         matches.extend(list(range(size)))
-        assert matches.nbytes <= 64 * max(256, len(matches))
+        assert matches.nbytes <= 64 * max(256, matches.size)
     held = Matches(limit=1000)
     for text in range(50):
         held.extend([text] * 90)
-        assert len(held) <= 1000
+        assert held.size <= 1000
     assert held.tokens[-90:].tolist() == [49] * 90
-    assert held.find(of([48, 48]), 1) == [(GRAM, [49]), (GRAM, [48])]
+    [result] = follow([Search(Matches(), 0, [48, 48], 1, held)])
+    assert result[:6] == [1, 1, GRAM, GRAM, 49, 48]
     held.extend(list(range(5000)))
     assert held.tokens.tolist()[-500:] == list(range(4500, 5000)), "of a text that is too long its end is held"

@@ -137,7 +137,7 @@ class Pair:
 
     def drafts(self, text: RecordedText, params: SamplingParams) -> tuple[Drafts, Tensor]:
         """Drafts within an answer, and of each token whether the verifier's own is the same with the seed of ``params``."""
-        answer = [said[0].token for said in text.said[-1]]
+        answer = text.output
         tokens = [*text.prompt, *answer]
         starts = range(len(text.prompt), len(tokens), EVERY)
         forks = _forks(self.drafter, tokens, starts)

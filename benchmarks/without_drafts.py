@@ -18,9 +18,9 @@ from cascade.drafters import DrafterSpec, make
 from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer
 from cascade.params import SamplingParams
+from cascade.simulation.costs import QWEN3
 from cascade.simulation.scenario import Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
-from cascade.simulation.trio import H100, TRIO
 
 MODES: dict[str, tuple[str, ...]] = {
     "alone": (),
@@ -33,7 +33,7 @@ TEMPERATURES = {"t0": 0.0, "t0.7": 0.7}
 
 def measure(prompts: int, tokens: int) -> dict[str, Any]:
     """By temperature and mode: speed over alone and tokens a pass, of all and by category; and whether texts are the same."""
-    source, cost = family.paths()[-1], TRIO[-1].load.profile(H100)
+    source, cost = family.paths()[-1], QWEN3[-1]
     tokenizer, found = Tokenizer.from_pretrained(source), {}
     model = Model.from_pretrained(source, dtype="float32")
     try:

@@ -1,6 +1,6 @@
-"""How often smaller models say what a larger one says, measured along the larger one's own answers.
+"""How often the own tokens of smaller models are those of a larger one, measured along the larger one's answers.
 
-`record` lets the full model answer prompts, and asks every smaller model for its own token at each position of each answer: one
+`record` lets the full model answer prompts, and every smaller model give its own token at each position of each answer: one
 pass a text. Under shared noise that is what a draft tier would guess there, at any temperature.
 """
 
@@ -21,7 +21,7 @@ from cascade.messages import RUNNER_UPS
 from cascade.params import SamplingParams
 from cascade.prompts import Prompt
 from cascade.scorer import Row, RunnerUp
-from cascade.simulation.recording import RecordedText, Recording, Said
+from cascade.simulation.recording import Ranked, RecordedText, Recording
 
 Written: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # a prompt and what follows, token ids
 
@@ -40,15 +40,15 @@ def record(
     dtype: str | None = None,
     runner_ups: int = RUNNER_UPS,
 ) -> Recording:
-    """What each of ``models``, bottom to top, says along the last one's answers to ``prompts``; seeds number the answers.
+    """Own tokens of each of ``models``, bottom to top, along the last one's answers to ``prompts``; seeds number the answers.
 
     ``runner_ups`` of each own token are kept.
     Answers of fewer than two tokens are left out. Raises `ModelError` if a model cannot be loaded, `ConfigError` if the models
     have different tokenizers.
     """
-    asked = [replace(params, seed=seed) for seed in range(len(prompts))]
-    texts = written(models[-1], prompts, asked, dtype)
-    return along(models[:-1], texts, asked, [prompt.category for prompt in prompts], dtype, runner_ups)
+    seeded = [replace(params, seed=seed) for seed in range(len(prompts))]
+    texts = written(models[-1], prompts, seeded, dtype)
+    return along(models[:-1], texts, seeded, [prompt.category for prompt in prompts], dtype, runner_ups)
 
 
 def along(
@@ -59,17 +59,17 @@ def along(
     dtype: str | None = None,
     runner_ups: int = RUNNER_UPS,
 ) -> Recording:
-    """What ``drafts``, bottom to top, say along ``texts`` that the full model wrote with ``params``, each with its seed.
+    """Own tokens of ``drafts``, bottom to top, along ``texts`` that the full model wrote with ``params``, each with its seed.
 
     Texts of fewer than two tokens are left out. Raises `ModelError` if a model cannot be loaded.
     """
-    below = [apart(partial(_loaded_and_said, source, texts, params, dtype, runner_ups)) for source in drafts]
-    found = []
+    below = [apart(partial(_loaded_and_ranked, source, texts, params, dtype, runner_ups)) for source in drafts]
+    recorded = []
     for number, (category, (prompt, output)) in enumerate(zip(categories, texts, strict=True)):
         if len(output) > 1:
             full = tuple((RunnerUp(token, 0.0),) for token in output)
-            found.append(RecordedText(prompt, (*(tier[number] for tier in below), full), category))
-    return Recording(tuple(found))
+            recorded.append(RecordedText(prompt, (*(tier[number] for tier in below), full), category))
+    return Recording(tuple(recorded))
 
 
 def written(
@@ -87,11 +87,11 @@ def written(
         return asyncio.run(write())
 
 
-def said(
+def ranked(
     model: Model, texts: Sequence[Written], params: Sequence[SamplingParams], runner_ups: int = 0
-) -> list[tuple[Said, ...]]:
+) -> list[tuple[Ranked, ...]]:
     """Own tokens and runner-ups of a model at each position of each text, one pass a text."""
-    found = []
+    of_texts = []
     for (prompt, output), own_params in zip(texts, params, strict=True):
         cache = model.new_cache()
         row = Row(cache, 0, [*prompt, *output[:-1]], len(output), own_params, runner_ups=runner_ups)
@@ -99,15 +99,15 @@ def said(
         cache.free()
         beside = scored.runner_ups or [()] * len(scored.own)
         places = zip(scored.own, beside, strict=True)
-        found.append(tuple((RunnerUp(own, 0.0), *(RunnerUp(*one) for one in more)) for own, more in places))
-    return found
+        of_texts.append(tuple((RunnerUp(own, 0.0), *(RunnerUp(*other) for other in others)) for own, others in places))
+    return of_texts
 
 
-def _loaded_and_said(
+def _loaded_and_ranked(
     source: str, texts: Sequence[Written], params: Sequence[SamplingParams], dtype: str | None, runner_ups: int
-) -> list[tuple[Said, ...]]:
+) -> list[tuple[Ranked, ...]]:
     """The same of a model of a path or hub id."""
-    return said(Model.from_pretrained(source, dtype=dtype), texts, params, runner_ups)
+    return ranked(Model.from_pretrained(source, dtype=dtype), texts, params, runner_ups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +123,12 @@ class Agreement:
 def agreement(recording: Recording, tier: int, category: str | None = None) -> Agreement:
     """Of tier number ``tier``, counted from the bottom, with the full one; of all texts, or those of one category."""
     positions = right = after = after_right = 0
-    ranks = [0] * max(RUNNER_UPS, *(len(near) - 1 for text in recording.texts for near in text.said[tier]))
+    ranks = [0] * max(RUNNER_UPS, *(len(near) - 1 for text in recording.texts for near in text.ranked[tier]))
     for text in recording.texts:
         if category is not None and text.category != category:
             continue
         before = True
-        for near, full in zip(text.said[tier], text.said[-1], strict=True):
+        for near, full in zip(text.ranked[tier], text.ranked[-1], strict=True):
             same = near[0].token == full[0].token
             positions, right = positions + 1, right + same
             if not before:

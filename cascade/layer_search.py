@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from cascade.agreement import Written, said, written
+from cascade.agreement import Written, ranked, written
 from cascade.engine.model import Model
 from cascade.errors import ConfigError
 from cascade.params import SamplingParams
@@ -80,6 +80,6 @@ class LayerSearch:
     def _right(self, layers: Sequence[int], texts: Sequence[tuple[Written, SamplingParams]] = ()) -> int:
         """Positions of ``texts``, by default those to search by, where these layers say what stands there."""
         chosen = texts or self._read
-        found = said(self._model.cut(layers), [text for text, _ in chosen], [own for _, own in chosen])
+        found = ranked(self._model.cut(layers), [text for text, _ in chosen], [own for _, own in chosen])
         pairs = zip(found, chosen, strict=True)
         return sum(near[0].token == token for own, (text, _) in pairs for near, token in zip(own, text[1], strict=True))

@@ -4,9 +4,10 @@
 
 First the family is recorded (`cascade.agreement`): its answers to built-in prompts, and what each tier says along them. Passes
 take what those of Qwen3 0.6B, 4B and 32B take on an H100 each (`trio`). Parts: ``one`` (one request at a time: the full model
-alone, pairs, three tiers, beside the simulator), ``scale`` (1 to 64 requests at once, one to four full replicas) and ``map``
-(as ``one``, a trio of the map for which three tiers pay, `placed`). Texts must be those that the full model wrote alone, else
-the run fails.
+alone, pairs, three tiers, beside the simulator), ``scale`` (1 to 64 requests at once, one to four full replicas), ``map`` (as
+``one``, a trio of the map for which three tiers pay, `placed`) and ``pair`` (as ``one``, Qwen2.5-Coder 0.5B and 1.5B as
+`benchmarks.family` has recorded them, in the time of Qwen3 0.6B and 32B). Texts must be those that the full model wrote alone,
+else the run fails.
 With ``--only`` the other parts of the document at ``--results`` stay.
 Devices are fakes (`benchmarks.cluster.emulated`): what is measured is all around them. The last line is one JSON document.
 """
@@ -17,18 +18,20 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cluster import crowd, one, placed
-from benchmarks.cluster.devices import Setup
+from benchmarks.cluster.devices import Setup, table
 from benchmarks.document import console, finish, parsed, parser, stamp, timed
+from benchmarks.family.agreement import recorded
+from benchmarks.family.models import MODEL, path
 from benchmarks.prompts import by_category
 from cascade import family
 from cascade.agreement import record
 from cascade.params import SamplingParams
+from cascade.simulation.costs import TRIO
 from cascade.simulation.recording import Recording
-from cascade.simulation.trio import TRIO
 
 WORK = Path(__file__).parents[1] / ".work"
-RECORDING = WORK / "recording.json"
-PARTS = ("one", "scale", "map")
+RECORDING, PAIR = WORK / "recording.json", recorded(0.0)
+PARTS = ("one", "scale", "map", "pair")
 # each part has its own date and processor, for others may run later and elsewhere
 STAMPS = {"dates": "date", "processors": "processor"}
 QUICK_STRETCH = 1.0
@@ -47,7 +50,7 @@ def measure(parts: Sequence[str], *, quick: bool) -> dict[str, Any]:
     WORK.mkdir(exist_ok=True)
     if "one" in parts or "scale" in parts:
         recording = timed("Recording the family", lambda: _recorded(prompts, tokens))
-        console.print(one.agreement(recording))
+        console.print(one.agreement(recording, family.NAMES))
     found: dict[str, Any] = {}
     if "one" in parts:
         setup = Setup(single.stretch, recording=RECORDING)
@@ -62,11 +65,20 @@ def measure(parts: Sequence[str], *, quick: bool) -> dict[str, Any]:
         trio = Setup(mapped.stretch, recording=WORK / "map.json", pass_ms=placed.PASS_MS)
         found["map"] = timed("A trio of the map", lambda: one.measure(toys, trio, mapped, console.print))
         console.print(one.table(found["map"]))
+    if "pair" in parts:
+        found["pair"] = timed("The published pair", lambda: _pair(single, tell=console.print))
+        console.print(one.table(found["pair"]))
     made = stamp()
     dates = {name: dict.fromkeys(found, made[of]) for name, of in STAMPS.items()}
-    sizes = {"stretch": {"one": single.stretch, "scale": many.stretch, "map": mapped.stretch}}
-    devices = {shape.name: {"pass_ms": shape.pass_ms, "context_ms": shape.context_ms} for shape in TRIO}
+    sizes = {"stretch": {"one": single.stretch, "scale": many.stretch, "map": mapped.stretch, "pair": single.stretch}}
+    devices = {model: table(load) for model, load in TRIO.items()}
     return {"head": head(found)} | found | sizes | {"devices": devices} | made | dates
+
+
+def _pair(size: one.Size, tell: Callable[[str], object]) -> dict[str, Any]:
+    """The published pair, as tiny and full."""
+    setup = Setup(size.stretch, recording=PAIR, sources={"tiny": path("0.5B"), "full": path("1.5B")})
+    return {"model": MODEL} | one.measure(Recording.load(PAIR), setup, size, tell)
 
 
 def _recorded(prompts: int, tokens: int) -> Recording:
@@ -85,8 +97,8 @@ def joined(kept: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 
 def head(found: dict[str, Any]) -> dict[str, Any]:
     """One figure for each claim; nothing of parts that did not run."""
-    says: dict[str, Callable[[Any], Any]] = {"one": one.headline, "scale": crowd.headline, "map": one.headline}
-    return {part: say(found[part]) if part in found else {} for part, say in says.items()} | planned(found)
+    headlines: dict[str, Callable[[Any], Any]] = dict.fromkeys(PARTS, one.headline) | {"scale": crowd.headline}
+    return {part: line(found[part]) if part in found else {} for part, line in headlines.items()} | planned(found)
 
 
 def planned(found: dict[str, Any]) -> dict[str, dict[str, float]]:
@@ -104,7 +116,7 @@ def planned(found: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parsed(parser("cluster", "A cascade on emulated devices.", PARTS), arguments)
-    found = measure(chosen.only or PARTS, quick=chosen.quick)
+    found = measure(chosen.only or [part for part in PARTS if part != "pair" or PAIR.exists()], quick=chosen.quick)
     if chosen.only and chosen.results is not None and chosen.results.exists():
         found = joined(json.loads(chosen.results.read_text(encoding="utf-8")), found)
     finish(found, found["head"], chosen.results)

@@ -1,7 +1,7 @@
 """The tiers and their emulated devices: as they are served, and as the simulator has them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import sub
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,9 @@ import yaml
 from benchmarks.cluster.emulated import Device, num_gpus
 from cascade.engine.model_config import context_len, read_config
 from cascade.engine.tokenizer import Tokenizer
-from cascade.params import DEFAULT_WINDOW, SamplingParams, Speculation
+from cascade.params import DEFAULT_WINDOW, Speculation
 from cascade.settings.config import CascadeConfig, TierConfig
+from cascade.simulation.costs import H100, MOST_TOKENS, Load
 from cascade.simulation.recording import Recording, fake
 from cascade.simulation.scenario import Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
@@ -23,27 +24,40 @@ PAUSE_S = 1e4  # of virtual time, from one request to the next
 HOP_S = 0.3e-3  # one way, as links between processes of one machine were measured
 
 
+def table(load: Load) -> dict[str, Any]:
+    """What passes of a model take on an H100, for `Device`: of a token, of most that cost no more, of most of all."""
+    sizes = (1, load.free_tokens(H100), MOST_TOKENS)
+    pass_ms = {tokens: round(1e3 * load.seconds(tokens, H100), 2) for tokens in sizes}
+    return {"pass_ms": pass_ms, "context_ms": round(1e6 * load.context_s(H100), 3)}
+
+
 @dataclass(frozen=True, slots=True)
 class Setup:
     """What is served: tiers on devices, each time so many times longer than it is, so many replicas of each, bottom to top.
 
-    With a file of a `Recording` tiers say what was recorded, without one they are the toys of `FILE`. Without ``pass_ms``, the
-    milliseconds of passes of each tier by tokens, passes take what `FILE` says.
+    With a file of a `Recording` own tokens are the recorded ones, without one tiers are the toys of `FILE`. Without
+    ``pass_ms``, the milliseconds of passes of each tier by tokens, passes take what `FILE` says. ``sources`` are models whose
+    tokens were recorded, by tier; other tiers are left out then.
     """
 
     stretch: float = 6.0
     replicas: tuple[int, ...] = (1, 1, 1)
     recording: Path | None = None
     pass_ms: tuple[Mapping[int, float], ...] = ()
+    sources: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def values(self) -> dict[str, Any]:
         """The configuration, see `Server.start`."""
         values: dict[str, Any] = yaml.safe_load(FILE.read_text(encoding="utf-8"))
         agreement = None if self.recording is None else Recording.load(self.recording).agreement
+        if self.sources:
+            values["tiers"] = [tier for tier in values["tiers"] if tier["name"] in self.sources]
         for level, tier in enumerate(values["tiers"]):
             device, deployment = tier["engine_kwargs"]["emulated"], tier["deployment_config"]
             device["stretch"] = self.stretch
+            if self.sources:
+                tier["model_loading_config"]["model_source"] = self.sources[tier["name"]]
             if agreement is not None:
                 device |= {"agreement": agreement[level:], "recording": str(self.recording)}
             if self.pass_ms:
@@ -76,10 +90,10 @@ class Setup:
 
     def tiers(self) -> list[SimTier]:
         """The same tiers in the simulator, with a replica each."""
-        found = []
-        for tier, model in zip(self.config.tiers, self.models(), strict=True):
-            found.append(SimTier(tier.name, model, Device.of(tier).cost.predict, HOP_S))
-        return found
+        return [
+            SimTier(tier.name, model, Device.of(tier).cost.predict, HOP_S)
+            for tier, model in zip(self.config.tiers, self.models(), strict=True)
+        ]
 
 
 def _model(tier: TierConfig) -> ToyTier:
@@ -87,15 +101,6 @@ def _model(tier: TierConfig) -> ToyTier:
     assert device.agreement is not None
     vocab = config.get_text_config().vocab_size
     return fake(vocab, device.agreement, device.recording, context_len=context_len(config))
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """Requests that come one after the other."""
-
-    prompts: Sequence[Sequence[int]]  # token ids
-    params: SamplingParams
-    ends: frozenset[int] = frozenset()  # tokens that end a text
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,27 +120,22 @@ class Simulated:
         return sum(map(len, self.texts)) / self.seconds
 
 
-def simulated(tiers: Sequence[SimTier], asked: Asked, speculation: Speculation, warm_up: int) -> Simulated:
-    """One request for each prompt, with the tiers that a ``speculation`` asks for; seeds number them.
+def simulated(tiers: Sequence[SimTier], requests: Sequence[Request], speculation: Speculation, warm_up: int) -> Simulated:
+    """The requests in turn, with the tiers that a ``speculation`` asks for.
 
     One more of ``warm_up`` tokens comes before and does not count: servers have learnt by then what guesses are worth.
     """
     lower = speculation.chosen(tuple(tier.name for tier in tiers))
-    seeds = (len(asked.prompts), *range(len(asked.prompts)))
-    prompts = (asked.prompts[0], *asked.prompts)
-    sizes = (warm_up, *(asked.params.max_tokens for _ in asked.prompts))
-    arrivals = [PAUSE_S * place for place in range(len(prompts))]
-    requests = tuple(
-        Request(tuple(prompt), replace(asked.params, seed=seed, max_tokens=tokens), asked.ends, at)
-        for prompt, seed, tokens, at in zip(prompts, seeds, sizes, arrivals, strict=True)
-    )
+    first = replace(requests[0], params=replace(requests[0].params, max_tokens=warm_up, seed=len(requests)))
+    arrivals = [PAUSE_S * place for place in range(1 + len(requests))]
     scenario = Scenario(
         (*(tier for tier in tiers[:-1] if tier.name in lower), tiers[-1]),
-        requests,
+        tuple(replace(request, arrive_s=at) for request, at in zip((first, *requests), arrivals, strict=True)),
         window=speculation.draft_window(DEFAULT_WINDOW),
         branches=speculation.most_branches,
         adaptive=speculation.adaptive,
     )
-    found = simulate(scenario)
-    assert max(map(sub, found.finish_s, arrivals)) < PAUSE_S, "a request met the one before it"
-    return Simulated(tuple(map(sub, found.finish_s[1:], arrivals[1:])), found.texts[1:], found.tokens_per_pass)
+    outcome = simulate(scenario)
+    seconds = tuple(map(sub, outcome.finish_s, arrivals))
+    assert max(seconds) < PAUSE_S, "a request met the one before it"
+    return Simulated(seconds[1:], outcome.texts[1:], outcome.tokens_per_pass)

@@ -13,19 +13,16 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.cluster.devices import Asked, Setup, Simulated, simulated
+from benchmarks.cluster.devices import Setup, Simulated, simulated
 from benchmarks.load import Mode, isolated
 from benchmarks.turns import ALONE, AUTO
-from cascade import family
 from cascade.client import Client
 from cascade.params import SamplingParams, Speculation
 from cascade.simulation.recording import RecordedText, Recording
-from cascade.simulation.scenario import SimTier
+from cascade.simulation.scenario import Request, SimTier
 from deployments.ops.launch import Server
 
-LOWER = family.NAMES[:-1]
-PAIRS = tuple(Mode(f"pair, {name}", Speculation(tiers=(name,))) for name in LOWER)
-THREE = Mode("three", Speculation(tiers=LOWER))
+PAIR, THREE = "pair, ", "three"  # names of modes: the first is followed by that of the lower tier
 WARM_ALONE = 8  # tokens
 
 
@@ -37,6 +34,14 @@ class Size:
     tokens: int = 64  # of an answer
     alone: int = 16  # the same of the full tier alone, which always takes as long
     warm_up: int = 48  # of one that does not count, in each mode
+
+
+def modes(names: Sequence[str]) -> tuple[Mode, ...]:
+    """Of tiers of these names, bottom to top: the full one alone, each pair, three tiers if there are, the planner's choice."""
+    *lower, _ = names
+    pairs = [Mode(f"{PAIR}{name}", Speculation(tiers=(name,))) for name in lower]
+    three = [Mode(THREE, Speculation(tiers=tuple(lower)))] if len(lower) > 1 else []
+    return (ALONE, *pairs, *three, AUTO)
 
 
 @dataclass(slots=True)
@@ -68,34 +73,38 @@ class Run:
 
 def measure(recording: Recording, setup: Setup, size: Size, tell: Callable[[str], object]) -> dict[str, Any]:
     """Every mode on every recorded prompt; ``tell`` is called with a line when a prompt is through."""
-    texts = recording.texts
+    texts, ends, tiers = recording.texts, setup.ends, setup.tiers()
     prompts, params = [text.prompt for text in texts], SamplingParams(max_tokens=size.tokens, temperature=0)
-    asked, tiers = Asked(prompts, params, setup.ends), setup.tiers()
-    runs = [predicted(tiers, asked, mode, size) for mode in (ALONE, *PAIRS, THREE, AUTO)]
+    requests = [Request(prompt, replace(params, seed=seed), ends) for seed, prompt in enumerate(prompts)]
+    runs = [predicted(tiers, requests, mode, size) for mode in modes([tier.name for tier in tiers])]
     with Server.start(setup.values, port=0, num_gpus=setup.num_gpus) as server, Client(server.address) as client:
         for run in runs:  # links and leases exist, and the planner knows what pays
             answer(client, prompts[0], replace(params, max_tokens=warm_up(run.mode, size), seed=len(prompts)), run.mode)
-        for number, prompt in enumerate(prompts):
+        for number, request in enumerate(requests):
             for run in runs:
-                tokens = size.alone if run.mode is ALONE else size.tokens
                 begin = time.perf_counter()
-                completion = answer(client, prompt, replace(params, max_tokens=tokens, seed=number), run.mode)
+                completion = answer(client, request.prompt, shortened(request, run.mode, size).params, run.mode)
                 run.seconds.append(time.perf_counter() - begin)
                 run.texts.append(completion.token_ids)
                 run.full_passes += completion.stats.full_passes
             speeds = ", ".join(f"{run.mode.name} {run.speed([number]):.2f}" for run in runs)
             tell(f"{number + 1}/{len(prompts)} {texts[number].category}: {speeds} tokens/s")
-    return figures(setup, runs, texts) | {"agreement": agreement(recording)}
+    return figures(setup, runs, texts) | {"agreement": agreement(recording, [tier.name for tier in tiers])}
 
 
 def answer(client: Client, prompt: Sequence[int], params: SamplingParams, mode: Mode) -> Any:
     return client.generate(list(prompt), params, mode.speculation, isolated())
 
 
-def predicted(tiers: Sequence[SimTier], asked: Asked, mode: Mode, size: Size) -> Run:
+def predicted(tiers: Sequence[SimTier], requests: Sequence[Request], mode: Mode, size: Size) -> Run:
     """What the simulator says."""
-    params = replace(asked.params, max_tokens=size.alone if mode is ALONE else size.tokens)
-    return Run(mode, simulated(tiers, replace(asked, params=params), mode.speculation, warm_up(mode, size)))
+    fitting = [shortened(request, mode, size) for request in requests]
+    return Run(mode, simulated(tiers, fitting, mode.speculation, warm_up(mode, size)))
+
+
+def shortened(request: Request, mode: Mode, size: Size) -> Request:
+    """The full tier alone always takes as long for a token, and is given fewer."""
+    return replace(request, params=replace(request.params, max_tokens=size.alone)) if mode is ALONE else request
 
 
 def warm_up(mode: Mode, size: Size) -> int:
@@ -128,23 +137,24 @@ def _recorded(run: Run, texts: Sequence[RecordedText]) -> bool:
     return all(said == text.output[: len(said)] for said, text in zip(run.texts, texts, strict=True))
 
 
-def agreement(recording: Recording) -> dict[str, float]:
-    """Share of positions where a tier says what a tier above it does."""
-    pairs = itertools.combinations(range(len(family.NAMES)), 2)
-    return {f"{family.NAMES[i]} → {family.NAMES[j]}": round(recording.shared(i, j), 3) for i, j in pairs}
+def agreement(recording: Recording, names: Sequence[str]) -> dict[str, float]:
+    """Share of positions where a tier's own token is that of a tier above it."""
+    pairs = itertools.combinations(range(len(names)), 2)
+    return {f"{names[i]} → {names[j]}": round(recording.shared(i, j), 3) for i, j in pairs}
 
 
 def ratios(speeds: Mapping[str, float]) -> dict[str, float]:
-    """Of three tiers, and of those that the planner chooses."""
-    pair = max(speeds[mode.name] for mode in PAIRS)
-    three, auto, alone = (speeds[mode.name] for mode in (THREE, AUTO, ALONE))
-    found = {
-        "auto_vs_best": auto / max(speed for name, speed in speeds.items() if name != AUTO.name),
-        "three_vs_alone": three / alone,
-        "three_vs_pair": three / pair,
+    """Of the best pair, of three tiers if they ran, and of those that the planner chooses."""
+    alone, auto = speeds[ALONE.name], speeds[AUTO.name]
+    pair = max(speed for mode, speed in speeds.items() if mode.startswith(PAIR))
+    ratios = {
+        "auto_vs_best": auto / max(speed for mode, speed in speeds.items() if mode != AUTO.name),
         "auto_vs_alone": auto / alone,
+        "pair_vs_alone": pair / alone,
     }
-    return {name: round(value, 3) for name, value in found.items()}
+    if (three := speeds.get(THREE)) is not None:
+        ratios |= {"three_vs_alone": three / alone, "three_vs_pair": three / pair}
+    return {name: round(value, 3) for name, value in ratios.items()}
 
 
 def headline(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ PROMPTS, PROMPT_TOKENS = 8, 48
 
 
 def recording(tokens: int, prompts: int = PROMPTS) -> Recording:
-    """Texts of so many tokens that the full toy writes, and what the toys below it say along them."""
+    """Texts of so many tokens that the full toy writes, with own tokens of the toys below it."""
     vocab, shares = read_config(family.paths()[0]).get_text_config().vocab_size, chained(AGREEMENT)
     toys = [ToyTier(vocab, shares[level:]) for level in range(len(shares) + 1)]
     texts = []
@@ -28,6 +28,6 @@ def recording(tokens: int, prompts: int = PROMPTS) -> Recording:
         params = SamplingParams(max_tokens=tokens, temperature=0, seed=number)
         text = full_text(toys[-1], SessionSpec(prompt, len(prompt), params))
         places = range(len(prompt), len(text))
-        said = (tuple(tuple(toy.ranked(tuple(text[at - toy.order : at]), at, params, 3)) for at in places) for toy in toys)
-        texts.append(RecordedText(prompt, tuple(said), "toy"))
+        ranked = (tuple(tuple(toy.ranked(tuple(text[at - toy.order : at]), at, params, 3)) for at in places) for toy in toys)
+        texts.append(RecordedText(prompt, tuple(ranked), "toy"))
     return Recording(tuple(texts))

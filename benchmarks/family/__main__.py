@@ -2,10 +2,11 @@
 
     make family bench-family
 
-Parts: ``agreement`` of 0.5B with 1.5B along its answers; ``modes``: one request at a time, every way to draft in turns;
-``vllm``, ``llama``: the same beside vLLM and llama.cpp, which draft with the same pair; ``long`` prompts. All modes must give
-the same text. A part or a temperature that is not run keeps what an earlier run on the same processor said. The last line is
-JSON; the whole document is kept in ``benchmarks/results/family.json``.
+Parts: ``agreement`` of 0.5B with 1.5B along its answers; ``devices``: what follows from it with a device for each, simulated;
+``modes``: one request at a time, every way to draft in turns; ``vllm``, ``llama``: the same beside vLLM and llama.cpp, which
+draft with the same pair; ``long`` prompts. All modes must give the same text. A part or a temperature that is not run keeps
+what an earlier run on the same processor gave. The last line is JSON; the whole document is kept in
+``benchmarks/results/family.json``.
 """
 
 import argparse
@@ -16,14 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.document import RESULTS, finish, keep, parsed, parser, shape, stamp
-from benchmarks.family import agreement, long, speed
-from benchmarks.family.models import PAIR, WORK, name, path
+from benchmarks.family import agreement, devices, long, speed
+from benchmarks.family.models import MODEL, PAIR, WORK, name, path
 from benchmarks.family.prompts import asked, human_eval
 from cascade import family
 
-PARTS = ("agreement", *speed.CONTESTS, "long")
+PARTS = ("agreement", "devices", *speed.CONTESTS, "long")
 TEMPERATURES = (0.0, 0.7, 1.0)
-MODEL = "Qwen2.5-Coder-Instruct 0.5B and 1.5B, bfloat16"
 AGREEMENT = 8, 1, 64  # problems of HumanEval, chats of each kind, tokens of an answer at most
 SPEED = 6, 0, 64
 LONG = 3, 0, 48
@@ -43,7 +43,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def begun(place: Path, models: Sequence[str]) -> dict[str, Any]:
-    """What earlier runs of these models on this processor said."""
+    """What earlier runs of these models on this processor gave."""
     document = {"model": MODEL} | stamp({name(size): shape(source) for size, source in zip(PAIR, models, strict=True)})
     earlier: dict[str, Any] = json.loads(place.read_text(encoding="utf-8")) if place.exists() else {}
     same = all(earlier.get(key) == document[key] for key in ("family", "processor"))
@@ -59,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         add = partial(added, chosen.results, models, part, {"prompts": len(prompts), "tokens": tokens})
         if part == "agreement":
             add(agreement.measure(models, prompts, tokens, chosen.temperatures, family.DTYPE))
+        elif part == "devices":
+            add(devices.measure(models, chosen.temperatures))
         elif part == "long":
             add(long.measure(models, human_eval(), problems, tokens, family.DTYPE))
         else:
@@ -67,20 +69,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     finish(document, {part: headline(part, document[part]["cells"]) for part in chosen.only}, chosen.results)
 
 
-def added(place: Path, models: Sequence[str], part: str, how: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Keep what was found of a part."""
+def added(place: Path, models: Sequence[str], part: str, how: Mapping[str, Any], measured: Mapping[str, Any]) -> None:
+    """Keep what was measured of a part."""
     document = begun(place, models)
-    cells = document.get(part, {}).get("cells", {}) | found["cells"]
-    keep(document | {part: {**how, **found, "cells": cells}}, place)
+    cells = document.get(part, {}).get("cells", {}) | measured["cells"]
+    keep(document | {part: {**how, **measured, "cells": cells}}, place)
 
 
 def headline(part: str, cells: dict[str, Any]) -> dict[str, Any]:
     """Of each temperature: agreement by kind, or tokens per second by mode."""
     if part == "agreement":
-        return {temperature: found["kinds"] for temperature, found in cells.items()}
-    if part == "long":
+        return {temperature: cell["kinds"] for temperature, cell in cells.items()}
+    if part in ("devices", "long"):
         return cells
-    return {key: {mode: found["tokens_per_second"] for mode, found in modes.items()} for key, modes in cells.items()}
+    return {key: {mode: cell["tokens_per_second"] for mode, cell in modes.items()} for key, modes in cells.items()}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Long prompts: how often 0.5B says what 1.5B says there, and how fast answers are, with the prompt's prefix known and not.
+"""Long prompts: how often 0.5B agrees with 1.5B there, and how fast answers are, with the prompt's prefix cached and not.
 
 A prompt is a chat that begins with other problems of HumanEval, as many as fit, and ends with the one to solve.
 """
@@ -23,54 +23,54 @@ WAYS = {"alone": Speculation("off"), "tiny": Speculation(tiers=("tiny",)), "auto
 
 def prompts(tokenizer: Tokenizer, problems: Sequence[Prompt], length: int, number: int) -> list[Prompt]:
     """So many that share their beginning and end with different problems."""
-    asked, before = problems[:number], problems[number:]
-    last = max(len(chat_ids(tokenizer, problem.text)) for problem in asked)
+    last_ones, before = problems[:number], problems[number:]
+    last = max(len(chat_ids(tokenizer, problem.text)) for problem in last_ones)
     beginning = ""
     for problem in before:
         longer = f"{beginning}{problem.text}\n"
         if last + len(tokenizer.encode_part(longer)) > length:
             break
         beginning = longer
-    return [Prompt(beginning + problem.text, f"{length} tokens") for problem in asked]
+    return [Prompt(beginning + problem.text, f"{length} tokens") for problem in last_ones]
 
 
 def measure(models: Sequence[str], problems: Sequence[Prompt], number: int, tokens: int, dtype: str) -> dict[str, Any]:
     """By length, below ``cells``: greedy answers."""
     tokenizer, params = Tokenizer.from_pretrained(models[-1]), SamplingParams(max_tokens=tokens, temperature=0, seed=0)
-    found: dict[str, Any] = {}
+    cells: dict[str, Any] = {}
     for length in LENGTHS:
         recording = record(models, prompts(tokenizer, problems, length, number), params, dtype)
-        found[str(length)] = {"agreement": round(agreement(recording, 0).own, 3)}
+        cells[str(length)] = {"agreement": round(agreement(recording, 0).own, 3)}
     same = True
     with Cascade.from_pretrained(models, dtype=dtype, drafter=("suffix",)) as cascade:
         for length in LENGTHS:
-            cells, texts = _speeds(cascade, prompts(tokenizer, problems, length, number), params)
-            found[str(length)] |= cells
+            speeds, texts = _speeds(cascade, prompts(tokenizer, problems, length, number), params)
+            cells[str(length)] |= speeds
             same = same and all(len(different) == 1 for different in texts)
-            console.print(length, found[str(length)])
-    return {"same_text": same, "cells": found}
+            console.print(length, cells[str(length)])
+    return {"same_text": same, "cells": cells}
 
 
 def _speeds(
-    cascade: Cascade, asked: Sequence[Prompt], params: SamplingParams
+    cascade: Cascade, prompts: Sequence[Prompt], params: SamplingParams
 ) -> tuple[dict[str, Any], list[set[tuple[int, ...]]]]:
     """Of each way: tokens per second after the first one, and seconds until the first one; and the texts of each prompt.
 
     The first prompt of a way is new to it, and the others share its beginning.
     """
     took: dict[str, list[tuple[float, float, int]]] = {way: [] for way in WAYS}
-    texts: list[set[tuple[int, ...]]] = [set() for _ in asked]
+    texts: list[set[tuple[int, ...]]] = [set() for _ in prompts]
     salts = {way: f"{way} {next(_SALTS)}" for way in WAYS}
-    for number, prompt in enumerate(asked):
+    for number, prompt in enumerate(prompts):
         ids = chat_ids(cascade.tokenizer, prompt.text)
         for way in rotated(tuple(WAYS), number):
             begin = time.perf_counter()
-            said = cascade.generate(ids, params, WAYS[way], Handling(cache_salt=salts[way]))
+            completion = cascade.generate(ids, params, WAYS[way], Handling(cache_salt=salts[way]))
             seconds = time.perf_counter() - begin
-            assert isinstance(said, Completion)
-            first = said.stats.first_token_s or seconds
-            took[way].append((first, seconds - first, said.stats.completion_tokens - 1))
-            texts[number].add(tuple(said.token_ids))
+            assert isinstance(completion, Completion)
+            first = completion.stats.first_token_s or seconds
+            took[way].append((first, seconds - first, completion.stats.completion_tokens - 1))
+            texts[number].add(tuple(completion.token_ids))
     return {way: _cell(of_way) for way, of_way in took.items()}, texts
 
 
@@ -78,10 +78,10 @@ _SALTS = count()
 
 
 def _cell(took: Sequence[tuple[float, float, int]]) -> dict[str, float | None]:
-    (new, *_), known = took[0], [first for first, _, _ in took[1:]]
-    rest, tokens = (sum(one[place] for one in took) for place in (1, 2))
+    (new, *_), cached = took[0], [first for first, _, _ in took[1:]]
+    rest, tokens = (sum(answer[place] for answer in took) for place in (1, 2))
     return {
         "first_token_s": round(new, 2),
-        "first_token_s_known_prefix": round(sum(known) / len(known), 2) if known else None,
+        "first_token_s_known_prefix": round(sum(cached) / len(cached), 2) if cached else None,
         "tokens_per_second": round(tokens / rest, 1) if rest else 0.0,
     }

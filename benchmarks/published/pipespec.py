@@ -1,9 +1,9 @@
 """PipeSpec's own measurements of Llama 1B, 8B and 70B on HumanEval, and the simulator fed with them.
 
 Its raw files (`pipespec.json` says where they are) tell how many tokens each pass gave and how long it took. So it is known of
-nearly every token of every answer whether 1B and 8B said what 70B said, along the same answers. From that a `Recording` is
-made. A draft whose verdict is missing is right as often as after a right one. Where both are wrong they say the same: so 1B
-says what 8B says in 0.94 of positions, as it was measured. Runner-ups were not published: they are right as often as those of
+nearly every token of every answer whether those of 1B and 8B were 70B's, along the same answers. From that a `Recording` is
+made. A draft whose verdict is missing is right as often as after a right one. Where both are wrong they are the same: so 1B
+agrees with 8B in 0.94 of positions, as it was measured. Runner-ups were not published: they are right as often as those of
 the family that ships (`cascade.simulation.toy_tier`).
 
 PipeSpec has no planner. Its asynchronous passes take all guesses at hand, and wait until there are `REFILL`. `Eager` does that
@@ -19,6 +19,7 @@ from operator import eq
 from pathlib import Path
 from typing import Any
 
+from cascade.draft import num_same
 from cascade.params import SamplingParams
 from cascade.planner.acceptance import DraftStats
 from cascade.planner.choice import Policy
@@ -28,7 +29,7 @@ from cascade.simulation.plan import PAUSE_S
 from cascade.simulation.recording import RecordedText, RecordedTier, Recording
 from cascade.simulation.scenario import Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
-from cascade.simulation.toy_tier import lots_of, nearly
+from cascade.simulation.toy_tier import draws_of, with_runner_ups
 from cascade.splitmix import mix
 
 NAMES = ("1B", "8B", "70B")
@@ -82,15 +83,15 @@ def recording(data: Data) -> Recording:
     texts = []
     for number, right in enumerate(zip(*(known[model] for model in NAMES[:-1]), strict=True)):
         prompt = tuple(mix(number * PROMPT + place) % VOCAB for place in range(PROMPT))
-        said = []
+        places = []
         for position, (tiny, medium) in enumerate(zip(*right, strict=True)):
             key = mix(mix(number + 1) ^ position)
             full = (RunnerUp(key % VOCAB, 0.0),)
             wrong = (full[0].token + 1 + mix(key) % (VOCAB - 1)) % VOCAB  # both say it where both are wrong
-            above = nearly(full[0].token if medium else wrong, full, shares[1], lots_of(key, 1), VOCAB)
-            below = nearly(full[0].token if tiny else wrong, above, shares[0], lots_of(key, 2), VOCAB)
-            said.append((below, above, full))
-        texts.append(RecordedText(prompt, tuple(zip(*said, strict=True))))
+            above = with_runner_ups(full[0].token if medium else wrong, full, shares[1], draws_of(key, 1), VOCAB)
+            below = with_runner_ups(full[0].token if tiny else wrong, above, shares[0], draws_of(key, 2), VOCAB)
+            places.append((below, above, full))
+        texts.append(RecordedText(prompt, tuple(zip(*places, strict=True))))
     return Recording(tuple(texts))
 
 
@@ -127,7 +128,7 @@ def lockstep(data: Data, texts: Recording, chain: Sequence[str]) -> float:
     costs = {name: data.cost(name) for name in chain}
     took, tokens = 0.0, 0
     for text in texts.texts:
-        own = {name: [said[0].token for said in text.said[NAMES.index(name)]] for name in chain}
+        own = {name: [at[0].token for at in text.ranked[NAMES.index(name)]] for name in chain}
         size = len(text.output)
         took += sum(cost.predict(PROMPT) for cost in costs.values())
         place, missed = 1, False  # reading the prompt gave the first token
@@ -137,7 +138,7 @@ def lockstep(data: Data, texts: Recording, chain: Sequence[str]) -> float:
                 seconds += costs[chain[-2]].predict(1)
                 window = window if own[chain[-2]][place - 1] == text.output[place - 1] else []
             took += seconds + costs[FULL].predict(1 + len(window))
-            same = _same(window, text.output[place:])
+            same = num_same(window, text.output[place:])
             missed = bool(window) and same == len(window)
             place += 1 + same
         tokens += size
@@ -145,28 +146,21 @@ def lockstep(data: Data, texts: Recording, chain: Sequence[str]) -> float:
 
 
 def _window(
-    own: Mapping[str, Sequence[int]], costs: Mapping[str, Profile], drafts: Sequence[str], place: int, size: int
+    own: Mapping[str, Sequence[int]], costs: Mapping[str, Profile], names: Sequence[str], place: int, size: int
 ) -> tuple[list[int], float]:
-    """What the drafts say after ``place`` tokens, at most `LOOKAHEAD`, and the seconds that this takes.
+    """Guesses of drafts of these ``names`` after ``place`` tokens, at most `LOOKAHEAD`, and the seconds that they take.
 
-    Each verifies what the one below says, and then goes on alone.
+    Each draft verifies the guesses of the one below, and then goes on alone.
     """
     window: list[int] = []
     seconds = 0.0
-    for level, name in enumerate(drafts):
-        said = list(own[name][place : min(size, place + LOOKAHEAD)])
-        given = min(len(said), _same(window, said) + 1) if level else 0
+    for level, name in enumerate(names):
+        drafts = list(own[name][place : min(size, place + LOOKAHEAD)])
+        given = min(len(drafts), num_same(window, drafts) + 1) if level else 0
         seconds += costs[name].predict(1 + len(window)) if level else 0.0
-        seconds += (len(said) - given) * costs[name].predict(1)
-        window = said
+        seconds += (len(drafts) - given) * costs[name].predict(1)
+        window = drafts
     return window, seconds
-
-
-def _same(window: Sequence[int], said: Sequence[int]) -> int:
-    """How many of the first tokens are the same."""
-    return next(
-        (at for at, (one, other) in enumerate(zip(window, said, strict=False)) if one != other), min(len(window), len(said))
-    )
 
 
 def compared(data: Data, texts: Recording) -> Iterator[tuple[str, float, float]]:

@@ -16,6 +16,7 @@ from cascade.answer import Completion
 from cascade.cli import screen
 from cascade.cli.config import configured
 from cascade.cli.connection import Local, Message, Served, connected, user_turn
+from cascade.cli.plan import DRAFT
 from cascade.cli.screen import console
 from cascade.cli.serve import started
 from cascade.params import Handling, SamplingParams, Speculation
@@ -29,6 +30,7 @@ PARAMS = SamplingParams(max_tokens=96, temperature=0, seed=1)
 MODES = {"full model alone": Speculation("off"), "cascade": Speculation()}
 COMPARED = ("code", "mathematics", "rewrite")  # kinds of the questions that both modes answer, at each temperature
 COMPARED_TOKENS, AGAIN_TOKENS = 64, 192  # limits of answers: the demo ends within two minutes on two cores
+MOST_DRAFTS = 2  # models below the full one: a published trio has prices for so many
 WARM_TOKENS = 16  # likewise of the first answer of each mode, which does not count
 
 
@@ -39,22 +41,34 @@ class Row:
     what: str
     alone: float
     cascade: float
+    note: str  # a sentence on how it came about
     same: bool = True  # the texts
 
 
 @click.command()
-def demo() -> None:
-    """Serve the models that ship, ask them five questions, compare with the full model alone, shut down."""
+@click.argument("model", required=False)
+@DRAFT
+def demo(model: str | None, drafts: tuple[str, ...]) -> None:
+    """Serve the models that ship, or MODEL with drafts, ask five questions, compare with the full model alone, shut down.
+
+    \b
+    cascade demo Qwen/Qwen2.5-Coder-1.5B-Instruct --draft Qwen/Qwen2.5-Coder-0.5B-Instruct
+    """
+    if len(drafts) > MOST_DRAFTS:
+        raise click.UsageError(f"--draft is given {len(drafts)} times: the demo has room for {MOST_DRAFTS}")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the models that ship load in no time
     name = f"cascade-demo-{secrets.token_hex(3)}"  # on a cluster that is joined others may run
-    with started(configured(None), port=0, name=name) as server, connected(server.address) as served:
+    config = configured(model, drafts)
+    with started(config, port=0, name=name) as server, connected(server.address) as served:
+        console.print("Five questions to a cascade on this machine, then the same work without drafts and with drafts.")
         console.print(screen.legend(served.names))
         answers = {kind: answer(served, kind, question) for kind, question in QUESTIONS.items()}
-        console.print(f"\n{who_guessed(served.names, list(answers.values()))}\n", style="dim")
+        console.print()
         with console.status("The full model alone and the cascade answer in turns"):
             rows = [measured(served, temperature) for temperature in (0.0, 0.7)]
             rows.append(compared(served, "a program printed again", [AGAIN], replace(PARAMS, max_tokens=AGAIN_TOKENS)))
-    rows.append(on_devices(answers))
+    if len(config.tiers) > 1:
+        rows.append(on_devices({tier.name: tier.model_loading_config.source for tier in config.tiers}, answers))
     show(rows)
     if not all(row.same for row in rows):
         raise click.exceptions.Exit(1)
@@ -74,13 +88,14 @@ def answer(served: Local | Served, kind: str, question: str) -> Completion:
     return completion
 
 
-def who_guessed(names: Sequence[str], answers: Sequence[Completion]) -> str:
-    """Which drafters the planner used for answers of the cascade ``names``, and why not the others."""
+def explained(names: Sequence[str], answers: Sequence[Completion]) -> str:
+    """How many passes answers of the cascade ``names`` took, and which drafters the planner used for them."""
     edges = [edge for completion in answers for edge in completion.stats.edges if edge.verifier == names[-1] and edge.proposed]
     used = [name for name in names[:-1] if any(edge.drafter == name for edge in edges)]
     others = [name for name in names[:-1] if name not in used]
-    guessed = f"The planner let {', '.join(used)} guess" if used else "The planner let nobody guess"
-    return f"{guessed}; {', '.join(others)} would cost more on these cores than the guesses save." if others else f"{guessed}."
+    tokens, passes = (sum(getattr(one.stats, count) for one in answers) for count in ("completion_tokens", "full_passes"))
+    guessed = f"{', '.join(used) or 'nobody'} guessed" + (f", and the planner left out {', '.join(others)}" if others else "")
+    return f"{tokens} tokens took {passes} passes of the full model; {guessed}."
 
 
 def measured(served: Local | Served, temperature: float) -> Row:
@@ -94,18 +109,17 @@ def compared(served: Local | Served, what: str, conversations: Sequence[Sequence
     """Conversations that the full model alone and the cascade go on with in turns."""
     for mode in MODES:
         timed(served, conversations[0], replace(params, max_tokens=min(WARM_TOKENS, params.max_tokens)), mode)
-    seconds, tokens = dict.fromkeys(MODES, 0.0), dict.fromkeys(MODES, 0)
-    same = True
+    seconds = dict.fromkeys(MODES, 0.0)
+    answers: dict[str, list[Completion]] = {mode: [] for mode in MODES}
     for number, conversation in enumerate(conversations):
-        texts = []
         for mode in list(MODES)[:: 1 if number % 2 else -1]:  # in turns, so that none is favoured by always coming first
             completion, took = timed(served, conversation, params, mode)
-            texts.append(completion.token_ids)
+            answers[mode].append(completion)
             seconds[mode] += took
-            tokens[mode] += completion.stats.completion_tokens
-        same = same and texts[0] == texts[1]
-    alone, cascade = (tokens[mode] / seconds[mode] for mode in MODES)
-    return Row(f"{what}, this machine", alone, cascade, same)
+    texts = {mode: [completion.token_ids for completion in answers[mode]] for mode in MODES}
+    alone, cascade = (sum(map(len, texts[mode])) / seconds[mode] for mode in MODES)
+    note = explained(served.names, answers["cascade"])
+    return Row(f"{what}, this machine", alone, cascade, note, texts["full model alone"] == texts["cascade"])
 
 
 def timed(
@@ -119,34 +133,37 @@ def timed(
     return last.chunk.completion, time.perf_counter() - begin
 
 
-def on_devices(answers: Mapping[str, Completion]) -> Row:
-    """The answers to the questions as a GPU for each tier would give them, simulated; two panes show it at a terminal."""
-    from cascade import family
+def on_devices(sources: Mapping[str, str], answers: Mapping[str, Completion]) -> Row:
+    """The answers to the questions as a GPU for each tier would give them, simulated; two panes show it at a terminal.
+
+    ``sources`` are the models by tier, bottom to top.
+    """
     from cascade.agreement import chat_ids
     from cascade.cli.devices import panes, simulated
     from cascade.engine.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.from_pretrained(family.full())
+    tokenizer = Tokenizer.from_pretrained([*sources.values()][-1])
     texts = [(tuple(chat_ids(tokenizer, QUESTIONS[kind])), completion.token_ids) for kind, completion in answers.items()]
     with console.status("The draft models say what they would have guessed along these answers"):
-        outcome = simulated(texts, PARAMS, list(answers), tokenizer.num_ids)
+        outcome = simulated(sources, texts, PARAMS, list(answers), tokenizer.num_ids)
     panes(outcome, texts, tokenizer)
     alone, cascade = outcome.speeds
-    agree = " and ".join(f"{share:.2f}" for share in outcome.agreement)
-    console.print(
-        f"Simulated: these answers with an H100 for each tier and passes as long as those of Qwen3 32B, 4B and 0.6B. tiny and "
-        f"medium agree with the full model in {agree} of these tokens; published families in 0.65 to 0.95.\n",
-        style="dim",
+    shares = " and ".join(f"{name} in {share:.2f}" for name, share in outcome.agreement.items())
+    note = (
+        f"not measured on GPUs, but computed for passes as long as those of {', '.join(outcome.models)} on an H100 each; the "
+        f"drafts' own tokens along these answers are real, and agree with the full model's: {shares} of positions."
     )
-    return Row(f"{len(texts)} questions, a GPU for each tier (simulated)", alone, cascade)
+    return Row(f"{len(texts)} questions, a GPU for each tier (simulated)", alone, cascade, note)
 
 
 def show(rows: Sequence[Row]) -> None:
-    """One table, and whether drafts changed a text."""
+    """One table, a sentence on each row, and whether drafts changed a text."""
     numbers = (Column(name, justify="right", no_wrap=True) for name in (*MODES, "speed-up"))
     table = Table(Column("tokens per second"), *numbers, box=SIMPLE_HEAD)
     for row in rows:
         table.add_row(row.what, f"{row.alone:.1f}", f"{row.cascade:.1f}", f"{row.cascade / row.alone:.2f}x")
     console.print(table)
+    for row in rows:
+        console.print(f"- {row.what}: {row.note}", soft_wrap=True)
     same = all(row.same for row in rows)
     console.print("Every text was the same with and without drafts." if same else "[bold red]Drafts changed a text.[/]")

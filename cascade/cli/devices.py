@@ -1,12 +1,12 @@
 """The same answers with a device for each tier, simulated: what `cascade demo` shows on a machine that has none.
 
-The draft models that ship are asked what they would have guessed along answers that were really given. Passes take what those
-of a published trio take on published devices (`cascade.simulation.trio`). The simulator runs the server's own loops.
+The draft models give their own tokens along the answers. Passes take what those of a published trio take on published devices
+(`cascade.simulation.costs`). The simulator runs the server's own loops.
 """
 
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.columns import Columns
@@ -14,14 +14,13 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from cascade import family
 from cascade.agreement import Written, along
 from cascade.cli.screen import console
 from cascade.engine.tokenizer import Tokenizer
 from cascade.params import SamplingParams
+from cascade.simulation.costs import QWEN3, TRIO
 from cascade.simulation.plan import recorded_tiers, timelines
 from cascade.simulation.recording import Recording
-from cascade.simulation.trio import H100, TRIO
 
 FRAMES_S = 0.05  # between two pictures
 LINES = 14  # a pane's height
@@ -33,7 +32,8 @@ class Simulated:
 
     alone: list[tuple[float, ...]]
     cascade: list[tuple[float, ...]]
-    agreement: tuple[float, ...]  # tiny's and medium's with the full model
+    agreement: Mapping[str, float]  # of each draft tier with the full model
+    models: tuple[str, ...]  # the published ones whose passes are priced, bottom to top
 
     @property
     def speeds(self) -> tuple[float, float]:
@@ -42,13 +42,23 @@ class Simulated:
         return tokens / sum(times[-1] for times in self.alone), tokens / sum(times[-1] for times in self.cascade)
 
 
-def simulated(texts: Sequence[Written], params: SamplingParams, kinds: Sequence[str], vocab: int) -> Simulated:
-    """Answers of the full model that ships, which it gave with ``params``, as a device for each tier would give them."""
-    recording: Recording = along(family.paths()[:-1], texts, [params] * len(texts), kinds)
-    costs = [shape.load.profile(H100) for shape in TRIO]
-    tiers = recorded_tiers(family.NAMES, costs, recording, vocab)
-    shares = tuple(recording.shared(tier, len(TRIO) - 1) for tier in range(len(TRIO) - 1))
-    return Simulated(timelines(tiers, recording, drafts=False), timelines(tiers, recording, drafts=True), shares)
+def simulated(
+    sources: Mapping[str, str], texts: Sequence[Written], params: SamplingParams, kinds: Sequence[str], vocab: int
+) -> Simulated:
+    """Answers that the full model gave with ``params``, as a device for each tier would give them.
+
+    ``sources`` are two or three models by tier, bottom to top.
+    """
+    recording: Recording = along([*sources.values()][:-1], texts, [params] * len(texts), kinds)
+    full = len(sources) - 1
+    tiers = recorded_tiers([*sources], (*QWEN3[:full], QWEN3[-1]), recording, vocab)
+    models = [*TRIO]
+    return Simulated(
+        timelines(tiers, recording, drafts=False),
+        timelines(tiers, recording, drafts=True),
+        {name: recording.shared(tier, full) for tier, name in enumerate([*sources][:-1])},
+        (*models[:full], models[-1]),
+    )
 
 
 def panes(outcome: Simulated, texts: Sequence[Written], tokenizer: Tokenizer) -> None:
@@ -60,7 +70,7 @@ def panes(outcome: Simulated, texts: Sequence[Written], tokenizer: Tokenizer) ->
     begin, end = time.monotonic(), sides[0][-1]
     with Live(console=console, transient=True, refresh_per_second=1 / FRAMES_S) as live:
         while (now := time.monotonic() - begin) < end:
-            names = ("full model alone", "cascade of three tiers")
+            names = ("full model alone, simulated GPU", "cascade, simulated GPUs")
             live.update(Columns([_pane(name, tokens, side, now, tokenizer) for name, side in zip(names, sides, strict=True)]))
             time.sleep(FRAMES_S)
 

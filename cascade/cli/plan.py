@@ -166,7 +166,7 @@ def plan(
     cascade plan Qwen/Qwen3-32B --draft Qwen/Qwen3-4B --agreement 0.8 --device H100
     cascade plan --pass-ms 80 --pass-ms 20 --pass-ms 2 --agreement 0.88 --agreement 0.70
     """
-    from cascade.simulation.plan import Asked, predict, recorded_tiers, toy_tiers
+    from cascade.simulation.plan import Traffic, predict, recorded_tiers, toy_tiers
     from cascade.simulation.recording import Recording
 
     costs, vocab = _given(pass_ms) if pass_ms else _computed(model, drafts, devices, tensor_parallel_size)
@@ -174,7 +174,7 @@ def plan(
     if bool(shares) == (measured is not None):
         raise click.UsageError("Say how often the drafts agree: --agreement for each --draft, or --measured FILE")
     recording = None if measured is None else Recording.load(measured)
-    num_shares = len(shares) if recording is None else len(recording.texts[0].said) - 1
+    num_shares = len(shares) if recording is None else recording.num_tiers - 1
     if num_shares != num_drafts:
         raise click.UsageError(f"There are {num_drafts} drafts, and agreement is known of {num_shares}: give one for each")
     from cascade.local import TIER_NAMES
@@ -186,21 +186,21 @@ def plan(
         tiers = recorded_tiers(names, costs, recording, vocab or 1 + max(max(text.prompt) for text in recording.texts))
     ranks = tensor_parallel_size + num_drafts
     _assumed(names, costs, shares, recording)
-    traffic = Asked(load, prompt_tokens, max_tokens)
+    traffic = Traffic(load, prompt_tokens, max_tokens)
     for prediction in predict(tiers, traffic, recording):
         _show(prediction, tensor_parallel_size, ranks)
 
 
-def _given(pass_ms: Sequence[float]) -> "tuple[list[Profile], int]":
+def _given(pass_ms: Sequence[float]) -> "tuple[Sequence[Profile], int]":
     """Profiles of passes that take so long for up to 256 tokens, and twice as long for 512; bottom to top."""
-    from cascade.planner.cost import Profile
+    from cascade.simulation.costs import flat
 
     if any(ms <= 0 for ms in pass_ms) or not 1 <= len(pass_ms) <= 5:
         raise click.BadParameter("give one to five times above 0, the full model's first", param_hint="--pass-ms")
-    return [Profile([(1, ms / 1e3), (256, ms / 1e3), (512, ms / 500)]) for ms in reversed(pass_ms)], 0
+    return flat(*reversed(pass_ms)), 0
 
 
-def _computed(model: str | None, drafts: Sequence[str], devices: Sequence[str], ranks: int) -> "tuple[list[Profile], int]":
+def _computed(model: str | None, drafts: Sequence[str], devices: Sequence[str], ranks: int) -> "tuple[Sequence[Profile], int]":
     """Profiles of models on devices, bottom to top, and the vocabulary; raises `ConfigError`, `ModelError`."""
     from cascade.engine.checkpoint import anatomy
     from cascade.engine.model_config import read_config

@@ -41,6 +41,7 @@ ACCELERATORS = {
     "A10G": Accelerator(0.6e12, 70e12),
     "L4": Accelerator(0.3e12, 121e12),
 }
+H100 = ACCELERATORS["H100"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +77,17 @@ class Load:
         sizes = sorted({1, self.free_tokens(device), max(MOST_TOKENS, 2 * self.free_tokens(device))})
         points = [(tokens, self.seconds(tokens, device, ranks)) for tokens in sizes]
         return Profile(points, self.context_s(device, ranks))
+
+
+# Qwen3 in bfloat16, by published configurations; where the output embedding is the input embedding (0.6B, 4B), passes read that
+TRIO = {
+    "Qwen3-0.6B": Load(2 * 595_984_384, 595_984_384, 28, 114_688),
+    "Qwen3-4B": Load(2 * 4_022_272_000, 4_022_272_000, 36, 147_456),
+    "Qwen3-32B": Load(2 * 31_983_534_080, 31_983_534_080, 64, 262_144),
+}
+QWEN3 = tuple(load.profile(H100) for load in TRIO.values())  # prices of their passes, bottom to top, an H100 each
+
+
+def flat(*pass_ms: float) -> tuple[Profile, ...]:
+    """Prices of passes that take so many milliseconds for up to 256 tokens, and twice as many for 512; in the same order."""
+    return tuple(Profile([(1, ms / 1e3), (256, ms / 1e3), (512, ms / 500)]) for ms in pass_ms)

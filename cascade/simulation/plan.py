@@ -5,15 +5,16 @@ The simulator runs the real loops, sessions and planner. Given are what passes c
 independent of each other, and runner-ups are right as often as measured on the family that ships (`ToyTier`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 from cascade.errors import ConfigError
 from cascade.params import SamplingParams
 from cascade.planner.cost import Profile
 from cascade.simulation.recording import RecordedTier, Recording
-from cascade.simulation.scenario import Request, Scenario, SimTier
+from cascade.simulation.scenario import Outcome, Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
 from cascade.simulation.toy_tier import Agreement, ToyTier
 
@@ -24,8 +25,8 @@ ALONE, PLANNER = "alone", "planner"  # modes beside those named by their tiers
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """Requests of one size; recorded texts bring their own."""
+class Traffic:
+    """Requests of one size; recorded texts have their own."""
 
     loads: tuple[int, ...] = (1, 8)  # requests at once
     prompt_tokens: int = 256
@@ -35,10 +36,11 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Tokens per second of all requests together, by mode, at ``load`` requests at once."""
+    """By mode, at ``load`` requests at once: tokens per second of all together, and what became of corrections."""
 
     load: int
     speeds: Mapping[str, float]
+    prepared: Mapping[str, float]  # share of the full tier's corrections after which a guess was there already
 
     def over_alone(self, mode: str) -> float:
         return self.speeds[mode] / self.speeds[ALONE]
@@ -68,20 +70,19 @@ def chained(agreement: Sequence[float]) -> Agreement:
 
 def toy_tiers(names: Sequence[str], costs: Sequence[Profile], agreement: Sequence[float]) -> tuple[SimTier, ...]:
     """Tiers, bottom to top, that agree with the full one in the shares ``agreement``, one for each tier below it."""
-    shares = chained(agreement)
-    return tuple(
-        SimTier(name, ToyTier(VOCAB, shares[level:]), cost.predict, HOP_S)
-        for level, (name, cost) in enumerate(zip(names, costs, strict=True))
-    )
+    return _tiers(names, costs, chained(agreement), partial(ToyTier, VOCAB))
 
 
 def recorded_tiers(names: Sequence[str], costs: Sequence[Profile], recording: Recording, vocab: int) -> tuple[SimTier, ...]:
-    """Tiers, bottom to top, that say what was recorded of them along the recorded texts."""
-    shares = recording.agreement
-    return tuple(
-        SimTier(name, RecordedTier(vocab, shares[level:], recording), cost.predict, HOP_S)
-        for level, (name, cost) in enumerate(zip(names, costs, strict=True))
-    )
+    """Tiers, bottom to top, whose own tokens along the recorded texts are those that were recorded."""
+    return _tiers(names, costs, recording.agreement, partial(RecordedTier, vocab, recording=recording))
+
+
+def _tiers(
+    names: Sequence[str], costs: Sequence[Profile], agreement: Agreement, model: Callable[[Agreement], ToyTier]
+) -> tuple[SimTier, ...]:
+    pairs = enumerate(zip(names, costs, strict=True))
+    return tuple(SimTier(name, model(agreement[level:]), cost.predict, HOP_S) for level, (name, cost) in pairs)
 
 
 def modes(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -91,17 +92,21 @@ def modes(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
     return {ALONE: ()} | {" → ".join((*chain, full)): chain for chain in chains} | ({PLANNER: tuple(lower)} if lower else {})
 
 
-def predict(tiers: Sequence[SimTier], asked: Asked, recording: Recording | None = None) -> Iterator[Prediction]:
+def predict(tiers: Sequence[SimTier], traffic: Traffic, recording: Recording | None = None) -> Iterator[Prediction]:
     """The speed of every mode at each load; the same inputs give the same figures."""
     names = [tier.name for tier in tiers]
-    for load in asked.loads:
-        requests = _requests(asked, load, recording)
-        speeds = {}
+    for load in traffic.loads:
+        requests = _requests(traffic, load, recording)
+        speeds, prepared = {}, {}
         for mode, chain in modes(names).items():
             chosen = (*(tier for tier in tiers[:-1] if tier.name in chain), tiers[-1])
             outcome = simulate(Scenario(chosen, requests, adaptive=mode == PLANNER))
-            speeds[mode] = _speed(outcome.token_s, outcome.finish_s, [request.arrive_s for request in requests])
-        yield Prediction(load, speeds)
+            speeds[mode] = _speed(outcome, requests)
+            if chain:
+                edges = [edge for edge in outcome.edges if edge.verifier == names[-1]]
+                corrected = sum(edge.corrected for edge in edges)
+                prepared[mode] = sum(edge.prefetched for edge in edges) / corrected if corrected else 0.0
+        yield Prediction(load, speeds, prepared)
 
 
 def timelines(tiers: Sequence[SimTier], recording: Recording, *, drafts: bool) -> list[tuple[float, ...]]:
@@ -109,45 +114,39 @@ def timelines(tiers: Sequence[SimTier], recording: Recording, *, drafts: bool) -
 
     With ``drafts`` the planner chooses who drafts; an answer before the first lets it learn. Without, the full tier is alone.
     """
-    requests = _requests(Asked(), 1, recording)
+    requests = _requests(Traffic(), 1, recording)
     outcome = simulate(Scenario(tuple(tiers) if drafts else (tiers[-1],), requests, adaptive=drafts))
-    begins = [request.arrive_s for request in requests]
-    rounds = [[time - begin for time in outcome.token_s if 0 <= time - begin < PAUSE_S] for begin in begins]
-    return [tuple(rounds[number or len(recording.texts)]) for number in range(len(recording.texts))]
+    pairs = zip(requests, outcome.times, strict=True)
+    answers = [tuple(time - request.arrive_s for time in times) for request, times in pairs]
+    return [answers[-1], *answers[1:-1]]
 
 
-def _requests(asked: Asked, load: int, recording: Recording | None) -> tuple[Request, ...]:
-    """Rounds of ``load`` requests at once; of recorded texts so many rounds that each is asked once at least."""
-    if recording is None:
-        return tuple(
-            Request(
-                tuple((seed * 7 + place * 11) % VOCAB for place in range(asked.prompt_tokens)),
-                SamplingParams(max_tokens=asked.tokens, temperature=0, seed=seed),
-                arrive_s=PAUSE_S * (seed // load),
-            )
-            for seed in range(load * (1 + -(-asked.answers // load)))
-        )
-    texts = recording.texts
-    numbers = range(load * (1 + -(-len(texts) // load)))
-    chosen = [texts[number % len(texts)] for number in numbers]
-    return tuple(
-        Request(
-            text.prompt, SamplingParams(max_tokens=len(text.output), temperature=0, seed=0), arrive_s=PAUSE_S * (number // load)
-        )
-        for number, text in zip(numbers, chosen, strict=True)
-    )
+def _requests(traffic: Traffic, load: int, recording: Recording | None) -> tuple[Request, ...]:
+    """Rounds of ``load`` requests at once; after the first round each recorded text comes once at least."""
+    texts = () if recording is None else recording.texts
+    requests = []
+    for number in range(load * (1 + -(-(len(texts) or traffic.answers) // load))):
+        if texts:
+            prompt, tokens, seed = (text := texts[number % len(texts)]).prompt, len(text.output), 0
+        else:
+            prompt = tuple((number * 7 + place * 11) % VOCAB for place in range(traffic.prompt_tokens))
+            tokens, seed = traffic.tokens, number
+        params = SamplingParams(max_tokens=tokens, temperature=0, seed=seed)
+        requests.append(Request(prompt, params, arrive_s=PAUSE_S * (number // load)))
+    return tuple(requests)
 
 
-def _speed(token_s: Sequence[float], finish_s: Sequence[float], arrive_s: Sequence[float]) -> float:
+def _speed(outcome: Outcome, requests: Sequence[Request]) -> float:
     """Tokens per second from each round's first token to its first finished answer, while all its requests are there.
 
     The first round does not count.
     """
+    rounds: dict[float, list[tuple[float, ...]]] = {}
+    for request, times in zip(requests, outcome.times, strict=True):
+        rounds.setdefault(request.arrive_s, []).append(times)
     tokens, seconds = 0, 0.0
-    for begin in sorted(set(arrive_s))[1:]:
-        end = min(finish for finish, arrived in zip(finish_s, arrive_s, strict=True) if arrived == begin)
-        times = [time for time in token_s if begin < time <= end]
-        first = min(times)
-        tokens += sum(time > first for time in times)
+    for answers in [*rounds.values()][1:]:
+        first, end = min(times[0] for times in answers), min(times[-1] for times in answers)
+        tokens += sum(first < time <= end for times in answers for time in times)
         seconds += end - first
     return tokens / seconds if seconds else 0.0

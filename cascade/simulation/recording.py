@@ -1,8 +1,8 @@
-"""What real tiers say along texts that the full one wrote, and tiers that say it again without their models.
+"""Own tokens of real tiers along texts that the full one wrote, and tiers that give them again without their models.
 
-A text is recorded once: the full model writes it, and each tier below is asked at each of its positions for its own token and
-runner-ups. Guesses that are wrong are thrown away, so nothing else of a tier ever reaches a text. After a wrong token, where
-nothing was recorded, tiers agree by chance as often as along the texts, as `ToyTier` has it.
+A text is recorded once: the full model writes it, and each tier below gives its own token and runner-ups at each position of
+it. Wrong guesses are thrown away, so nothing else of a tier ever reaches a text. After a wrong token, where nothing was
+recorded, tiers agree by chance as often as along the texts, as `ToyTier` has it.
 """
 
 import json
@@ -16,26 +16,26 @@ from cascade.params import SamplingParams
 from cascade.scorer import RunnerUp
 from cascade.simulation.toy_tier import Agreement, ToyTier
 
-SEEN = 24  # tokens before a position by which a text is known; together with the position they are one text's alone
+ORDER = 24  # tokens before a position that identify it, together with the position: no two texts share them
 
-Said: TypeAlias = tuple[RunnerUp, ...]  # an own token and its runner-ups
+Ranked: TypeAlias = tuple[RunnerUp, ...]  # an own token and its runner-ups
 Place: TypeAlias = tuple[int, tuple[int, ...]]  # a position, and the last tokens before it
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedText:
-    """A prompt, and what each tier, bottom to top, says at each position after it: ``said[tier][position]``.
+    """A prompt, and own tokens with runner-ups at each position after it: ``ranked[tier][position]``, tiers bottom to top.
 
     The last tier's own tokens are the text.
     """
 
     prompt: tuple[int, ...]
-    said: tuple[tuple[Said, ...], ...]
+    ranked: tuple[tuple[Ranked, ...], ...]
     category: str = ""
 
     @property
     def output(self) -> tuple[int, ...]:
-        return tuple(at[0].token for at in self.said[-1])
+        return tuple(at[0].token for at in self.ranked[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,30 +45,33 @@ class Recording:
     texts: tuple[RecordedText, ...]
 
     @property
+    def num_tiers(self) -> int:
+        return len(self.texts[0].ranked)
+
+    @property
     def agreement(self) -> Agreement:
         """Share of own tokens that each tier has in common with the next, bottom to top."""
-        tiers = range(len(self.texts[0].said))
-        return tuple(self.shared(lower, lower + 1) for lower in tiers[:-1])
+        return tuple(self.shared(lower, lower + 1) for lower in range(self.num_tiers - 1))
 
-    def shared(self, one: int, other: int, most: int = 1) -> float:
-        """Share of positions where a tier's own token is among the ``most`` likeliest of another below it, ``one``."""
-        pairs = [pair for text in self.texts for pair in zip(text.said[one], text.said[other], strict=True)]
+    def shared(self, lower: int, upper: int, most: int = 1) -> float:
+        """Share of positions where the own token of tier ``upper`` is among the ``most`` likeliest of tier ``lower``."""
+        pairs = [pair for text in self.texts for pair in zip(text.ranked[lower], text.ranked[upper], strict=True)]
         return sum(above[0].token in {near.token for near in below[:most]} for below, above in pairs) / len(pairs)
 
-    def known(self, tier: int) -> dict[Place, Said]:
-        """What a tier says, by place; raises `ConfigError` if two texts say different things at the same place."""
-        found: dict[Place, Said] = {}
+    def places(self, tier: int) -> dict[Place, Ranked]:
+        """Own tokens of a tier by place; raises `ConfigError` if two texts have different ones at the same place."""
+        places: dict[Place, Ranked] = {}
         for text in self.texts:
             whole = (*text.prompt, *text.output)
-            for position, said in enumerate(text.said[tier], len(text.prompt)):
-                place = (position, whole[max(0, position - SEEN) : position])
-                if found.setdefault(place, said) != said:
-                    raise ConfigError(f"Two recorded texts have the same {SEEN} tokens before position {position}: drop one")
-        return found
+            for position, ranked in enumerate(text.ranked[tier], len(text.prompt)):
+                place = (position, whole[max(0, position - ORDER) : position])
+                if places.setdefault(place, ranked) != ranked:
+                    raise ConfigError(f"Two recorded texts have the same {ORDER} tokens before position {position}: drop one")
+        return places
 
     def save(self, path: Path) -> None:
         """Write JSON; raises `OSError`."""
-        texts = [{"category": one.category, "prompt": one.prompt, "said": one.said} for one in self.texts]
+        texts = [{"category": text.category, "prompt": text.prompt, "said": text.ranked} for text in self.texts]
         path.write_text(json.dumps({"texts": texts}) + "\n", encoding="utf-8")
 
     @classmethod
@@ -81,23 +84,23 @@ class Recording:
 
 
 def _text(value: Mapping[str, Any]) -> RecordedText:
-    said = tuple(tuple(tuple(RunnerUp(*one) for one in at) for at in tier) for tier in value["said"])
-    return RecordedText(tuple(value["prompt"]), said, value["category"])
+    ranked = tuple(tuple(tuple(RunnerUp(*pair) for pair in at) for at in tier) for tier in value["said"])
+    return RecordedText(tuple(value["prompt"]), ranked, value["category"])
 
 
 class RecordedTier(ToyTier):
-    """A tier that says what was recorded of it, at temperature 0, and is a toy everywhere else.
+    """A tier whose own tokens are the recorded ones, at temperature 0, and a toy everywhere else.
 
     ``agreement`` is `ToyTier`'s, and tells which tier it is: the full one has none.
     """
 
     def __init__(self, vocab_size: int, agreement: Agreement, recording: Recording, **limits: int) -> None:
-        super().__init__(vocab_size, agreement, order=SEEN, **limits)
-        self._known = recording.known(len(recording.texts[0].said) - 1 - len(agreement))
+        super().__init__(vocab_size, agreement, order=ORDER, **limits)
+        self._places = recording.places(recording.num_tiers - 1 - len(agreement))
 
     def ranked(self, context: tuple[int, ...], position: int, params: SamplingParams, count: int) -> list[RunnerUp]:
-        if params.temperature == 0 and (said := self._known.get((position, context))) is not None:
-            return list(said[:count])
+        if params.temperature == 0 and (ranked := self._places.get((position, context))) is not None:
+            return list(ranked[:count])
         return super().ranked(context, position, params, count)
 
 

@@ -1,5 +1,6 @@
 """What the simulator is told and what it tells: tiers with their costs, requests, faults; texts, times, totals."""
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -99,10 +100,19 @@ class Outcome:
     """What a scenario led to."""
 
     texts: tuple[tuple[int, ...], ...]  # output tokens per request
-    finish_s: tuple[float, ...]  # when the router had them all
-    token_s: tuple[float, ...]  # when each token came, of all requests together
+    times: tuple[tuple[float, ...], ...]  # when the router had each token, per request
     edges: tuple[Edge, ...]  # totals over all requests, the full tier's first
     usage: tuple[Usage, ...]  # bottom to top
+
+    @property
+    def finish_s(self) -> tuple[float, ...]:
+        """When the router had all of each answer."""
+        return tuple(times[-1] for times in self.times)
+
+    @property
+    def token_s(self) -> list[float]:
+        """When each token came, of all requests together."""
+        return sorted(itertools.chain.from_iterable(self.times))
 
     @property
     def elapsed_s(self) -> float:
@@ -111,4 +121,4 @@ class Outcome:
     @property
     def tokens_per_pass(self) -> float:
         """Of the full tier."""
-        return len(self.token_s) / self.usage[-1].passes
+        return sum(map(len, self.texts)) / self.usage[-1].passes

@@ -44,12 +44,11 @@ def simulate(scenario: Scenario) -> Outcome:
         agenda.at(death.back_s, node.revive)
     agenda.run(scenario.deadline_s, lambda: router.finished)
     if not router.finished:
-        raise Stuck(f"{len(router.finish_s)} of {len(scenario.requests)} requests had finished after {agenda.now:.3f} s")
+        raise Stuck(f"{router.num_finished} of {len(scenario.requests)} requests had finished after {agenda.now:.3f} s")
     order = range(len(scenario.requests))
     return Outcome(
         tuple(tuple(router.texts[i]) for i in order),
-        tuple(router.finish_s[i] for i in order),
-        tuple(router.token_s),
+        tuple(tuple(router.times[i]) for i in order),
         tuple(add_edges({}, router.edges).values()),
         tuple(node.usage for node in nodes),
     )
@@ -173,15 +172,15 @@ class Router:
     scenario: Scenario
     wires: Wires
     texts: dict[int, list[int]] = field(default_factory=dict)
-    finish_s: dict[int, float] = field(default_factory=dict)
-    token_s: list[float] = field(default_factory=list)
+    times: dict[int, list[float]] = field(default_factory=dict)
+    num_finished: int = 0
     edges: list[Edge] = field(default_factory=list)
     _answers: dict[str, Answer] = field(default_factory=dict)
     _num_opened: int = 0
 
     @property
     def finished(self) -> bool:
-        return len(self.finish_s) == len(self.scenario.requests)
+        return self.num_finished == len(self.scenario.requests)
 
     def ask(self, index: int) -> None:
         request, tiers = self.scenario.requests[index], self.scenario.tiers
@@ -198,7 +197,7 @@ class Router:
             draft_branches=self.scenario.branches,
             adaptive=self.scenario.adaptive,
         )
-        self.texts[index] = []
+        self.texts[index], self.times[index] = [], []
         self._open(Answer(spec, _Mute(), index), spec)
 
     def receive(self, source: str, message: Message) -> None:
@@ -215,9 +214,9 @@ class Router:
                 self.wires.send(ROUTER, source, commit)
             if chunk is not None:
                 self.texts[answer.index] += chunk.token_ids
-                self.token_s += [self.wires.agenda.now] * len(chunk.token_ids)
+                self.times[answer.index] += [self.wires.agenda.now] * len(chunk.token_ids)
             if chunk is not None and chunk.completion is not None:
-                self.finish_s[answer.index] = self.wires.agenda.now
+                self.num_finished += 1
                 self.edges += chunk.completion.stats.edges
                 del self._answers[message.session]
                 self.wires.send(ROUTER, source, Close(message.session))

@@ -13,7 +13,7 @@ def test_recorded_drafts_are_right_where_they_were_measured() -> None:
     """Guards the figures against made-up agreement: along the answers each draft is right where its raw figures say so."""
     for level, model in enumerate(pipespec.NAMES[:-1]):
         for text, right in zip(TEXTS.texts, DATA.right[model], strict=True):
-            said = [one[0].token == full[0].token for one, full in zip(text.said[level], text.said[-1], strict=True)]
+            said = [one[0].token == full[0].token for one, full in zip(text.ranked[level], text.ranked[-1], strict=True)]
             assert len(said) == len(right)
             assert all(same == (mark == "1") for same, mark in zip(said, right, strict=True) if mark != "?")
 

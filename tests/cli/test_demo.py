@@ -25,9 +25,10 @@ def test_questions_are_answered_and_modes_compared(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(demo, "PARAMS", replace(demo.PARAMS, max_tokens=16))
     given: dict[str, Completion] = {}
 
-    def on_devices(answers: Mapping[str, Completion]) -> demo.Row:  # toys are no models that could be asked
+    def on_devices(sources: Mapping[str, str], answers: Mapping[str, Completion]) -> demo.Row:
+        assert [*sources] == ["tiny", "medium", "full"]  # toys are no models that could be recorded
         given.update(answers)
-        return demo.Row("a GPU for each tier", 1.0, 2.0)
+        return demo.Row("a GPU for each tier", 1.0, 2.0, "computed")
 
     monkeypatch.setattr(demo, "on_devices", on_devices)
     with talking(tmp_path, "hermes") as served:
@@ -52,7 +53,7 @@ def test_questions_are_answered_and_modes_compared(tmp_path: Path, monkeypatch: 
 
 def test_a_changed_text_fails(capsys: pytest.CaptureFixture[str]) -> None:
     """Guards against a demo that says the texts are the same whatever they are."""
-    demo.show([demo.Row("one", 1.0, 1.0), demo.Row("other", 1.0, 1.5, same=False)])
+    demo.show([demo.Row("one", 1.0, 1.0, "so"), demo.Row("other", 1.0, 1.5, "so", same=False)])
     assert "Drafts changed a text." in capsys.readouterr().out
 
 
@@ -63,9 +64,9 @@ def test_answers_are_simulated_with_the_models_that_ship() -> None:
     prompts = ["def read(path):\n", "import os\n\n"]
     with Cascade.from_pretrained(family.paths()[-1:], dtype="float32") as full:
         texts = [(tuple(full.tokenizer.encode(text)), full.generate(text, params).token_ids) for text in prompts]
-    found = simulated(texts, params, ["code", "code"], small.VOCAB)
+    found = simulated(dict(zip(family.NAMES, family.paths(), strict=True)), texts, params, ["code", "code"], small.VOCAB)
     assert [len(times) for times in found.alone] == [len(times) for times in found.cascade] == [len(ids) for _, ids in texts]
     alone, cascade = found.speeds
     assert alone == pytest.approx(39, rel=0.05)
     assert cascade > alone
-    assert all(0 < share <= 1 for share in found.agreement)
+    assert all(0 < share <= 1 for share in found.agreement.values())

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cascade import SamplingParams
-from cascade.agreement import said, written
+from cascade.agreement import ranked, written
 from cascade.engine.layers import numbers
 from cascade.engine.model import Model
 from cascade.layer_search import LayerSearch
@@ -61,7 +61,7 @@ def test_the_agreement_is_that_of_the_tier(folder: Path) -> None:
     found = LayerSearch(full, prompts, params, "float32").find(0.8, 3)
     asked = [SamplingParams(max_tokens=24, temperature=0, seed=seed) for seed in range(len(prompts))]
     texts = written(full, prompts, asked, "float32")[1::2]
-    own = said(Model.from_pretrained(full, dtype="float32", layers=found.layers), texts, asked[1::2])
+    own = ranked(Model.from_pretrained(full, dtype="float32", layers=found.layers), texts, asked[1::2])
     same = [
         near[0].token == token for text, tier in zip(texts, own, strict=True) for near, token in zip(tier, text[1], strict=True)
     ]

@@ -11,14 +11,14 @@ from cascade.errors import ConfigError
 from cascade.planner.cost import Profile
 from cascade.prompts import BUILT_IN
 from cascade.simulation.costs import ACCELERATORS, Load
-from cascade.simulation.plan import ALONE, PLANNER, Asked, chained, modes, predict, recorded_tiers, toy_tiers
+from cascade.simulation.plan import ALONE, PLANNER, Traffic, chained, modes, predict, recorded_tiers, toy_tiers
 from cascade.simulation.recording import Recording
 from tests import small
 from tests.cli import run
 
 LLAMA_1B = Load(2_470_000_000, 1_235_000_000, 16, 32_768)  # Llama 3.2 1B in bfloat16
 NAMES = ("tiny", "medium", "full")
-SHORT = Asked((1,), prompt_tokens=8, tokens=48, answers=2)
+SHORT = Traffic((1,), prompt_tokens=8, tokens=48, answers=2)
 PROMPTS = BUILT_IN[:3]
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
 
@@ -105,7 +105,7 @@ def test_agreement_is_that_of_the_texts(recording: Recording) -> None:
 def test_recorded_texts_are_what_is_simulated(recording: Recording) -> None:
     """Guards plans of one's own models: measured tiers give a speed between alone and a token of each tier a pass."""
     tiers = recorded_tiers(NAMES, flat(1, 4, 20), recording, small.VOCAB)
-    [found] = predict(tiers, Asked((1,)), recording)
+    [found] = predict(tiers, Traffic((1,)), recording)
     assert found.speeds[ALONE] == pytest.approx(50, rel=0.05)
     assert 1 < found.over_alone("medium → full") < 10
 

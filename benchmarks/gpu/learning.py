@@ -83,8 +83,8 @@ def train(notes: Notes) -> None:
         run = Distillation(family.full(), notes.folder / name, plan, work=work, start=start, device=device)
         begin = time.perf_counter()
         agreement = run.run()
-        found = {"agreement": {str(at): round(share, 4) for at, share in agreement.items()}}
-        notes.keep(**{name: found | {"seconds": round(time.perf_counter() - begin, 1)}})
+        results = {"agreement": {str(at): round(share, 4) for at, share in agreement.items()}}
+        notes.keep(**{name: results | {"seconds": round(time.perf_counter() - begin, 1)}})
 
 
 def _shards(files: Iterable[Path]) -> Iterator[Shard]:

@@ -14,7 +14,7 @@ PTX, ELF = 1, 2  # kinds of its entries
 def prune(path: Path, architecture: int) -> None:
     """Zero what the file at ``path`` has for other architectures than this one, such as 90 for H100 and H200."""
     data = bytearray(path.read_bytes())
-    at, found = 0, False
+    at, pruned = 0, False
     while (at := data.find(MAGIC, at)) >= 0:
         _, _, header, size = struct.unpack_from("<IHHQ", data, at)
         if header != 16 or not size or at + header + size > len(data):  # the same four bytes by chance
@@ -27,8 +27,8 @@ def prune(path: Path, architecture: int) -> None:
                 break
             if kind == PTX or struct.unpack_from("<I", data, place + 28)[0] != architecture:
                 data[place + head : place + head + payload] = bytes(payload)
-                found = True
+                pruned = True
             place += head + payload
         at = end
-    if found:
+    if pruned:
         path.write_bytes(data)

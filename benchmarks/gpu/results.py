@@ -20,37 +20,37 @@ INVARIANT = "full, VLLM_BATCH_INVARIANT=1"
 
 def document(programme: dict[str, Any]) -> dict[str, Any]:
     """The figures of a run, as ``programme.json`` has them, without those of steps that failed before they had any."""
-    found: dict[str, Any] = programme["found"]
-    warm = found.get("warm", {})
+    figures: dict[str, Any] = programme["found"]
+    warm = figures.get("warm", {})
     versions = {**warm.get("versions", {}), "torch": warm.get("torch"), "python": warm.get("python")}
-    models = dict(found.get("graphs", {}).get("models", {}))
-    models |= {name: found[step] for name, step in (("8b, FP8", "fp8"), (INVARIANT, "invariant")) if step in found}
-    devices = {one["device"] for one in found.values()}
+    models = dict(figures.get("graphs", {}).get("models", {}))
+    models |= {name: figures[step] for name, step in (("8b, FP8", "fp8"), (INVARIANT, "invariant")) if step in figures}
+    devices = {entry["device"] for entry in figures.values()}
     return {
         "date": programme["date"],
         "processor": f"{', '.join(sorted(devices))}, {programme['processor']}",
         "model": "SmolLM2-135M-Instruct, and at Llama 8B's shapes",
         "software": ", ".join(f"{name} {versions[key]}" for key, name in NAMES.items() if versions.get(key)),
         "family": programme["family"],
-        "models": {name: {key: one[key] for key in PASSES if key in one} for name, one in models.items()},
-        "served": {step: served(found[step]) for step in SERVED if step in found},
-        "killed": {tier: found["kill"][tier] for tier in ("medium", "full") if tier in found.get("kill", {})},
-        "library": {key: one for key, one in found.get("library", {}).items() if isinstance(one, dict)},
-        "written": {key: one for key, one in found.get("text", {}).items() if key.startswith("tokens")},
-        "trained": {name: found["train"][name] for name in ("medium", "tiny") if name in found.get("train", {})},
-        "problems": {name: one["problem"] for name, one in programme["steps"].items() if one["problem"]},
+        "models": {name: {key: entry[key] for key in PASSES if key in entry} for name, entry in models.items()},
+        "served": {step: served(figures[step]) for step in SERVED if step in figures},
+        "killed": {tier: figures["kill"][tier] for tier in ("medium", "full") if tier in figures.get("kill", {})},
+        "library": {key: entry for key, entry in figures.get("library", {}).items() if isinstance(entry, dict)},
+        "written": {key: entry for key, entry in figures.get("text", {}).items() if key.startswith("tokens")},
+        "trained": {name: figures["train"][name] for name in ("medium", "tiny") if name in figures.get("train", {})},
+        "problems": {name: entry["problem"] for name, entry in programme["steps"].items() if entry["problem"]},
     }
 
 
-def served(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def served(figures: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """By load and mode: tokens per second of all prompts, and how many texts are those without drafts, out of how many."""
     loads: dict[str, dict[str, Any]] = {}
-    for key, one in found.items():
-        cells = one["cells"] if isinstance(one, dict) and "cells" in one else one
+    for key, entry in figures.items():
+        cells = entry["cells"] if isinstance(entry, dict) and "cells" in entry else entry
         if not isinstance(cells, list) or "at once" not in key:
             continue
         load, _, of_vllm = key.partition(" at once")
-        alike = {} if of_vllm else one["alike"]
+        alike = {} if of_vllm else entry["alike"]
         for cell in cells:
             if cell["category"] == "all":
                 speed = {"tokens_per_second": round(cell["tokens_per_second"], 1), "failed": cell["failed"]}

@@ -91,12 +91,12 @@ def alike(cells: Sequence[Cell]) -> dict[str, dict[str, int]]:
     first = {
         answer.prompt: answer.completion.token_ids for cell in cells if cell.mode == cells[0].mode for answer in cell.answers
     }
-    found: dict[str, dict[str, int]] = {}
+    results: dict[str, dict[str, int]] = {}
     for cell in cells:
-        one = found.setdefault(cell.mode.name, {"same": 0, "texts": 0})
-        one["texts"] += cell.requests
-        one["same"] += sum(answer.completion.token_ids == first.get(answer.prompt) for answer in cell.answers)
-    return found
+        counts = results.setdefault(cell.mode.name, {"same": 0, "texts": 0})
+        counts["texts"] += cell.requests
+        counts["same"] += sum(answer.completion.token_ids == first.get(answer.prompt) for answer in cell.answers)
+    return results
 
 
 def server(notes: Notes) -> None:
@@ -107,8 +107,8 @@ def server(notes: Notes) -> None:
             for at_once in (1, 2) if notes.small else (1, 8):
                 size = Size(prompts=1, tokens=tokens, at_once=(at_once,))
                 cells = measured(running.address, (ALONE, TIERS, AUTO), size, temperature)
-                found = {"alike": alike(cells), "cells": report.entries(cells)}
-                notes.keep(**{f"{at(temperature)}, {at_once} at once": found})
+                results = {"alike": alike(cells), "cells": report.entries(cells)}
+                notes.keep(**{f"{at(temperature)}, {at_once} at once": results})
 
 
 def kill(notes: Notes) -> None:
@@ -128,13 +128,13 @@ def kill(notes: Notes) -> None:
             os.kill(victim, signal.SIGKILL)
             begin = time.perf_counter()
             rest = threads.map(lambda stream: "".join(chunk.text for chunk in stream), streams)
-            said = [first.text + text for first, text in zip(begun, rest, strict=True)]
-            same, answered_s = sum(map(str.__eq__, said, expected)), time.perf_counter() - begin
+            answers = [first.text + text for first, text in zip(begun, rest, strict=True)]
+            same, answered_s = sum(map(str.__eq__, answers, expected)), time.perf_counter() - begin
             while not _back(tier, victim) and time.perf_counter() - begin < WAIT_S:
                 time.sleep(LOOK_S)
             back_s = time.perf_counter() - begin
-            found = {"same": same, "texts": len(said), "answered_s": round(answered_s, 1), "back_s": round(back_s, 1)}
-            notes.keep(**{tier: found})
+            results = {"same": same, "texts": len(answers), "answered_s": round(answered_s, 1), "back_s": round(back_s, 1)}
+            notes.keep(**{tier: results})
 
 
 def _back(tier: str, victim: int) -> bool:
@@ -222,5 +222,5 @@ async def _ask_vllm(url: str, mode: str, size: Size) -> list[Cell]:
 def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
-        found: dict[str, Any] = json.load(answer)
-        return found
+        results: dict[str, Any] = json.load(answer)
+        return results

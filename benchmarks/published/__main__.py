@@ -50,15 +50,15 @@ def measure(*, quick: bool) -> dict[str, Any]:
     texts = pipespec.recording(data)
     if quick:
         texts = Recording(texts.texts[:2])
-    found: dict[str, Any] = {"pipespec": timed("PipeSpec's seven speeds", lambda: pipespec.figures(data, texts))}
-    console.print(found["pipespec"])
-    found["chain"] = {}
+    results: dict[str, Any] = {"pipespec": timed("PipeSpec's seven speeds", lambda: pipespec.figures(data, texts))}
+    console.print(results["pipespec"])
+    results["chain"] = {}
     for name, prices in costs(data).items():
-        found["chain"][name] = timed(f"This chain, passes {name}", lambda prices=prices: ours(prices, texts))  # type: ignore[misc]
-        console.print(found["chain"][name])
-    shares = {f"{one} → {other}": round(texts.shared(*at), 3) for one, other, at in _pairs()}
+        results["chain"][name] = timed(f"This chain, passes {name}", lambda prices=prices: ours(prices, texts))  # type: ignore[misc]
+        console.print(results["chain"][name])
+    shares = {f"{lower} → {upper}": round(texts.shared(*at), 3) for lower, upper, at in _pairs()}
     published = json.loads((Path(__file__).parent / "acceptance.json").read_text(encoding="utf-8"))
-    return found | {"agreement": shares, "published": published["pairs"]}
+    return results | {"agreement": shares, "published": published["pairs"]}
 
 
 def _pairs() -> list[tuple[str, str, tuple[int, int]]]:
@@ -66,12 +66,12 @@ def _pairs() -> list[tuple[str, str, tuple[int, int]]]:
     return [(names[low], names[high], (low, high)) for high in range(len(names)) for low in range(high)]
 
 
-def head(found: Mapping[str, Any]) -> dict[str, Any]:
+def head(results: Mapping[str, Any]) -> dict[str, Any]:
     """How far the simulator is off at most, and what the third tier adds to the best of the others."""
-    ratios = [one["ratio"] for one in found["pipespec"].values()]
+    ratios = [figures["ratio"] for figures in results["pipespec"].values()]
     line: dict[str, Any] = {"predicted_over_measured": [min(ratios), max(ratios)]}
-    for name, modes in found["chain"].items():
-        over = {mode: one["over_alone"] for mode, one in modes.items()}
+    for name, modes in results["chain"].items():
+        over = {mode: figures["over_alone"] for mode, figures in modes.items()}
         three = " → ".join(pipespec.NAMES)
         best = max(value for mode, value in over.items() if mode not in (three, "planner"))
         line[name] = {"three": over[three], "three_over_best": round(over[three] / best, 3), "planner": over["planner"]}
@@ -80,9 +80,10 @@ def head(found: Mapping[str, Any]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parsed(parser("published", "Published measurements and the simulator."), arguments)
-    found = measure(quick=chosen.quick)
-    line = head(found)
-    finish({"head": line} | found | stamp({"simulated": "no model: acceptance and costs are published"}), line, chosen.results)
+    results = measure(quick=chosen.quick)
+    line = head(results)
+    made = stamp({"simulated": "no model: acceptance and costs are published"})
+    finish({"head": line} | results | made, line, chosen.results)
 
 
 if __name__ == "__main__":

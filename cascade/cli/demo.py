@@ -93,7 +93,8 @@ def explained(names: Sequence[str], answers: Sequence[Completion]) -> str:
     edges = [edge for completion in answers for edge in completion.stats.edges if edge.verifier == names[-1] and edge.proposed]
     used = [name for name in names[:-1] if any(edge.drafter == name for edge in edges)]
     others = [name for name in names[:-1] if name not in used]
-    tokens, passes = (sum(getattr(one.stats, count) for one in answers) for count in ("completion_tokens", "full_passes"))
+    tokens = sum(completion.stats.completion_tokens for completion in answers)
+    passes = sum(completion.stats.full_passes for completion in answers)
     guessed = f"{', '.join(used) or 'nobody'} guessed" + (f", and the planner left out {', '.join(others)}" if others else "")
     return f"{tokens} tokens took {passes} passes of the full model; {guessed}."
 

@@ -3,7 +3,7 @@
     python -m benchmarks.without_drafts
 
 SmolLM2-135M-Instruct writes the answers. Time is virtual: a pass takes what one of Qwen3 32B takes on an H100
-(`cascade.simulation.trio`). So nothing depends on this machine, and no draft model is needed. Every answer is the first that
+(`cascade.simulation.costs`). So nothing depends on this machine, and no draft model is needed. Every answer is the first that
 its drafters see. All modes must give the same text, else the run fails. The last line is one JSON document.
 """
 

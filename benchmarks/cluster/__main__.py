@@ -2,8 +2,8 @@
 
     make bench-cluster
 
-First the family is recorded (`cascade.agreement`): its answers to built-in prompts, and what each tier says along them. Passes
-take what those of Qwen3 0.6B, 4B and 32B take on an H100 each (`trio`). Parts: ``one`` (one request at a time: the full model
+First the family is recorded (`cascade.agreement`): its answers to built-in prompts, and each tier's tokens along them. Passes
+take what those of Qwen3 0.6B, 4B and 32B take on an H100 each. Parts: ``one`` (one request at a time: the full model
 alone, pairs, three tiers, beside the simulator), ``scale`` (1 to 64 requests at once, one to four full replicas), ``map`` (as
 ``one``, a trio of the map for which three tiers pay, `placed`) and ``pair`` (as ``one``, Qwen2.5-Coder 0.5B and 1.5B as
 `benchmarks.family` has recorded them, in the time of Qwen3 0.6B and 32B). Texts must be those that the full model wrote alone,
@@ -82,9 +82,9 @@ def _pair(size: one.Size, tell: Callable[[str], object]) -> dict[str, Any]:
 
 
 def _recorded(prompts: int, tokens: int) -> Recording:
-    """What the family says, which the tiers of a server read from a file."""
-    asked = SamplingParams(max_tokens=tokens, temperature=0)
-    recording = record(family.paths(), by_category(prompts), asked, DTYPE)
+    """Own tokens of the family, which the tiers of a server read from a file."""
+    params = SamplingParams(max_tokens=tokens, temperature=0)
+    recording = record(family.paths(), by_category(prompts), params, DTYPE)
     recording.save(RECORDING)
     return recording
 

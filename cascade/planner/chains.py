@@ -3,8 +3,8 @@
 How many guesses of an attached tier a pass scores is computed (`cascade.planner.choice`). Here it is decided which tiers are
 attached. A tier with processors of its own costs next to nothing while its guesses are not scored, so it drafts from the first
 token on, until it is seen not to pay. A tier that shares the verifier's processors slows its passes, which only shows while it
-works. So such tiers begin detached, and are explored when `EXPLORATION_SHARE` of the verifier's time covers the whole price; a
-chain that was never tried also when what text drafters have spared does. So no text comes later than without drafters.
+works. So such tiers begin detached, and are explored when `EXPLORATION_SHARE` of the verifier's time covers the whole price.
+The first try of a chain, at whatever load, may also cost `GAIN_SHARE` of what text drafters have spared.
 """
 
 import itertools
@@ -19,6 +19,7 @@ from cascade.planner.tuning import (
     EXPLORATION_PASSES,
     EXPLORATION_SHARE,
     FEW_PASSES,
+    GAIN_SHARE,
     MAX_PASSES,
     MIN_PASSES,
     RATE_DOUBT,
@@ -93,6 +94,7 @@ class Choice:
     used: Chain
     apart: Chain  # all tiers with processors of their own: scouts draft with them while others go alone
     budget: Budget
+    tried: set[Chain]  # with requests of this kind, at any load
     price_s: dict[Chain, float] = field(default_factory=dict)  # the price of the next exploration, after one that was cut short
     passes: int = 0  # settled passes with the chain in use
     cost_s: float = 0.0  # what this exploration has cost so far
@@ -107,6 +109,7 @@ class Choice:
         share = seen.rows / num_sessions
         if seen.settled:
             self.estimates[used].add(tokens, seconds)
+            self.tried.add(used)
         if used != self.used:
             return
         for estimate in self.estimates.values():
@@ -160,8 +163,8 @@ class Choice:
         hopeful = max(others, key=lambda chain: others[chain])  # the first of equal ones
         price_s = max(price_s, self.price_s.get(hopeful, 0.0))
         budget_s = EXPLORATION_SHARE * self.budget.total_s
-        if not self.estimates[hopeful].passes:  # nothing is known of it: what text drafters have spared may pay for that
-            budget_s += max(0.0, self.budget.gained_s)
+        if hopeful not in self.tried:  # nothing is known of it: what text drafters have spared may pay for that
+            budget_s += GAIN_SHARE * max(0.0, self.budget.gained_s)
         affordable = self.budget.spent_s + share * price_s <= budget_s
         if affordable and others[hopeful] > BETTER * best:
             self._use(hopeful, price_s)
@@ -182,6 +185,7 @@ class Planner:
         self.shared = self._sharing = frozenset(shared)
         self._budget = Budget()
         self._choices: dict[tuple[Chain, bool], dict[int, Choice]] = {}  # by kind and load
+        self._tried: dict[tuple[Chain, bool], set[Chain]] = {}  # by kind
 
     def chain(self, allowed: Chain, num_sessions: int, *, sampled: bool = False, scouts: bool = False) -> Chain:
         """The chain for a session that may use ``allowed``, in a tier of ``num_sessions``.
@@ -236,7 +240,8 @@ class Planner:
             apart = tuple(tier for tier in allowed if tier not in self.shared)
             best = tuple(tier for tier in first[0] if tier in apart) if first else apart
             estimates = {chain: Estimate() for chain in dict.fromkeys(first + chains)}
-            choices[load] = Choice(estimates, best, best, apart, self._budget)
+            tried = self._tried.setdefault((allowed, sampled), set())
+            choices[load] = Choice(estimates, best, best, apart, self._budget, tried)
         return choices[load]
 
 

@@ -140,6 +140,14 @@ def test_what_drafting_has_spared_pays_for_a_first_try() -> None:
     assert play(Planner(["tiny"]), speed, 150, allowed=("tiny",))[-50:] == [("tiny",)] * 50
 
 
+def test_what_drafting_has_spared_pays_for_no_second_try() -> None:
+    """Guards busy servers on one machine: what text drafters spared was spent on trying again, at every load, draft models
+    that had been seen not to pay."""
+    planner, speed = Planner(["tiny"]), {ALONE: 1.3, ("tiny",): 0.5}
+    assert ("tiny",) in play(planner, speed, 150, allowed=("tiny",))
+    assert ("tiny",) not in play(planner, speed, 150, sessions=64, allowed=("tiny",))
+
+
 def test_what_exploring_leaves_behind_is_paid_too() -> None:
     """Guards shared processors: tiers below still work when an exploration is over, and slow what is used then."""
     planner, speed = Planner(ALLOWED), paces(0.3, 0.6, 0.6)

@@ -10,9 +10,10 @@ from cascade.agreement import agreement, chat_ids, record
 from cascade.errors import ConfigError
 from cascade.planner.cost import Profile
 from cascade.prompts import BUILT_IN
+from cascade.scorer import RunnerUp
 from cascade.simulation.costs import ACCELERATORS, Load
 from cascade.simulation.plan import ALONE, PLANNER, Traffic, chained, modes, predict, recorded_tiers, toy_tiers
-from cascade.simulation.recording import Recording
+from cascade.simulation.recording import RecordedText, Recording
 from tests import small
 from tests.cli import run
 
@@ -108,6 +109,22 @@ def test_recorded_texts_are_what_is_simulated(recording: Recording) -> None:
     [found] = predict(tiers, Traffic((1,)), recording)
     assert found.speeds[ALONE] == pytest.approx(50, rel=0.05)
     assert 1 < found.over_alone("medium → full") < 10
+
+
+def test_corrections_by_a_runner_up_are_prepared() -> None:
+    """Guards the share of corrections after which a guess is there already: wherever a draft errs, its runner-up is right here,
+    and a draft that takes a tenth of the time has written on after it; without runner-ups it has to begin anew."""
+    tokens = [7 + (place * place) % 41 for place in range(64)]
+    full = tuple((RunnerUp(token, 0.0),) for token in tokens)
+    shares = []
+    for runner_ups in (True, False):
+        wrong = [(RunnerUp(1, 0.0), *([RunnerUp(token, 0.1)] if runner_ups else [])) for token in tokens]
+        below = tuple(wrong[place] if place % 5 == 4 else (*full[place], RunnerUp(2, 9.0)) for place in range(64))
+        texts = Recording((RecordedText(tuple(range(40)), (below, full)),) * 2)
+        [found] = predict(recorded_tiers(("tiny", "full"), flat(2, 20), texts, 64), Traffic((1,)), texts)
+        shares.append(found.prepared["tiny → full"])
+    assert shares[0] > 0.9
+    assert shares[1] == 0
 
 
 def test_the_commands_measure_and_predict(tmp_path: Path) -> None:

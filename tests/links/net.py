@@ -12,8 +12,10 @@ import pytest
 from cascade.answer import Answer
 from cascade.engine.grammar import Grammars
 from cascade.engine.sampling.state import state_maker
+from cascade.errors import Unavailable
 from cascade.messages import Close, Failed, Message, Open, Proposal, mint
 from cascade.settings.config import LinkTLS
+from cascade.simulation.toy import ToyModel, full_text
 from cascade.tier.tier import Tier
 from cascade.v1 import link_pb2 as pb
 from cascade.v1 import link_pb2_grpc
@@ -86,9 +88,8 @@ class Node:
 
     @property
     def occupied(self) -> tuple[int, ...]:
-        stores = self.model.leaks - len(
-            self.tier.kv_admission.block_manager._kept
-        )  # those of sessions, not those kept for reuse
+        kept = len(self.tier.kv_admission.block_manager._kept)  # for reuse
+        stores = self.model.leaks - kept
         return self.tier.num_sessions, len(self.server.leases), self.downlink.num_sessions, stores
 
 
@@ -123,7 +124,17 @@ class Net:
 
         return take
 
-    async def text(self, request: Open, *, slowly: Callable[[], Any] | None = None) -> tuple[list[int], Answer]:
+    def ticket(self, address: str) -> Held:
+        """A lease on whoever is at ``address``."""
+
+        async def tickets() -> AsyncIterator[str]:
+            yield f"{address} secret"
+            await asyncio.Event().wait()
+
+        self.leases.append(Held(tickets()))
+        return self.leases[-1]
+
+    async def text(self, request: Open) -> tuple[list[int], Answer]:
         """Drive a request as the router does."""
         answer, current = Answer(request.spec, Silent()), request
         while not answer.finished:
@@ -144,6 +155,12 @@ class Net:
             del self._inboxes[current.session]
             current = Open(mint(), answer.resumed())
         return [*request.spec.tokens, *answer.tokens], answer
+
+    async def check(self, request: Open) -> Answer:
+        """Drive a request, whose text is that of the full toy."""
+        text, answer = await self.text(request)
+        assert text == full_text(ToyModel(), request.spec)
+        return answer
 
     async def settle(self) -> None:
         """Wait until nothing is occupied anywhere."""
@@ -206,6 +223,28 @@ def opening(seed: int = 1, temperature: float = 1.0, max_tokens: int = 40, **opt
 def drafted(answer: Answer) -> dict[str, int]:
     """Passes of the full tier by drafter."""
     return {edge.drafter: edge.passes for edge in answer.edges if edge.verifier == "full"}
+
+
+async def leave_hanging(net: Net, request: Open, old: Node, new: Node, answers: threading.Event) -> list[int]:
+    """The text of a request whose passes at ``old`` do not end while ``answers`` is not set; it goes on at ``new``."""
+    net.nodes["full"] = old
+    await old.start()
+    running = asyncio.create_task(net.text(request))
+    await until(lambda: old.tier.stats.own_tokens > 5)
+    assert old.tier.healthy
+    answers.clear()
+    await until(lambda: not old.tier.healthy)
+    with pytest.raises(Unavailable, match="hangs"):
+        await anext(old.server.lease("late"))
+    net.nodes["full"] = new
+    await new.start()
+    text, _ = await running
+    old.tier.close()  # which does not wait for it
+    answers.set()
+    await until(lambda: not old.tier._thread.is_alive())
+    assert not old.tier.hangs
+    await old.stop()
+    return text
 
 
 @contextlib.asynccontextmanager

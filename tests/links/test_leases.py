@@ -1,26 +1,29 @@
-"""Leases: who gets in, for how long, and what is left behind."""
+"""Leases: who gets in, for how long, which are kept for the next session, and what is left behind."""
 
 import asyncio
 import gc
+import itertools
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
 
-from cascade.messages import Close
+from cascade.errors import ConfigError
+from cascade.messages import Close, Open
 from cascade.planner.chains import Planner
+from cascade.settings.config import CascadeConfig
 from cascade.simulation.toy import ToyModel, full_text
 from deployments.links.downlink import Downlink
-from deployments.links.leases import GivenLeases, Lease, LeasePool
+from deployments.links.leases import MOST_HELD, OPEN_TIMEOUT_S, Lease, LeasePool
+from tests import small
 from tests.links.net import SHORT_S, Held, Net, drafted, opening
 from tests.waiting import LONG_S, until
 
+LONG = {"temperature": 1.0, "max_tokens": 2000}  # of a request that is still being answered when its test is over
+
 
 class Waiting:
-    """The lease of a replica that never answers, as one that is full or still loads.
-
-    Where it is cancelled it raises an error of its own, as those of Ray Serve.
-    """
+    """The lease of a replica that never answers. Where it is cancelled it raises an error of its own, as Ray Serve's do."""
 
     cancelled = False
 
@@ -77,52 +80,55 @@ async def test_a_lease_that_is_not_given_is_asked_for_again(net: Net, monkeypatc
 
     net.router.leases.lessors = {"full": take}
     for seed in range(3):
-        request = opening(seed, 0.0, 60)
-        text, _ = await net.text(request)
-        assert text == full_text(ToyModel(), request.spec)
+        await net.check(opening(seed, 0.0, 60))
     assert num_asked == 12 or late_s < 1
     assert net.failures == []
     await net.settle()
 
 
-async def test_dropped_lease_closes_the_session(net: Net) -> None:
-    """Guards tiers against sessions whose caller is gone for Serve, though the link stands."""
-    request = opening(10, 1.0, 2000, window=8)
-    net.router.put([request])
-    await until(lambda: [node.tier.num_sessions for node in net.nodes.values()] == [1, 1, 1])
-    net.leases[0].cancel()
-    await until(lambda: not any(any(node.occupied) for node in net.nodes.values()), lambda: net.occupied)
-    net.router.put([Close(request.session)])
+@pytest.mark.parametrize("end", ["closed", "leases dropped", "router lost"])
+async def test_sessions_that_end_in_the_middle_leave_nothing(net: Net, end: str) -> None:
+    """Guards leases, routes and sessions of every tier against clients that leave, leases that Serve ends though the link
+    stands, and a router that dies: its link breaks, and nobody cancels its leases."""
+    requests = [opening(seed, **LONG) for seed in range(3)]
+    net.router.put(requests)
+    await until(lambda: [node.tier.num_sessions for node in net.nodes.values()] == [3, 3, 3])
+    assert net.occupied == {"router": (3,), "tiny": (3, 3, 0, 3), "medium": (3, 3, 3, 3), "full": (3, 3, 3, 3)}
+    if end == "router lost":
+        [stream] = net.router._tasks
+        for lease in net.leases[:3]:
+            lease.cancel = lambda: None  # type: ignore[method-assign]
+        stream.cancel()
+    elif end == "leases dropped":
+        for lease in net.leases[:3]:
+            lease.cancel()
+        await until(lambda: not any(any(node.occupied) for node in net.nodes.values()), lambda: net.occupied)
+    if end != "router lost":
+        net.router.send([Close(request.session) for request in requests])
     await net.settle()
 
 
-async def test_lease_that_nobody_opens_ends(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards replicas against callers that died between lease and Open: Serve does not cancel their leases."""
+async def test_a_lease_lasts_as_long_as_its_session(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards replicas against callers that died between lease and Open, whose leases Serve does not cancel; and sessions that
+    are longer than a lease may be without one."""
     monkeypatch.setattr("deployments.links.leases.OPEN_TIMEOUT_S", 0.05)
-    node = net.nodes["full"]
-    lease = Held(node.server.lease("nobody"))
-    assert await anext(lease) == f"{node.server.address} {node.server.secret}"
+    server = net.nodes["full"].server
+    used = server.leases.add("used")
+    assert server.leases.open("session", "used")
+    ended = asyncio.create_task(used.ended())
+    lease = Held(server.lease("nobody"))
+    assert await anext(lease) == f"{server.address} {server.secret}"
     await asyncio.wait_for(lease.task, LONG_S)
-    assert len(node.server.leases) == 0
-
-
-async def test_lease_of_an_open_session_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards sessions that are longer than a lease may be without one; then it ends as if nobody had opened it."""
-    monkeypatch.setattr("deployments.links.leases.OPEN_TIMEOUT_S", 0.05)
-    leases = GivenLeases()
-    lease = leases.add("one")
-    assert leases.open("session", "one")
-    ended = asyncio.create_task(lease.ended())
-    await asyncio.sleep(0.15)
     assert not ended.done()
-    leases.end("session", keep=True)
+    server.leases.end("session", keep=True)
     await asyncio.wait_for(ended, LONG_S)
+    server.leases.remove(used)
 
 
 @pytest.mark.parametrize("num_ticks", [0, 1, 2, 4])
 async def test_close_while_the_lease_is_taken(net: Net, num_ticks: int) -> None:
     """Guards against routes, leases and sessions that stay when a request ends just as its lease arrives."""
-    request = opening(12, 1.0, 2000)
+    request = opening(12, **LONG)
     net.router.put([request])
     for _ in range(num_ticks):
         await asyncio.sleep(0)
@@ -148,7 +154,7 @@ async def test_a_lease_that_is_not_waited_for_reports_nothing(tidy: None) -> Non
 
 
 @pytest.mark.parametrize(("host", "near"), [("127.0.0.1", True), ("10.0.0.1", False)])
-async def test_a_lease_tells_whether_its_replica_is_near(net: Net, host: str, *, near: bool) -> None:
+async def test_a_lease_tells_whether_its_replica_is_near(net: Net, host: str, near: bool) -> None:
     """Guards tiers on different machines: they were taken to slow each other, and waited for each other."""
     located: list[tuple[str, bool]] = []
     planner = Planner(["full"])
@@ -158,31 +164,123 @@ async def test_a_lease_tells_whether_its_replica_is_near(net: Net, host: str, *,
         host=host,
         locate=lambda tier, near: (planner.locate(tier, near), located.append((tier, near))),
     )
-    request = opening(chain=())
-    downlink.put([request])
+    downlink.put([opening(chain=())])
     await until(lambda: located == [("full", near)])
     assert planner.shared == ({"full"} if near else set())
     await downlink.close()
     await net.settle()
 
 
-async def test_close_in_the_middle_frees_all(net: Net) -> None:
-    """Guards leases, routes and sessions of every tier against a client that leaves."""
-    requests = [opening(seed, 1.0, 2000) for seed in range(8)]
-    net.router.put(requests)
-    await until(lambda: [node.tier.num_sessions for node in net.nodes.values()] == [8, 8, 8])
-    assert net.occupied == {"router": (8,), "tiny": (8, 8, 0, 8), "medium": (8, 8, 8, 8), "full": (8, 8, 8, 8)}
-    net.router.send([Close(request.session) for request in requests])
-    await net.settle()
+# leases that a router holds for the next session
 
 
-async def test_lost_router_frees_all(net: Net) -> None:
-    """Guards every tier against a router that dies: its links break and its leases do not end by themselves."""
-    requests = [opening(seed, 1.0, 2000) for seed in range(3)]
-    net.router.put(requests)
-    await until(lambda: [node.tier.num_sessions for node in net.nodes.values()] == [3, 3, 3])
-    [stream] = net.router._tasks
-    for lease in net.leases[:3]:
-        lease.cancel = lambda: None  # type: ignore[method-assign]  # nobody is there to cancel it
-    stream.cancel()
-    await net.settle()
+class HoldingNet(Net):
+    """A net whose router holds leases on the full tier."""
+
+    def keep(self, seconds: float) -> None:
+        self.router = Downlink(LeasePool({"full": self.lessor("full")}, hold_s=seconds), self._hear)
+
+    @property
+    def num_held(self) -> int:
+        return self.router.leases.num_held
+
+    async def run(self, seed: int) -> None:
+        """A short request."""
+        await self.check(opening(seed, chain=()))
+
+
+@pytest.fixture
+async def holding(tidy: None) -> AsyncIterator[HoldingNet]:
+    """One replica of the full tier, and a router that holds leases on it for long."""
+    net = HoldingNet()
+    net.keep(60.0)
+    await net.add("full", pass_s=0.001)
+    yield net
+    await net.close()
+
+
+async def test_a_held_lease_is_old_one_day(holding: HoldingNet) -> None:
+    """Guards replicas that come later, to which nobody would go while old leases do for all sessions; and draining and scaling
+    to zero of the full tier against leases that are kept for nobody."""
+    holding.keep(0.2)
+    seeds = itertools.count()
+    while len(holding.leases) < 3:
+        await holding.run(next(seeds))
+    await holding.settle()
+    assert holding.num_held == 0
+    assert len(holding.leases) == 3  # and none was renewed
+
+
+async def test_sessions_use_a_lease_one_after_another(holding: HoldingNet) -> None:
+    """Guards the first token against the time that a lease through Serve takes, also where a session begins in the very turn in
+    which the last one ends: one that overtook the end would be refused."""
+    await holding.run(1)
+    requests = [opening(seed, chain=(), **LONG) for seed in range(2, 6)]
+    ends: list[Open | Close] = []
+    for request in requests:
+        holding.router.put([*ends, request])
+        await until(lambda session=request.session: holding.router._routes[session].answered)  # type: ignore[misc]
+        ends = [Close(request.session)]
+    assert len(holding.leases) == 1
+    await holding.router.close()
+    await holding.settle()
+
+
+async def test_a_session_without_an_answer_leaves_no_lease(holding: HoldingNet) -> None:
+    """Guards sessions against a replica that says nothing: the lease of one that gave up on it would bring the next there."""
+    request = opening(1, chain=(), **LONG)
+    holding.router.put([request])
+    await until(lambda: holding.router._routes[request.session].mailbox is not None)
+    holding.router._routes[request.session].answered = False
+    holding.router.put([Close(request.session)])
+    assert holding.num_held == 0
+    await holding.settle()
+
+
+async def test_few_leases_are_held_for_a_crowd(holding: HoldingNet) -> None:
+    """Guards Serve's view of the load: however many sessions end, few leases are kept."""
+    requests = [opening(seed, 0.8, 30, chain=()) for seed in range(12)]
+    running = asyncio.gather(*map(holding.check, requests))
+    given, most = holding.nodes["full"].server.leases, 0
+    while not running.done():
+        most = max(most, len(given))
+        await asyncio.sleep(0.001)
+    await running
+    assert most <= len(requests)
+    await until(lambda: len(given) == MOST_HELD, lambda: holding.occupied)
+
+
+@pytest.mark.parametrize("over", ["its replica has died", "Serve has ended it"])
+async def test_a_held_lease_that_is_over_is_a_pause_at_most(holding: HoldingNet, over: str) -> None:
+    """Guards the next request: the lease of a dead replica is held no more, and one that is refused is followed by another."""
+    await holding.run(1)
+    await until(lambda: holding.num_held == 1)
+    if over == "Serve has ended it":
+        holding.leases[0].cancel()
+        await until(lambda: len(holding.nodes["full"].server.leases) == 0)
+    else:
+        await holding.nodes["full"].stop()
+        await until(lambda: holding.num_held == 0)
+        await holding.add("full")
+    await holding.run(2)
+    assert [failure.fault for failure in holding.failures] == [False] * (over == "Serve has ended it")
+
+
+def test_routers_let_go_before_replicas_do() -> None:
+    """Guards requests against a held lease that its replica has just ended: one that nobody opens is over there, too."""
+    values = small.config().model_dump(mode="json")
+    values["router"]["held_lease_s"] = OPEN_TIMEOUT_S - 1
+    with pytest.raises(ConfigError, match="held_lease_s"):
+        CascadeConfig.parse(values)
+
+
+@pytest.mark.parametrize("num_ticks", [0, 1, 3])
+async def test_a_router_that_closes_lets_go(holding: HoldingNet, num_ticks: int) -> None:
+    """Guards the full tier against leases of a router that ends while it takes or uses a held one."""
+    await holding.run(1)
+    holding.router.put([opening(2, chain=(), **LONG)])
+    for _ in range(num_ticks):
+        await asyncio.sleep(0)
+    await holding.router.close()
+    await until(lambda: not any(holding.nodes["full"].occupied), lambda: holding.occupied)
+    assert all(lease.task.done() for lease in holding.leases)

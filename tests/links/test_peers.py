@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import grpc
@@ -14,7 +14,6 @@ from cascade.simulation.toy import ToyModel, full_text
 from cascade.v1 import link_pb2 as pb
 from cascade.v1 import link_pb2_grpc
 from deployments.links.codec import encode
-from deployments.links.leases import Lease
 from tests.links.net import Held, Net, Peer, Rogue, drafted, entry, opening, serve_raw
 from tests.tier.test_tier import PROMPT, Silent
 from tests.waiting import LONG_S, until
@@ -22,7 +21,7 @@ from tests.waiting import LONG_S, until
 
 async def test_session_without_a_lease_is_refused(net: Net) -> None:
     """Guards Serve's view of the load: nobody gets in without a lease, nor over a link that does not own the session."""
-    good = asyncio.create_task(net.text(opening(13, 0.0, 60)))
+    good = asyncio.create_task(net.check(opening(13, 0.0, 60)))
     async with Peer(net.nodes["full"], net) as peer:
         await peer.say(opening())
         failed = await peer.answer()
@@ -36,8 +35,7 @@ async def test_session_without_a_lease_is_refused(net: Net) -> None:
         assert again.session != theirs
         await peer.say(replace(opening(), session=theirs))
         assert (await peer.answer()).session == theirs
-    text, _ = await good
-    assert text == full_text(ToyModel(), opening(13, 0.0, 60).spec)
+    await good
     assert net.failures == []
     await net.settle()
 
@@ -51,8 +49,7 @@ MALFORMED: dict[str, Callable[[str], bytes]] = {  # refused by `decode`, see tes
 @pytest.mark.parametrize("kind", MALFORMED)
 async def test_malformed_batch_breaks_its_own_link_only(net: Net, kind: str) -> None:
     """Guards a replica, and the requests of other callers, against a caller that speaks nonsense."""
-    request = opening(15, 0.0, 40)
-    good = asyncio.create_task(net.text(request))
+    good = asyncio.create_task(net.check(opening(15, 0.0, 40)))
     node = net.nodes["full"]
     await until(lambda: node.tier.num_sessions == 1)
     async with grpc.aio.insecure_channel(node.server.address) as channel:
@@ -72,8 +69,7 @@ async def test_malformed_batch_breaks_its_own_link_only(net: Net, kind: str) -> 
             async with asyncio.timeout(LONG_S):
                 while await call.read() is not grpc.aio.EOF:
                     pass
-    text, _ = await good
-    assert text == full_text(ToyModel(), request.spec)
+    await good
     assert net.failures == []
     await until(lambda: node.tier.num_sessions == 0)
     assert node.tier.healthy
@@ -105,40 +101,15 @@ async def test_commit_that_does_not_join_ends_its_session_only(net: Net) -> None
         await net.settle()
 
 
-async def test_links_go_past_proxies_for_the_web(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards nodes with http_proxy in their environment: gRPC asked the proxy for every replica, and no link came about."""
-    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    for name in ("no_proxy", "no_grpc_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    request = opening(23, 0.0, 20)
-    text, answer = await net.text(request)
-    assert text == full_text(ToyModel(), request.spec)
-    assert net.failures == []
-    assert drafted(answer)["medium"] > 0
-    await net.settle()
-
-
 @pytest.mark.parametrize("kind", MALFORMED)
 async def test_malformed_answers_cost_only_the_drafter(net: Net, kind: str) -> None:
     """Guards a tier against a drafter that speaks nonsense: the request goes on without it."""
     rogue = Rogue(MALFORMED[kind])
     server, address = await serve_raw(rogue)
 
-    async def lease(session: str) -> AsyncIterator[str]:
-        yield address
-        await asyncio.Event().wait()
-
-    def take(session: str, preferred: Sequence[str] = (), affinity: str = "") -> Lease:
-        held = Held(lease(session))
-        net.leases.append(held)
-        return held
-
-    full = net.nodes["full"]
-    full.downlink.leases.lessors = {**full.downlink.leases.lessors, "medium": take}
-    request = opening(19, 0.0, 40)
-    text, answer = await net.text(request)
-    assert text == full_text(ToyModel(), request.spec)
+    below = net.nodes["full"].downlink.leases
+    below.lessors = {**below.lessors, "medium": lambda *of: net.ticket(address)}
+    answer = await net.check(opening(19, 0.0, 40))
     assert rogue.asked
     assert drafted(answer)["tiny"] > 0
     assert net.failures == []
@@ -160,5 +131,4 @@ async def test_strangers_are_not_let_in(net: Net, said: tuple[tuple[str, str], .
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
     assert node.tier.num_sessions == 0
     lease.cancel()
-    tokens, _ = await net.text(opening(15, 0.0, 20))
-    assert len(tokens) == len(PROMPT) + 20
+    await net.check(opening(15, 0.0, 20))

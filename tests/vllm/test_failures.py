@@ -1,6 +1,5 @@
 """Tiers on vLLM whose passes fail or hang in the middle of answers: the same texts, and nothing hangs."""
 
-import asyncio
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -15,15 +14,13 @@ from cascade.tier import runner
 from deployments.links import uplink
 from tests import small
 from tests.books import check_pages
-from tests.links.net import Net, Node, empty, opening, tidy  # noqa: F401  # fixtures
+from tests.links.net import Net, Node, empty, leave_hanging, opening, tidy  # noqa: F401  # fixtures
 from tests.vllm.models import GREEDY, Pair
 
 from cascade.engine.vllm.worker import CascadeWorker  # isort: skip  # needs vLLM, which the line above asks for
-from tests.waiting import until
 
 # vLLM and what it imports warn of themselves
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
-GRACE_S = 0.5
 
 
 @pytest.fixture
@@ -37,7 +34,8 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         return forward(worker, batch)
 
     monkeypatch.setattr(CascadeWorker, "_forward", waits)
-    monkeypatch.setattr(runner, "GRACE_S", GRACE_S)
+    monkeypatch.setattr(runner, "GRACE_S", 0.5)
+    monkeypatch.setattr(uplink, "REFUSAL_S", 0.0)
     yield event
     event.set()
 
@@ -60,32 +58,13 @@ def test_a_pass_that_failed_may_be_tried_again(pair: Pair, monkeypatch: pytest.M
     check_pages(pair.vllm._blocks, [])
 
 
-async def test_sessions_leave_a_replica_whose_pass_hangs(
-    empty: Net,  # noqa: F811
-    pair: Pair,
-    answers: threading.Event,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_sessions_leave_a_replica_whose_pass_hangs(empty: Net, pair: Pair, answers: threading.Event) -> None:  # noqa: F811
     """Guards answers against a full tier whose device no longer answers: they go on at another replica, with the same text."""
-    monkeypatch.setattr(uplink, "REFUSAL_S", 0.0)
     request = opening(6, 1.0, 60, chain=())
     with Cascade([pair.own], Tokenizer.from_pretrained(small.paths()[-1])) as alone:
         params = SamplingParams(temperature=1.0, seed=6, max_tokens=60, ignore_eos=True)
         expected = alone.generate(list(request.spec.tokens), params)
-    old = empty.nodes["full"] = Node(2, pair.vllm, {})  # type: ignore[arg-type]
-    await old.start()
-    running = asyncio.create_task(empty.text(request))
-    await until(lambda: old.tier.stats.own_tokens > 5)
-    assert old.tier.healthy
-    answers.clear()
-    await until(lambda: not old.tier.healthy)
-    new = empty.nodes["full"] = Node(2, pair.own, {})  # type: ignore[arg-type]
-    await new.start()
-    text, _ = await running
+    old, new = (Node(2, model, {}) for model in (pair.vllm, pair.own))  # type: ignore[arg-type]
+    text = await leave_hanging(empty, request, old, new, answers)
     assert text == [*request.spec.tokens, *expected.token_ids]
-    old.tier.close()  # which does not wait for it
-    answers.set()
-    await until(lambda: not old.tier._thread.is_alive())
-    assert not old.tier.hangs
-    await old.stop()
     check_pages(pair.vllm._blocks, [])

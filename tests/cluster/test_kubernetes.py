@@ -61,25 +61,20 @@ def node_types(spec: Any) -> dict[str, Any]:
     return types
 
 
-def test_the_base_has_every_file() -> None:
-    """Guards resources that lie in the folder and are never applied."""
+def test_the_base_is_whole_and_every_field_is_known() -> None:
+    """Guards resources that lie in the folder and are never applied, and fields that nobody reads: KubeRay drops what it does
+    not know, such as thresholds that it had once; and the base against what kustomize itself makes of it."""
     base = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
     assert {*base["resources"], "kustomization.yaml"} == {path.name for path in FOLDER.iterdir()}
-
-
-def test_every_field_is_known() -> None:
-    """Guards against fields that nobody reads: KubeRay drops what it does not know, such as thresholds that it had once."""
-    for found in documents().values():
-        assert list(unknown(found)) == []
-    document = documents()["RayService"]
-    for path, wrong in (("spec", "serveConfig"), ("spec.rayClusterConfig.workerGroupSpecs", "replica")):
-        part: Any = document
-        for name in path.split("."):
-            part = part[name]
-        (part[0] if isinstance(part, list) else part)[wrong] = 1
-        assert f".{path}.{wrong}" in unknown(document)
-    document["spec"]["rayClusterConfig"]["headGroupSpec"]["rayStartParams"]["num-cpus"] = 0
-    assert ".spec.rayClusterConfig.headGroupSpec.rayStartParams.num-cpus must be text" in unknown(document)
+    found = documents()
+    if shutil.which("kubectl") is not None:
+        said = subprocess.run(["kubectl", "kustomize", str(FOLDER)], capture_output=True, text=True, check=True)
+        assert {one["kind"]: one for one in yaml.safe_load_all(said.stdout)} == found
+    assert list(unknown(list(found.values()))) == []
+    head = found["RayService"]["spec"]["rayClusterConfig"]["headGroupSpec"]
+    head |= {"replica": 1, "rayStartParams": {"num-cpus": 0}}
+    where = ".spec.rayClusterConfig.headGroupSpec"
+    assert {*unknown(found["RayService"])} == {f"{where}.replica", f"{where}.rayStartParams.num-cpus must be text"}
 
 
 def test_kuberay_serves_the_scaled_file(spec: Any) -> None:
@@ -100,11 +95,13 @@ def test_kuberay_serves_the_scaled_file(spec: Any) -> None:
 @pytest.mark.parametrize(("bound", "replicas"), [("min_replicas", "minReplicas"), ("max_replicas", "maxReplicas")])
 def test_every_replica_gets_a_node(spec: Any, config: CascadeConfig, bound: str, replicas: str) -> None:
     """Guards tiers that are scaled: Ray's autoscaler starts a node for each replica, which it does not where a group does not
-    say its accelerator_type; and no more groups are kept than replicas need."""
+    say its accelerator_type; and no more groups are kept than replicas need. And the full tier, which waits for ever where a
+    small one has taken the only GPU that it fits on."""
     assert spec["rayClusterConfig"]["enableInTreeAutoscaling"]
     types = node_types(spec)
     started, without = nodes_for(types, "headgroup", demands(config, bound))
     assert without == []
+    assert_apart(types, config)
     assert started == {
         group["groupName"]: group[replicas] for group in spec["rayClusterConfig"]["workerGroupSpecs"] if group[replicas]
     }
@@ -121,11 +118,6 @@ def test_every_replica_gets_a_node(spec: Any, config: CascadeConfig, bound: str,
     assert nodes_for(node_types(spec), "headgroup", demands(config, bound)) == ({}, demands(config, bound))
 
 
-def test_tiers_do_not_take_each_others_gpus(spec: Any, config: CascadeConfig) -> None:
-    """Guards the full tier, which waits for ever where a small one has taken the only GPU that it fits on."""
-    assert_apart(node_types(spec), config)
-
-
 def test_answers_end_before_pods_do(spec: Any, config: CascadeConfig) -> None:
     """Guards what is being written: a pod that goes, and a cluster that is replaced, wait as long as a router that goes."""
     wait_s = config.router.deployment_config.graceful_shutdown_timeout_s
@@ -136,38 +128,31 @@ def test_answers_end_before_pods_do(spec: Any, config: CascadeConfig) -> None:
     assert spec["rayClusterDeletionDelaySeconds"] >= wait_s
 
 
-def test_routers_are_two_and_have_keys(spec: Any, config: CascadeConfig) -> None:
-    """Guards against a single router, and ports that are open to all: without the secret no pod starts, and whoever reaches
-    Ray's dashboard without its token runs code on no node."""
+def test_pods_are_closed_and_can_write(spec: Any, config: CascadeConfig) -> None:
+    """Guards ports that are open to all: without the keys' secret no pod starts, and without its token nobody runs code by
+    Ray's dashboard. And images that are read-only: what is written has a volume, the user is the image's, certificates are
+    optional and where the page has them; and connections between nodes are noticed when they break, as Ray's own are not."""
     assert spec["rayClusterConfig"]["authOptions"] == {"mode": "token"}
-    assert config.router.deployment_config.num_replicas == 2
+    [number] = re.findall(r"^USER (\d+):", (CLUSTER / "Dockerfile").read_text(), re.MULTILINE)
+    page = (CLUSTER.parent / "docs" / "howto" / "secure.md").read_text()
     for pod in pods(spec):
-        variables = {variable["name"]: variable for variable in pod["containers"][0]["env"]}
+        [container] = pod["containers"]
+        variables = {variable["name"]: variable for variable in container["env"]}
         secret = variables[config.router.access.keys_env]["valueFrom"]["secretKeyRef"]
         assert not secret.get("optional")
         assert f"create secret generic {secret['name']} --from-literal={secret['key']}=" in PAGE
-
-
-def test_pods_write_to_volumes_and_are_not_root(spec: Any) -> None:
-    """Guards images that are read-only, and mounts: what is written has a volume, the user is the image's, certificates are
-    optional and where the page has them; and connections between nodes are noticed when they break, as Ray's own are not."""
-    [number] = re.findall(r"^USER (\d+):", (CLUSTER / "Dockerfile").read_text(), re.MULTILINE)
-    page = (CLUSTER.parent / "docs" / "howto" / "secure.md").read_text()
-    assert "PersistentVolumeClaim" not in documents()
-    for pod in pods(spec):
-        [container] = pod["containers"]
         security, user = container["securityContext"], pod["securityContext"]
         assert (security["readOnlyRootFilesystem"], security["allowPrivilegeEscalation"]) == (True, False)
         assert (user["runAsNonRoot"], user["runAsUser"], user["fsGroup"]) == (True, int(number), int(number))
-        variables = {one["name"]: one.get("value") for one in container["env"]}
-        assert {**KEEPALIVE, "HF_HOME": "/models"}.items() <= variables.items()
+        values = {name: variable.get("value") for name, variable in variables.items()}
+        assert {**KEEPALIVE, "HF_HOME": "/models"}.items() <= values.items()
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         places = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
         assert volumes.keys() == places.keys()
         assert {places[name] for name, volume in volumes.items() if "emptyDir" in volume} == {"/models", "/tmp"}
-        secret = volumes["link-tls"]["secret"]
-        assert secret["optional"]
-        assert f"secretName: {secret['secretName']}" in page
+        certificates = volumes["link-tls"]["secret"]
+        assert certificates["optional"]
+        assert f"secretName: {certificates['secretName']}" in page
         assert f"certificate: {places['link-tls']}/tls.crt" in page
 
 
@@ -182,38 +167,25 @@ def test_images_can_be_pulled(spec: Any) -> None:
     assert spec["rayClusterConfig"]["rayVersion"] == ray.__version__
 
 
-def test_policies_are_about_the_pods(spec: Any) -> None:
-    """Guards policies that match nothing: every pod bears their label, clients reach its doors, and Prometheus its metrics."""
-    found = documents()
-    for group in groups(spec):
-        assert group["template"]["metadata"]["labels"] == {"app": "cascade"}
-    for kind, name in (("PodDisruptionBudget", "selector"), ("NetworkPolicy", "podSelector")):
-        assert found[kind]["spec"][name] == {"matchLabels": {"app": "cascade"}}
+def test_policies_and_routes_reach_the_pods(spec: Any) -> None:
+    """Guards policies that match nothing: every pod bears their label, clients reach its doors, and Prometheus its metrics; and
+    clients from outside: each route has a listener and a host of its own, and a port of the service."""
+    found, ours = documents(), {"matchLabels": {"app": "cascade"}}
+    assert all(group["template"]["metadata"]["labels"] == ours["matchLabels"] for group in groups(spec))
+    assert found["PodDisruptionBudget"]["spec"]["selector"] == found["NetworkPolicy"]["spec"]["podSelector"] == ours
     own, clients, operator, prometheus = found["NetworkPolicy"]["spec"]["ingress"]
-    assert own == {"from": [{"podSelector": {"matchLabels": {"app": "cascade"}}}]}
-    ports = {port["name"]: port["containerPort"] for pod in pods(spec) for port in pod["containers"][0]["ports"]}
-    assert [port["port"] for port in clients["ports"]] == [ports["serve"], ports["serve-grpc"]]
+    assert own == {"from": [{"podSelector": ours}]}
     assert "from" not in clients
-    assert operator["ports"] == [{"port": ports["dashboard"]}]
-    assert prometheus["ports"] == [{"port": ports["metrics"]}]
-
-
-def test_routes_reach_the_service(spec: Any) -> None:
-    """Guards clients from outside: each route has a listener and a host of its own, and a port of the service."""
-    found = documents()
-    hosts = {listener["name"]: listener["hostname"] for listener in found["Gateway"]["spec"]["listeners"]}
+    ports = {port["name"]: port["containerPort"] for pod in pods(spec) for port in pod["containers"][0]["ports"]}
+    for rule, *names in ((clients, "serve", "serve-grpc"), (operator, "dashboard"), (prometheus, "metrics")):
+        assert rule["ports"] == [{"port": ports[name]} for name in names]
+    gateway = found["Gateway"]
+    hosts = {listener["name"]: listener["hostname"] for listener in gateway["spec"]["listeners"]}
     assert len(set(hosts.values())) == 2, "a gateway takes one kind of route for a host"
-    for kind, name, port in (("HTTPRoute", "http", 8000), ("GRPCRoute", "grpc", 9000)):
+    for kind, name, port in (("HTTPRoute", "http", "serve"), ("GRPCRoute", "grpc", "serve-grpc")):
         route = found[kind]["spec"]
-        assert route["parentRefs"] == [{"name": found["Gateway"]["metadata"]["name"], "sectionName": name}]
+        assert route["parentRefs"] == [{"name": gateway["metadata"]["name"], "sectionName": name}]
         assert route["hostnames"] == [hosts[name]]
-        [rule] = route["rules"]
-        assert rule["backendRefs"] == [{"name": f"{documents()['RayService']['metadata']['name']}-serve-svc", "port": port}]
+        service = f"{found['RayService']['metadata']['name']}-serve-svc"
+        assert route["rules"][0]["backendRefs"] == [{"name": service, "port": ports[port]}]
     assert found["GRPCRoute"]["spec"]["rules"][0]["matches"] == [{"method": {"service": "cascade.v1.Cascade"}}]
-
-
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
-def test_kustomize_renders_what_is_tested() -> None:
-    """Guards the base against what kustomize itself makes of it: anchors, the image, every part."""
-    said = subprocess.run(["kubectl", "kustomize", str(FOLDER)], capture_output=True, text=True, check=True)
-    assert {one["kind"]: one for one in yaml.safe_load_all(said.stdout)} == documents()

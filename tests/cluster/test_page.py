@@ -74,30 +74,18 @@ def test_commands_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             seen.add(f"{program} {name}")
         files = [word.removeprefix("cascade-serve/") for word in words if re.match(r"(cascade-serve/)?cluster/\S+$", word)]
         assert all((ROOT / file).exists() for file in files), files
-    assert {
-        "ray start",
-        "ray up",
-        "ray exec",
-        "ray attach",
-        "serve deploy",
-        "serve status",
-        "cascade generate",
-        "cascade serve",
-    } <= seen
+    assert {"ray start", "ray up", "ray exec", "ray attach"} <= seen
+    assert {"serve deploy", "serve status", "cascade generate", "cascade serve"} <= seen
 
 
-def test_files_are_there() -> None:
-    """Guards the table of files, and that none of cluster/ is missing from it."""
+def test_files_and_configurations_are_taken() -> None:
+    """Guards the table of files, of which none of cluster/ is missing; and pieces of configurations that are copied from the
+    pages: fields that KubeRay would not know."""
     named = set(re.findall(r"`(cluster/[\w./-]+\w)`", PAGE)) | {f"cluster/ray-up/{name}.yaml" for name in ("gcp", "local")}
     there = {str(path.relative_to(ROOT)) for path in (ROOT / "cluster").rglob("*") if path.is_file()}
     assert there - {"cluster/README.md"} == {name for name in named if (ROOT / name).is_file()}
     assert all((ROOT / name).exists() for name in named), named
-
-
-def test_configurations_are_taken() -> None:
-    """Guards pieces of configurations that are copied from the pages: fields that KubeRay would not know."""
-    for block in blocks("yaml"):
-        values: dict[str, Any] = yaml.safe_load(block)
+    for values in map(yaml.safe_load, blocks("yaml")):
         if "spec" in values and values.get("kind", "RayService") in KINDS:
             assert list(unknown(values)) == []
 

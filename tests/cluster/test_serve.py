@@ -56,30 +56,19 @@ def test_sizes_hold(path: Path, folder: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_routers_admit_what_has_a_place(path: Path) -> None:
-    """Guards requests that are admitted and then wait for a place at the full tier, which other requests might have had."""
+    """Guards requests that are admitted and then wait for a place at the full tier, which others might have had; answers
+    against a router, or its node, that dies: a client goes on at the other one at once; and nodes with more replicas than
+    processors: whatever computes says how many it needs."""
     parsed = config(path)
-    full, router = parsed.tiers[-1], parsed.router
-    routers = router.deployment_config.num_replicas or 1
+    full, router, deployment = parsed.tiers[-1], parsed.router, parsed.router.deployment_config
+    routers = deployment.num_replicas or 1
     assert isinstance(routers, int)
     held = 2 * routers  # leases that wait to be used
-    assert (
-        routers * router.max_running + held <= num_replicas(full, "max_replicas") * full.deployment_config.max_ongoing_requests
-    )
-
-
-@pytest.mark.parametrize("path", [path for path in FILES if path.stem != "gpus"], ids=lambda path: path.stem)
-def test_clusters_have_two_routers_on_two_nodes(path: Path) -> None:
-    """Guards answers against a router, or its node, that dies: a client goes on at the other one at once."""
-    deployment = config(path).router.deployment_config
-    assert (deployment.num_replicas, deployment.max_replicas_per_node) == (2, 1)
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_processors_are_asked_for(path: Path) -> None:
-    """Guards nodes with more replicas than processors: whatever computes says how many it needs."""
-    parsed = config(path)
-    for deployment in (parsed.router.deployment_config, *(tier.deployment_config for tier in parsed.tiers)):
-        assert deployment.ray_actor_options["num_cpus"] >= 1
+    places = num_replicas(full, "max_replicas") * full.deployment_config.max_ongoing_requests
+    assert routers * router.max_running + held <= places
+    assert path.stem == "gpus" or (routers, deployment.max_replicas_per_node) == (2, 1)
+    for one in (deployment, *(tier.deployment_config for tier in parsed.tiers)):
+        assert one.ray_actor_options["num_cpus"] >= 1
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "qwen3-scaled", "twin"])

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,7 +38,6 @@ def deploy(values: Values) -> None:
     """What the command does, through the dashboard; returns when the update is over."""
     application = {"name": APPLICATION, "route_prefix": "/updated", "import_path": "deployments.app:build", "args": values}
     _get_global_client().deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
-
     looks: list[bool] = []
 
     def over() -> bool:
@@ -56,61 +55,48 @@ def pids() -> dict[str, set[int]]:
     return {name: {replica["pid"] for replica in one["replicas"]} for name, one in deployments.items()}
 
 
-@dataclass
-class Crowd:
-    """Clients that ask for answers until they are told to stop, and compare them."""
+class Served:
+    """An application, and clients that ask for answers until they are told to stop, and compare them."""
 
-    address: str
-    expected: list[list[int]]
-    answers: int = 0
-    wrong: list[object] = field(default_factory=list)
-    _stop: threading.Event = field(default_factory=threading.Event)
+    def __init__(self, values: Values, address: str) -> None:
+        toy, self.values, self.address = Setup().models()[-1], values, address
+        specs = [SessionSpec(tuple(PROMPT), len(PROMPT), replace(PARAMS, seed=seed)) for seed in range(SEEDS)]
+        self._expected = [full_text(toy, spec)[len(PROMPT) :] for spec in specs]
+        self._answers = 0
+        self._wrong: list[object] = []
+        self.over = threading.Event()
 
     def ask(self, number: int) -> None:
         with Client(self.address, timeout=LONG_S, patience_s=LONG_S) as client:  # a busy machine may take long for an answer
-            for turn in range(10**6):
-                if self._stop.is_set():
-                    return
-                seed = (number + turn) % SEEDS
-                speculation = Speculation(tiers=("tiny", "medium"))
+            while not self.over.is_set():
+                number += 1
+                params = replace(PARAMS, seed=number % SEEDS)
                 try:
-                    text = client.generate(PROMPT, replace(PARAMS, seed=seed), speculation).token_ids
+                    text = client.generate(PROMPT, params, Speculation(tiers=("tiny", "medium"))).token_ids
                 except Exception as error:  # of any kind: no client may see one
-                    self.wrong.append(error)
+                    self._wrong.append(error)
                     continue
-                self.answers += 1
-                if list(text) != self.expected[seed]:
-                    self.wrong.append((seed, text))
-
-    def more(self) -> None:
-        """Wait for some more answers."""
-        enough = self.answers + MORE
-        wait_until(lambda: self.answers >= enough or self.wrong)
-
-    def stop(self) -> None:
-        self._stop.set()
-
-
-@dataclass
-class Served:
-    """An application and those that use it."""
-
-    values: Values
-    crowd: Crowd
+                self._answers += 1
+                if list(text) != self._expected[number % SEEDS]:
+                    self._wrong.append((params.seed, text))
 
     def update(self, change: Callable[[Values], object]) -> set[str]:
-        """Exchange its configuration while clients ask; the deployments whose replicas are others now."""
+        """Exchange the configuration while clients ask; the deployments whose replicas are others now."""
         before = pids()
-        self.crowd.more()
+        self._more()
         change(self.values)
         deploy(self.values)
-        self.crowd.more()
-        assert self.crowd.wrong == []
+        self._more()
+        assert self._wrong == []
         after = pids()
         replaced = {name for name in before if before[name] != after[name]}
         assert all(before[name].isdisjoint(after[name]) for name in replaced)
         assert {name: len(one) for name, one in before.items()} == {name: len(one) for name, one in after.items()}
         return replaced
+
+    def _more(self) -> None:
+        enough = self._answers + MORE
+        wait_until(lambda: self._answers >= enough or self._wrong)
 
 
 @pytest.fixture(scope="module")
@@ -123,26 +109,30 @@ def served(cluster: Cluster) -> Iterator[Served]:
         tier["deployment_config"] |= checked
         tier["deployment_config"]["ray_actor_options"]["num_gpus"] = 0.5
     values["router"] = {"listen": listen.model_dump(mode="json"), "held_lease_s": 1.0, "deployment_config": checked}
-    values = parse(values).model_dump(mode="json", exclude_none=True)
-    toy = Setup().models()[-1]
-    texts = [full_text(toy, SessionSpec(tuple(PROMPT), len(PROMPT), replace(PARAMS, seed=seed))) for seed in range(SEEDS)]
-    crowd = Crowd(f"{LOOPBACK}:{listen.grpc_port}", [text[len(PROMPT) :] for text in texts])
+    made = Served(parse(values).model_dump(mode="json", exclude_none=True), f"{LOOPBACK}:{listen.grpc_port}")
     try:
-        deploy(values)
+        deploy(made.values)
         with ThreadPoolExecutor(NUM_CLIENTS) as threads:
-            asking = [threads.submit(crowd.ask, number) for number in range(NUM_CLIENTS)]
+            asking = [threads.submit(made.ask, number) for number in range(NUM_CLIENTS)]
             try:
-                yield Served(values, crowd)
+                yield made
             finally:
-                crowd.stop()
+                made.over.set()
         for one in asking:
             one.result(0)
     finally:
         serve.delete(APPLICATION)
 
 
-def engine(values: Values, level: int, **options: Any) -> None:
-    values["tiers"][level]["engine_kwargs"].update(options)
+def exchanged(*levels: int) -> Callable[[Values], object]:
+    """A change of these tiers; of the last of them the old replicas go first, which is the harder way."""
+
+    def change(values: Values) -> None:
+        for level in levels:
+            values["tiers"][level]["engine_kwargs"]["max_pass_tokens"] = 256
+        values["tiers"][levels[-1]]["deployment_config"]["max_surge_percent"] = 0
+
+    return change
 
 
 def test_drafters_are_exchanged_and_nobody_notices(served: Served) -> None:
@@ -151,28 +141,17 @@ def test_drafters_are_exchanged_and_nobody_notices(served: Served) -> None:
     The new tiny replica comes first. There is no room for two medium ones: the old one goes first, and the full tier goes on
     without it.
     """
-
-    def change(values: Values) -> None:
-        engine(values, 0, max_pass_tokens=256)
-        engine(values, 1, max_pass_tokens=256)
-        values["tiers"][1]["deployment_config"]["max_surge_percent"] = 0
-
-    assert served.update(change) == {"tiny", "medium"}
+    assert served.update(exchanged(0, 1)) == {"tiny", "medium"}
 
 
 def test_the_full_tier_is_exchanged_one_replica_after_the_other(served: Served) -> None:
-    """Guards answers at a full replica that is replaced: they go on elsewhere. Old ones go first, which is the harder way."""
-
-    def change(values: Values) -> None:
-        engine(values, 2, max_pass_tokens=256)
-        values["tiers"][2]["deployment_config"]["max_surge_percent"] = 0
-
-    assert served.update(change) == {"full"}
+    """Guards answers at a full replica that is replaced: they go on elsewhere."""
+    assert served.update(exchanged(2)) == {"full"}
 
 
 def test_routers_are_exchanged_and_told(served: Served) -> None:
     """Guards clients of a router that is replaced, and running routers against being replaced for what they can be told."""
     assert served.update(lambda values: values["router"].update(tool_format="json")) == {"router"}
     assert served.update(lambda values: values.update(window=9)) == set()
-    with Client(served.crowd.address) as client:
+    with Client(served.address) as client:
         assert client.describe().window == 9

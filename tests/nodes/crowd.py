@@ -8,67 +8,19 @@ import itertools
 import json
 import sys
 import urllib.request
-from collections.abc import Sequence
 from typing import Any
 
 from cascade import SamplingParams, Speculation
 from cascade.client import AsyncClient
 
 DEADLINE_S = 240.0  # of each request: one that hangs fails
+Request = dict[str, Any]  # a ``prompt``, ``params`` and the ``tiers`` to use, ``None`` for whatever the planner thinks
 
 
-class Crowd:
-    """Clients that each stream one answer after the other, to the requests in turn, until they are told to stop."""
-
-    def __init__(self, addresses: Sequence[str], requests: Sequence[dict[str, Any]], num_clients: int) -> None:
-        self._addresses = addresses
-        self._requests = requests
-        self._stopping = False
-        self._begun = set[int]()
-        self._numbers = itertools.count()
-        self.num_ended = 0
-        self._tasks = [asyncio.create_task(self._client(number)) for number in range(num_clients)]
-
-    async def begun(self) -> None:
-        """Return when each client has had the first piece of an answer."""
-        while len(self._begun) < len(self._tasks) and not any(task.done() for task in self._tasks):
-            await asyncio.sleep(0.02)
-
-    async def stop(self) -> list[dict[str, Any]]:
-        """All answers, when those that are being written have ended."""
-        self._stopping = True
-        return [answer for answers in await asyncio.gather(*self._tasks) for answer in answers]
-
-    async def _client(self, number: int) -> list[dict[str, Any]]:
-        answers = []
-        turned = [*self._addresses[number % len(self._addresses) :], *self._addresses[: number % len(self._addresses)]]
-        async with AsyncClient(turned, timeout=DEADLINE_S, patience_s=DEADLINE_S) as client:
-            while not self._stopping:
-                index = next(self._numbers) % len(self._requests)
-                answers.append(await self._answer(client, number, index))
-                self.num_ended += 1
-        return answers
-
-    async def _answer(self, client: AsyncClient, number: int, index: int) -> dict[str, Any]:
-        told: dict[str, Any] = {"request": index, "error": None}
-        try:
-            async for piece in client.stream(**arguments(self._requests[index])):
-                self._begun.add(number)
-                if piece.completion is not None:
-                    told |= essence(piece.completion)
-        except Exception as error:  # whatever the client raises is what the test wants to know
-            told["error"] = f"{type(error).__name__}: {error}"
-        return told
-
-
-def arguments(request: dict[str, Any]) -> dict[str, Any]:
-    """Of a client's call: ``prompt``, ``params`` and the ``tiers`` to use, ``None`` for whatever the planner thinks."""
-    tiers = request["tiers"]
-    return {
-        "prompt": request["prompt"],
-        "params": SamplingParams(**request["params"]),
-        "speculation": None if tiers is None else Speculation(tiers=tuple(tiers)),
-    }
+def arguments(request: Request) -> dict[str, Any]:
+    """Of a client's call."""
+    speculation = None if request["tiers"] is None else Speculation(tiers=tuple(request["tiers"]))
+    return {"prompt": request["prompt"], "params": SamplingParams(**request["params"]), "speculation": speculation}
 
 
 def essence(completion: Any) -> dict[str, Any]:
@@ -78,12 +30,15 @@ def essence(completion: Any) -> dict[str, Any]:
 
 
 class Servant:
-    """Does what it is asked, one thing at a time; a crowd goes on meanwhile."""
+    """Does what it is asked, one thing at a time; its clients stream one answer after the other meanwhile."""
 
     def __init__(self) -> None:
-        self._crowd: Crowd | None = None
+        self._clients: list[asyncio.Task[None]] = []
+        self._begun = set[int]()
+        self._answers: list[dict[str, Any]] = []
+        self._stopping = False
 
-    async def ask(self, address: str, request: dict[str, Any]) -> dict[str, Any]:
+    async def ask(self, address: str, request: Request) -> dict[str, Any]:
         """One answer, whole."""
         async with AsyncClient(address, timeout=DEADLINE_S) as client:
             return essence(await client.generate(**arguments(request)))
@@ -96,27 +51,47 @@ class Servant:
         except Exception:  # it is not there, or not yet
             return {}
 
-    async def http(self, url: str, body: dict[str, Any] | None = None) -> Any:
+    async def http(self, url: str, body: dict[str, Any]) -> Any:
         """What a server says over HTTP."""
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
         return json.loads(await asyncio.to_thread(lambda: urllib.request.urlopen(request, timeout=DEADLINE_S).read()))
 
-    async def begin(self, addresses: list[str], requests: list[dict[str, Any]], num_clients: int) -> None:
-        """A crowd, all of whose clients have had a piece."""
-        self._crowd = Crowd(addresses, requests, num_clients)
-        await self._crowd.begun()
+    async def begin(self, addresses: list[str], requests: list[Request], num_clients: int) -> None:
+        """Let clients ask, the requests in turn; returns when each has had the first piece of an answer."""
+        self._begun, self._answers, self._stopping, numbers = set(), [], False, itertools.count()
+
+        async def client(number: int) -> None:
+            first = number % len(addresses)
+            turned = [*addresses[first:], *addresses[:first]]
+            async with AsyncClient(turned, timeout=DEADLINE_S, patience_s=DEADLINE_S) as client:
+                while not self._stopping:
+                    index = next(numbers) % len(requests)
+                    self._answers.append({"request": index, **await self._answer(client, number, requests[index])})
+
+        self._clients = [asyncio.create_task(client(number)) for number in range(num_clients)]
+        while len(self._begun) < num_clients and not any(task.done() for task in self._clients):
+            await asyncio.sleep(0.02)
+
+    async def _answer(self, client: AsyncClient, number: int, request: Request) -> dict[str, Any]:
+        told: dict[str, Any] = {"error": None}
+        try:
+            async for piece in client.stream(**arguments(request)):
+                self._begun.add(number)
+                if piece.completion is not None:
+                    told |= essence(piece.completion)
+        except Exception as error:  # whatever the client raises is what the test wants to know
+            told["error"] = f"{type(error).__name__}: {error}"
+        return told
 
     async def ended(self) -> int:
-        """How many answers of the crowd are whole, or have failed."""
-        assert self._crowd is not None
-        return self._crowd.num_ended
+        """How many answers are whole, or have failed."""
+        return len(self._answers)
 
     async def end(self) -> list[dict[str, Any]]:
-        """What the crowd was answered."""
-        assert self._crowd is not None
-        crowd, self._crowd = self._crowd, None
-        return await crowd.stop()
+        """All answers, when those that are being written have ended."""
+        self._stopping = True
+        await asyncio.gather(*self._clients)
+        return self._answers
 
 
 async def main() -> None:

@@ -2,6 +2,6 @@
 
     make figures
 
-`docs/figures.md` is written whole. In other pages, what is between ``<!-- figures: NAME -->`` and ``<!-- end -->`` is replaced
-by the table of that name, or by the words within a sentence. A test compares both with the documents.
+What is between ``<!-- figures: NAME -->`` and ``<!-- end -->`` is replaced by the table of that name, or by the words within a
+sentence. A test compares the pages with the documents.
 """

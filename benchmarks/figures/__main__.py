@@ -1,12 +1,13 @@
 """`make figures`: write the pages."""
 
-from benchmarks.figures import pages
+from benchmarks.figures.pages import PAGES, filled, unshown
 
 
 def main() -> None:
-    for marked in (pages.README, pages.PLAN):
-        marked.write_text(pages.filled(marked.read_text(encoding="utf-8")), encoding="utf-8")
-    pages.PAGE.write_text(pages.page(), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
+    if missing := unshown():
+        raise SystemExit(f"No page shows the figures {', '.join(sorted(missing))}: give each a place, <!-- figures: NAME -->")
 
 
 if __name__ == "__main__":

@@ -7,8 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from benchmarks.load import Mode, isolated
-from benchmarks.turns import Stream
+from benchmarks.turns import Mode, Stream, isolated
 from cascade.answer import Chunk
 from cascade.params import SamplingParams
 

@@ -20,10 +20,8 @@ from typing import Any
 from rich.box import SIMPLE
 from rich.table import Table
 
-from benchmarks import report
 from benchmarks.document import console, finish, parsed, parser, stamp
-from benchmarks.load import Cell, Mode, same_text
-from benchmarks.turns import AGAIN, ALONE, AUTO, Size, Stream, at, in_turns
+from benchmarks.turns import AGAIN, ALONE, AUTO, Cell, Mode, Size, Stream, at, entries, in_turns, same_text
 from cascade import family
 from cascade.draft import NO_DRAFT
 from cascade.drafters import TEXT, DrafterSpec, make
@@ -59,12 +57,12 @@ def family_in_process() -> Iterator[Stream]:
         yield stream
 
 
-def entries(found: Mapping[str, Sequence[Cell]]) -> list[dict[str, Any]]:
+def kept_of(found: Mapping[str, Sequence[Cell]]) -> list[dict[str, Any]]:
     """What is kept of each mode, kind of prompt and all kinds together, and temperature."""
     return [
         {key: round(one[key], 3) if isinstance(one[key], float) else one[key] for key in FIGURES} | {"temperature": temperature}
         for temperature, cells in found.items()
-        for one in report.entries(cells)
+        for one in entries(cells)
     ]
 
 
@@ -125,8 +123,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with family_in_process() as stream:
         for temperature in size.temperatures:
             found[at(temperature)] = asyncio.run(in_turns(stream, MODES, size, temperature))
-            console.print(table(entries(found), at(temperature)))
-    kept = entries(found)
+            console.print(table(kept_of(found), at(temperature)))
+    kept = kept_of(found)
     costs = {kind: guess_cost(kind) for kind in INSIDE}
     console.print("Guesses without a model:", costs)
     same = all(map(same_text, found.values()))

@@ -21,9 +21,8 @@ from rich.table import Table
 
 from benchmarks.crowd import Crowd
 from benchmarks.document import console, finish, parsed, parser, stamp
-from benchmarks.load import rotated
 from benchmarks.prompts import chats
-from benchmarks.turns import ALONE, AUTO, Stream, at
+from benchmarks.turns import ALONE, AUTO, Stream, at, rotated
 from cascade.client import AsyncClient
 from cascade.params import SamplingParams
 from deployments.ops.launch import Server

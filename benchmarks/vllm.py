@@ -46,8 +46,8 @@ TOKENS = 96  # of an answer at most
 
 def text(model: VllmModel, length: int = 200) -> dict[str, Any]:
     """How many tokens of a greedy text are the same with random drafts, half of them wrong, and without."""
-    alone, drafted = _written(model, length, None), []
-    rng = random.Random(0)
+    prompt, rng = list(range(5, 25)), random.Random(0)
+    alone = written(model, prompt, length)
 
     def drafts(so_far: Sequence[int]) -> list[int]:
         right = alone[len(so_far) : len(so_far) + 6]
@@ -55,22 +55,24 @@ def text(model: VllmModel, length: int = 200) -> dict[str, Any]:
             right[rng.randrange(len(right))] = 7
         return right
 
-    drafted = _written(model, length, drafts)
+    drafted = written(model, prompt, length, drafts)
     same = next((place for place, pair in enumerate(zip(alone, drafted, strict=True)) if pair[0] != pair[1]), length)
     return {"tokens": length, "same": same, "same_bits": model.same_bits}
 
 
-def _written(model: VllmModel, length: int, drafts: Callable[[Sequence[int]], list[int]] | None) -> list[int]:
-    store, written, held = model.new_cache(), list(range(5, 25)), 0
-    begin = len(written)
+def written(
+    model: VllmModel, prompt: Sequence[int], length: int, drafts: Callable[[Sequence[int]], list[int]] = lambda so_far: []
+) -> list[int]:
+    """Greedy text of so many tokens after ``prompt``, with what ``drafts`` guess behind the text so far."""
+    store, text, held, begin = model.new_cache(), list(prompt), 0, len(prompt)
     store.reserve(begin + length + 8)
-    while len(written) < begin + length:
-        draft = Draft(tuple(tokens := drafts(written[begin:])), bytes(len(tokens))) if drafts else Draft((), b"")
-        own = list(model.run([Row(store, held, written[held:], 1, GREEDY, draft=draft)])[0].own)
+    while len(text) < begin + length:
+        draft = Draft(tuple(tokens := drafts(text[begin:])), bytes(len(tokens)))
+        own = list(model.run([Row(store, held, text[held:], 1, GREEDY, draft=draft)])[0].own)
         new = draft.walk(own)[0]
-        held, written = len(written) + len(new) - 1, [*written, *new]
+        held, text = len(text) + len(new) - 1, [*text, *new]
     store.free()
-    return written[begin : begin + length]
+    return text[begin : begin + length]
 
 
 def passes(model: VllmModel) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from rich.table import Table
 
 from benchmarks.cluster.devices import Setup
 from benchmarks.crowd import Crowd
-from benchmarks.load import Mode
-from benchmarks.turns import ALONE, AUTO
+from benchmarks.turns import ALONE, AUTO, Mode
 from cascade import family
 from cascade.client import AsyncClient
 from cascade.messages import SessionSpec

@@ -14,8 +14,7 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.cluster.devices import Setup, Simulated, simulated
-from benchmarks.load import Mode, isolated
-from benchmarks.turns import ALONE, AUTO
+from benchmarks.turns import ALONE, AUTO, Mode, isolated
 from cascade.client import Client
 from cascade.params import SamplingParams, Speculation
 from cascade.simulation.recording import RecordedText, Recording

@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 
 from benchmarks.document import console
-from benchmarks.load import rotated
+from benchmarks.turns import rotated
 from cascade.agreement import agreement, chat_ids, record
 from cascade.answer import Completion
 from cascade.engine.tokenizer import Tokenizer

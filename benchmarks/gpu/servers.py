@@ -16,15 +16,13 @@ from typing import Any
 
 from ray import serve
 
-from benchmarks import report
 from benchmarks.document import console, titled
 from benchmarks.gpu import inflate
 from benchmarks.gpu.step import Notes
-from benchmarks.load import Cell, Mode
 from benchmarks.peers.contract import vllm_drafts
 from benchmarks.peers.crew import Process
 from benchmarks.prompts import by_category
-from benchmarks.turns import ALONE, AUTO, Size, at, in_turns
+from benchmarks.turns import ALONE, AUTO, Cell, Mode, Size, at, entries, in_turns
 from cascade import SamplingParams, Speculation
 from cascade.answer import Chunk, Completion, Stats
 from cascade.client import AsyncClient, Client
@@ -107,7 +105,7 @@ def server(notes: Notes) -> None:
             for at_once in (1, 2) if notes.small else (1, 8):
                 size = Size(prompts=1, tokens=tokens, at_once=(at_once,))
                 cells = measured(running.address, (ALONE, TIERS, AUTO), size, temperature)
-                results = {"alike": alike(cells), "cells": report.entries(cells)}
+                results = {"alike": alike(cells), "cells": entries(cells)}
                 notes.keep(**{f"{at(temperature)}, {at_once} at once": results})
 
 
@@ -157,11 +155,11 @@ def versus(notes: Notes) -> None:
             urls = {mode: url for mode, url in urls.items() if _ready(notes, mode, url)}  # nobody starts while others are timed
             for at_once in loads:
                 cells = measured(running.address, (ALONE, SUFFIX, TIERS, AUTO), _size(tokens, at_once), 0.0)
-                notes.keep(**{f"{at_once} at once": {"alike": alike(cells), "cells": report.entries(cells)}})
+                notes.keep(**{f"{at_once} at once": {"alike": alike(cells), "cells": entries(cells)}})
         for at_once in loads:
             for mode, url in urls.items():
                 cells = asyncio.run(_ask_vllm(url, mode, _size(tokens, at_once)))
-                notes.keep(**{f"{at_once} at once, {mode}": report.entries(cells)})
+                notes.keep(**{f"{at_once} at once, {mode}": entries(cells)})
 
 
 def _size(tokens: int, at_once: int) -> Size:

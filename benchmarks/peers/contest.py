@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.document import console
-from benchmarks.load import rotated
 from benchmarks.peers import crew, environments, report
 from benchmarks.peers.contract import BFLOAT16, FLOAT32, Models, Said, Setup, Turn, num_threads
 from benchmarks.peers.engines import ours
-from benchmarks.turns import at
+from benchmarks.turns import at, rotated
 
 WORK = Path(__file__).parents[1] / ".work"
 WARM_UP = 32  # tokens

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.document import console
-from benchmarks.load import rotated
 from benchmarks.peers import contest, crew, environments
 from benchmarks.peers.contract import BFLOAT16, POSITIONS, Models, vllm_drafts
+from benchmarks.turns import rotated
 from cascade.prompts import Prompt
 from deployments.ops.launch import LOOPBACK, free_port
 

@@ -1,25 +1,23 @@
 """Prompts, and the client of benchmarks: what it sends and counts. No figure of speed is judged."""
 
+import asyncio
 import gzip
 import itertools
 import json
-from collections.abc import AsyncIterator
+from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from benchmarks.load import Answered, Cell, Mode, Workload, load, same_text
 from benchmarks.prompts import by_category
-from benchmarks.report import entries
-from cascade.answer import Chunk, Completion, Stats
+from benchmarks.turns import Answered, Cell, Mode, entries, measured, same_text
+from cascade.answer import Completion, Stats
 from cascade.errors import ConfigError, Overloaded
 from cascade.messages import Edge
-from cascade.params import SamplingParams, Speculation
+from cascade.params import Speculation
 from cascade.prompts import BUILT_IN, UNSORTED, Prompt, read_prompts
 
 MODES = (Mode("alone", Speculation("off")), Mode("auto", Speculation()), Mode("all", Speculation(tiers=("tiny", "medium"))))
-GREEDY = SamplingParams(max_tokens=12, temperature=0, seed=1, ignore_eos=True)
 
 
 def test_prompts_of_a_file(tmp_path: Path) -> None:
@@ -80,39 +78,36 @@ def test_prompts_that_ship() -> None:
     assert all("Document 2: " in prompt.text for prompt in BUILT_IN if prompt.category == "documents")
 
 
-def test_batches_keep_every_client_busy() -> None:
-    """Guards the comparison at high concurrency: no mode ends a batch with idle clients, no prompt is left out."""
-    workload = Workload(MODES, BUILT_IN, (1, 3, 16), GREEDY)
-    batches = [(category, n, workload.batch(category, n)) for category in workload.categories for n in workload.concurrency]
-    for category, n, batch in batches:
-        assert len(batch) % n == 0
-        assert set(batch) == {prompt for prompt in BUILT_IN if prompt.category == category}
-
-
-async def test_load_counts_what_came() -> None:
-    """Guards tokens, requests, acceptance and failures of every cell against being lost or counted twice.
-
-    A comparison must not be fast because requests were refused.
-    """
+async def test_turns_count_what_came() -> None:
+    """Guards tokens, requests, acceptance and failures of every cell against being lost or counted twice, and the comparison of
+    several requests at once: no client idles, no prompt is left out, nothing is fast because requests were refused."""
     prompts = (Prompt("def a", "code"), Prompt("def b", "code"), Prompt("Once", "prose"))
-    workload, turns = Workload(MODES, prompts, (1, 4), GREEDY, rounds=2), itertools.count(1)
+    turns, running = itertools.count(1), Counter[str]()
     stats = Stats(1, 3, (Edge("tiny", "full", passes=2, proposed=4, accepted=1, emitted=3),))
 
-    async def stream(prompt: str, *how: Any) -> AsyncIterator[Chunk]:
+    async def ask(prompt: str, mode: Mode) -> Answered:
+        running[mode.name] += 1
+        assert len(running) == 1, "modes answer at the same time"
+        await asyncio.sleep(0)
+        running.clear()
         if prompt == "Once" and next(turns) % 5 == 0:
             raise Overloaded("full")
-        yield Chunk("a", (1, 2), (), b"", None)
-        yield Chunk("b", (3,), (), b"", Completion("ab", (1, 2, 3), "length", 1, stats))
+        return Answered(prompt, Completion("ab", (1, 2, 3), "length", 1, stats))
 
-    cells = await load(stream, workload)
-    assert len(cells) == 3 * 2 * 2
-    assert sum(cell.requests for cell in cells) == 3 * 2 * (2 + 1 + 4 + 4)
+    cells = [cell for at_once in (1, 2) async for some in measured(ask, MODES, prompts, at_once) for cell in some]
+    assert [(cell.category, cell.concurrency, cell.requests) for cell in cells] == [
+        (category, at_once, number)
+        for at_once, numbers in ((1, (2, 1)), (2, (2, 2)))
+        for category, number in zip(("code", "prose"), numbers, strict=True)
+        for _ in MODES
+    ]
+    assert all({answer.prompt for answer in cell.answers} == {"def a", "def b"} for cell in cells if cell.category == "code")
     for cell in cells:
-        assert (cell.tokens, cell.tokens_per_full_pass) == (3 * len(cell.answers), 1.5)
+        assert (cell.tokens, cell.tokens_per_full_pass) == (3 * len(cell.answers), 1.5 * bool(cell.answers))
     assert {error for cell in cells for error in cell.errors} == {"Overloaded: full"}
     whole = entries(cells)
     last = whole[-1]
-    assert (last["category"], last["mode"], last["requests"]) == ("all", "all", 2 * (4 + 4))
+    assert (last["category"], last["mode"], last["requests"]) == ("all", "all", 2 + 2)
     assert [(edge["passes"], edge["acceptance"]) for edge in last["edges"]] == [(2 * (last["requests"] - last["failed"]), 0.25)]
     assert sum(cell["failed"] for cell in whole if cell["category"] == "all") == sum(len(cell.errors) for cell in cells) > 0
 

@@ -1,5 +1,6 @@
 """A model at the shapes of a larger one says what the small one says. Skipped where vLLM is not installed."""
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -8,28 +9,13 @@ from tests.architectures import VOCAB, build
 
 pytest.importorskip("vllm")
 from benchmarks.gpu import inflate
-from benchmarks.vllm import GREEDY
-from cascade.draft import Draft
-from cascade.engine.vllm.model import VllmModel
-from cascade.scorer import Row
+from benchmarks.vllm import written
 from tests.vllm.models import started
 
 # vLLM and what it imports warn of themselves
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 SMALL = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 96, "tie_word_embeddings": True}
 LARGE = inflate.Shape(hidden=192, layers=4, heads=12, kv_heads=3, inner=224)
-
-
-def written(model: VllmModel, prompt: list[int], length: int = 40) -> list[int]:
-    """Greedy text after ``prompt``."""
-    store, text, held = model.new_cache(), list(prompt), 0
-    store.reserve(len(prompt) + length)
-    while len(text) < len(prompt) + length:
-        [scored] = model.run([Row(store, held, text[held:], 1, GREEDY, draft=Draft((), b""))])
-        held = len(text)
-        text += scored.own
-    store.free()
-    return text
 
 
 def test_an_inflated_model_writes_what_its_source_writes(tmp_path: Path) -> None:
@@ -39,15 +25,11 @@ def test_an_inflated_model_writes_what_its_source_writes(tmp_path: Path) -> None
     network.save_pretrained(source := tmp_path / "source")
     inflate.register()
     folder = inflate.write(str(source), LARGE, tmp_path / "inflated")
-    small, large = started(str(source)), started(folder, load_format=inflate.FORMAT)
-    try:
+    with closing(started(str(source))) as small, closing(started(folder, load_format=inflate.FORMAT)) as large:
         assert large.num_parameters > 3 * small.num_parameters
         for first in range(4):
             prompt = [(first + 7 * place) % VOCAB for place in range(12)]
-            assert written(small, prompt) == written(large, prompt)
-    finally:
-        small.close()
-        large.close()
+            assert written(small, prompt, 40) == written(large, prompt, 40)
 
 
 def test_a_source_that_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ log = logging.getLogger(__name__)
 
 PAUSES_S = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0)  # pauses before another full replica is tried
 MAX_FRUITLESS = 8  # sessions that may fail in a row without a new token: some requests break whatever runs them
-LEASE_TIMEOUT_S = 30.0  # a replica may have to start first
 
 
 class SessionFailed(Exception):
@@ -136,7 +135,7 @@ class FullTier:
         self.inboxes: dict[str, Inbox] = {}
         leases = LeasePool(
             {self._name: lessor},
-            timeout_s=LEASE_TIMEOUT_S,
+            timeout_s=config.router.stall_timeout_s,  # a replica may have to start first
             hold_s=held_lease_s(config),
             prefixes=Prefixes() if config.affine else None,
         )
@@ -144,7 +143,7 @@ class FullTier:
 
     def change(self, config: CascadeConfig) -> None:
         """Follow ``config`` from now on."""
-        self._stall_timeout_s = config.router.stall_timeout_s
+        self._stall_timeout_s = self.downlink.leases.timeout_s = config.router.stall_timeout_s
         self.downlink.leases.hold_s = held_lease_s(config)
 
     async def pieces(self, spec: SessionSpec, request: ActiveRequest, index: int = 0) -> AsyncGenerator[Chunk, None]:

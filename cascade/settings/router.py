@@ -84,7 +84,8 @@ class RouterConfig(Section):
     served_model_name: Annotated[tuple[Text, ...], BeforeValidator(_listed)] = ()
 
     deployment_config: RouterDeploymentConfig = RouterDeploymentConfig()  # replicas of the router
-    stall_timeout_s: Annotated[Seconds, Live] = 120.0  # seconds until a request without progress fails
+    # seconds until a request without progress fails: longer than a full replica takes to start anew
+    stall_timeout_s: Annotated[Seconds, Live] = 600.0
     max_running: Annotated[Count, Live] = 256  # answers at once, of one router
     max_waiting: Annotated[int, Field(ge=0), Live] = 256  # answers that wait; more are refused
     # seconds for which a lease is held for the next request

@@ -72,18 +72,23 @@ def test_noise_has_the_bits_of_every_device(seed: int, position: int) -> None:
 @pytest.mark.parametrize("size", [1, 2, 1000, 1024, 1025, 3001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_own_tokens_are_those_of_pytorch(size: int, dtype: torch.dtype) -> None:
-    """Guards vocabularies that are no multiple of a block, whose last block has room for tokens that are none."""
+    """Guards vocabularies that are no multiple of a block, whose last block has room for tokens that are none; and a pass after
+    which nothing is chosen, such as a chunk of a prompt: an empty grid is an error of CUDA."""
     logits = (torch.randn(6, size, generator=torch.Generator().manual_seed(size)) * 4).to(dtype)
     for number in (0, 2):
         alike(logits, rows_of(6, 0.0, 0.3, 1.0), number)
+    assert chosen(logits[:0], [(SamplingParams(seed=1), 5, 0)], 2).shape == (5, 0)
 
 
 @pytest.mark.parametrize("number", [1, 3, 64])
-def test_rows_do_not_disturb_each_other(number: int) -> None:
-    """Guards the places of rows in what is given and found: each row has its own position, seed and temperature."""
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_k": 50, "top_p": 0.9, "min_p": 0.01}])
+def test_rows_do_not_disturb_each_other(number: int, filters: dict[str, Any]) -> None:
+    """Guards the places of rows in what is given and found: each has its own position, seed, temperature and filters; and the
+    logits of the model, which are still to be reported."""
     logits = torch.randn(number, 1100, generator=torch.Generator().manual_seed(number)) * 3
-    rows = rows_of(number, 1.0, 0.0, 0.3)
+    before, rows = logits.clone(), [*rows_of(number // 2, 0.3, 1.0, 0.0, **filters), *rows_of(number - number // 2, 1.0, 0.0)]
     alike(logits, rows, 2)
+    assert torch.equal(logits, before)
     whole = chosen(logits, rows, 2)
     for place in range(0, number, 21):
         assert torch.equal(chosen(logits[place : place + 1], rows[place : place + 1], 2)[:, 0], whole[:, place])
@@ -104,22 +109,8 @@ SHAPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0])
-def test_unusual_logits_are_chosen_as_by_pytorch(shape: str, temperature: float) -> None:
+def test_unusual_logits_are_chosen_as_by_pytorch(shape: str) -> None:
     """Guards ties, of which the lowest token wins, and logits that are masked or no numbers."""
     logits = SHAPES[shape](torch.randn(4, 1500, generator=torch.Generator().manual_seed(3)))
-    alike(logits, rows_of(4, temperature), 2)
-
-
-@pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 50, "top_p": 0.9, "min_p": 0.01}])
-def test_filters_come_before_the_kernels(filters: dict[str, Any]) -> None:
-    """Guards filtered rows beside others, and the logits of the model, which are still to be reported."""
-    logits = torch.randn(6, 1500, generator=torch.Generator().manual_seed(4)) * 3
-    before = logits.clone()
-    alike(logits, [*rows_of(3, 0.3, 1.0, 0.0, **filters), *rows_of(3, 1.0, 0.0)], 2)
-    assert torch.equal(logits, before)
-
-
-def test_a_pass_without_logits_has_no_own_tokens() -> None:
-    """Guards chunks of a prompt, after which nothing is chosen: an empty grid is an error of CUDA."""
-    assert chosen(torch.empty(0, 100), [(SamplingParams(seed=1), 5, 0)], 2).shape == (5, 0)
+    for temperature in (0.0, 0.3, 1.0):
+        alike(logits, rows_of(4, temperature), 2)

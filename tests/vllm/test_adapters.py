@@ -1,6 +1,7 @@
 """LoRA adapters on vLLM: each row of a pass follows its own."""
 
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +60,15 @@ def test_requests_get_the_text_of_their_adapter(folder: Path) -> None:
     """Guards rows without an adapter, which on a CPU followed the last one that was loaded, and companions of another: requests
     at once, prefixes in common, tiers below with one of the adapters and with none."""
     source, adapters = str(folder / "model"), {name: str(folder / name) for name in NAMES if name}
-    model = VllmModel(source, cache_tokens=1024, adapters=adapters, options=OPTIONS)
-    red = VllmModel(source, cache_tokens=1024, adapters={"red": adapters["red"]}, draft=True, options=OPTIONS)
     params = [SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, adapter=name) for name in (*NAMES, *NAMES)]
-    with Cascade([red, Model(build("llama", **WIDE)), model], Tokenizer.from_pretrained(small.paths()[-1])) as cascade:
+    options: dict[str, Any] = {"cache_tokens": 1024, "options": OPTIONS}
+    with (
+        closing(VllmModel(source, adapters=adapters, **options)) as model,
+        closing(VllmModel(source, adapters={"red": adapters["red"]}, draft=True, **options)) as red,
+        Cascade([red, Model(build("llama", **WIDE)), model], Tokenizer.from_pretrained(small.paths()[-1])) as cascade,
+    ):
         streams = [cascade.stream(PROMPT, one, Speculation(tiers=cascade.names[:-1])) for one in params]
         texts = [[token for chunk in stream for token in chunk.token_ids] for stream in streams]
-    for each in (model, red):
-        each.close()
     assert texts == [expected(folder, one.adapter) for one in params]
     assert len(set(map(tuple, texts))) == len(NAMES)
 
@@ -77,14 +79,13 @@ def test_a_pass_reads_the_copy_of_an_adapter(folder: Path, tmp_path: Path) -> No
     adapters = AdapterFolder(str(tmp_path))
     adapters.place("red")
     shutil.rmtree(tmp_path / "red")
-    model = VllmModel(str(folder / "model"), cache_tokens=1024, folder=adapters, most=1, options=OPTIONS)
-    cache, start, text = model.new_cache(), 0, list(PROMPT)
-    cache.reserve(len(PROMPT) + 20)
-    for _ in range(20):
-        [scored] = model.run([Row(cache, start, text[start:], 1, SamplingParams(temperature=0, seed=0, adapter="red"))])
-        start = len(text)
-        text += scored.own
-    model.close()
+    params, start, text = SamplingParams(temperature=0, seed=0, adapter="red"), 0, list(PROMPT)
+    with closing(VllmModel(str(folder / "model"), cache_tokens=1024, folder=adapters, most=1, options=OPTIONS)) as model:
+        cache = model.new_cache()
+        cache.reserve(len(PROMPT) + 20)
+        for _ in range(20):
+            [scored] = model.run([Row(cache, start, text[start:], 1, params)])
+            start, text = len(text), [*text, *scored.own]
     assert text[len(PROMPT) :] == expected(folder, "red")
 
 

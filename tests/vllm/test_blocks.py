@@ -147,24 +147,18 @@ Sessions.TestCase.settings = settings(deadline=None, derandomize=True, max_examp
 TestSessions = Sessions.TestCase
 
 
-def test_a_cache_that_is_dropped_gives_its_blocks_back() -> None:
-    """Guards memory against caches that nobody freed, such as those of a pass that failed."""
+def test_the_books_balance_after_faults() -> None:
+    """Guards memory against caches that nobody freed, such as those of a pass that failed, and against an attempt that takes
+    something though there is too little; and the message."""
     blocks = Memory(10, 4)
-    cache = Tokens(blocks)
-    cache.write(0, [1] * 9)
-    assert blocks.num_free == 6
-    del cache
-    assert blocks.num_free == 9
-    check_pages(blocks, [])
-
-
-def test_memory_that_is_used_up_is_named() -> None:
-    """Guards the message, and the books: nothing is taken by an attempt that fails."""
-    blocks = Memory(5, 4)
-    one, other = Tokens(blocks), Tokens(blocks)
-    one.write(0, [1] * 9)
-    with pytest.raises(ModelError, match="2 blocks of keys and values are wanted and 1 of 5 are free"):
+    one, other, dropped = (Tokens(blocks) for _ in range(3))
+    one.write(0, [1] * 17)
+    dropped.write(0, [1] * 9)
+    assert blocks.num_free == 1
+    with pytest.raises(ModelError, match="2 blocks of keys and values are wanted and 1 of 10 are free"):
         other.reserve(8)
+    del dropped
+    assert blocks.num_free == 4
     check_pages(blocks, [one, other])
 
 

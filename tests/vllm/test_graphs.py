@@ -23,20 +23,11 @@ def dispatcher(name: str, sizes: list[int] = SIZES, max_num_seqs: int = 16) -> A
     from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher  # which warns
 
     mode = CUDAGraphMode[name]
-    compilation = SimpleNamespace(
-        cudagraph_mode=mode,
-        cudagraph_capture_sizes=sizes,
-        max_cudagraph_capture_size=sizes[-1],
-        compile_sizes=None,
-        is_attention_compiled_piecewise=lambda: True,
-    )
-    config = SimpleNamespace(
-        compilation_config=compilation,
-        num_speculative_tokens=0,
-        lora_config=None,
-        scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
-    )
-    made = CudagraphDispatcher(config)
+    captured = {"cudagraph_mode": mode, "cudagraph_capture_sizes": sizes, "max_cudagraph_capture_size": sizes[-1]}
+    compilation = SimpleNamespace(**captured, compile_sizes=None, is_attention_compiled_piecewise=lambda: True)
+    scheduler = SimpleNamespace(max_num_seqs=max_num_seqs)
+    config = {"compilation_config": compilation, "scheduler_config": scheduler, "lora_config": None}
+    made = CudagraphDispatcher(SimpleNamespace(**config, num_speculative_tokens=0))
     made.initialize_cudagraph_keys(mode)
     return made
 
@@ -44,15 +35,17 @@ def dispatcher(name: str, sizes: list[int] = SIZES, max_num_seqs: int = 16) -> A
 def test_passes_replay_whole_graphs_where_vllm_captured_them() -> None:
     """Guards graphs against rows that they were not captured for, and other modes against graphs whose buffers nobody fills."""
     whole, pieces = dispatcher("FULL"), dispatcher("FULL_AND_PIECEWISE")
-    mode, found = dispatched(whole, 5, 2, 0)
-    assert (mode.name, found.num_tokens, found.num_reqs) == ("FULL", 8, 8)
-    mode, found = dispatched(whole, 20, 16, 0)
-    assert (mode.name, found.num_tokens, found.num_reqs) == ("FULL", 24, 16)
-    for tokens, rows in ((20, 17), (33, 1)):
-        assert dispatched(whole, tokens, rows, 0)[0].name == "NONE"
-    mode, found = dispatched(pieces, 5, 5, 0)
-    assert (mode.name, found.num_tokens) == ("PIECEWISE", 8)
-    assert dispatched(pieces, 33, 1, 0)[0].name == "NONE"
+    for made, tokens, rows, name, sizes in (
+        (whole, 5, 2, "FULL", (8, 8)),
+        (whole, 20, 16, "FULL", (24, 16)),
+        (whole, 20, 17, "NONE", ()),
+        (whole, 33, 1, "NONE", ()),
+        (pieces, 5, 5, "PIECEWISE", (8,)),
+        (pieces, 33, 1, "NONE", ()),
+    ):
+        mode, found = dispatched(made, tokens, rows, 0)
+        assert mode.name == name
+        assert (found.num_tokens, found.num_reqs)[: len(sizes)] == sizes
 
 
 @pytest.mark.parametrize(("tokens", "sessions"), [(512, 256), (512, 8), (512, 1), (100, 256), (2048, 300)])
@@ -68,15 +61,12 @@ def test_a_tiers_passes_have_graphs(tokens: int, sessions: int) -> None:
             assert rows <= found.num_reqs
 
 
-def test_vllm_takes_what_a_tiers_passes_need(pair: Pair) -> None:
-    """Guards engine arguments that vLLM does not know, or overrides."""
+def test_passes_over_the_buffers_of_graphs_are_those_of_our_own_engine(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards what a graph reads: passes filled up with tokens and empty rows, after larger passes, change no logit. And engine
+    arguments that vLLM does not know, or overrides."""
     scheduler, options = pair.vllm._engine.vllm_config.scheduler_config, pass_options(512, 256, {})
     for name in ("max_num_batched_tokens", "max_num_seqs"):
         assert getattr(scheduler, name) == options[name]
-
-
-def test_passes_over_the_buffers_of_graphs_are_those_of_our_own_engine(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards what a graph reads: passes filled up with tokens and empty rows, after larger passes, change no logit."""
     made, modes = dispatcher("FULL"), set()
 
     def graph(worker: CascadeWorker, batch: Batch) -> tuple[Any, Any]:

@@ -3,7 +3,8 @@
 import json
 import random
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from cascade.engine.vllm.engine import weight_bytes
 from cascade.engine.weights import shapes
 from cascade.errors import ModelError
 from cascade.family.packed import widened
-from cascade.scorer import Row
+from cascade.scorer import Row, Scored
 from cascade.settings.check import needs
 from cascade.settings.config import CascadeConfig
 from cascade.tier.tier import Tier
@@ -48,38 +49,44 @@ HEAD = Path(__file__).parent / "weights" / "smollm2-eagle3"  # of the demonstrat
 ACCEPTED = {0.0: (0.297, 0.122, 0.067, 0.040), 0.7: (0.303, 0.118, 0.039, 0.015)}
 
 
-def random_head(kind: str, folder: Path, **changes: Any) -> str:
+def config_of(folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
+    return found
+
+
+def layer() -> dict[str, torch.Size]:
+    """Shapes of the weights of a layer of the model."""
+    first, weights = "model.layers.0.", load_file(Path(small.paths()[-1]) / "model.safetensors")
+    return {name.removeprefix(first): part.shape for name, part in weights.items() if name.startswith(first)}
+
+
+def random_weights(shapes: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
+    """Norms are ones."""
+    noise = torch.Generator().manual_seed(0)
+    return {
+        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=noise) * shape[-1] ** -0.5
+        for name, shape in shapes.items()
+    }
+
+
+def random_head(kind: str, folder: Path) -> str:
     """A head of the model with random weights, under the names that its authors give them; of MTP with the model."""
+    shapes: dict[str, Sequence[int]] = {}
     if kind == "mtp":
         return with_further_layer(folder)
-    noise = torch.Generator().manual_seed(0)
-
-    def matrix(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=noise) * shape[-1] ** -0.5
-
-    config: dict[str, Any] = {"hidden_size": SIZE, "vocab_size": VOCAB}
     if kind == "medusa":
-        weights = {f"blocks.{number}.layers.0.weight": matrix(SIZE, SIZE) for number in range(3)}
-        weights |= {f"lm_heads.{number}.weight": matrix(VOCAB, SIZE) for number in range(3)}
-        config |= {"model_type": "medusa", "architectures": ["MedusaModel"], "num_heads": 3, "num_hidden_layers": 1}
-    else:
-        inputs = 2 * SIZE if kind == "eagle3" else SIZE
-        layer = {"self_attn.q_proj": (SIZE, inputs), "self_attn.k_proj": (128, inputs), "self_attn.v_proj": (128, inputs)}
-        layer |= {"self_attn.o_proj": (SIZE, SIZE), "mlp.gate_proj": (WIDE, SIZE), "mlp.up_proj": (WIDE, SIZE)}
-        weights = {f"layers.0.{name}.weight": matrix(*shape) for name, shape in layer.items()}
-        weights |= {"layers.0.mlp.down_proj.weight": matrix(SIZE, WIDE)}
-        weights["layers.0.post_attention_layernorm.weight"] = torch.ones(SIZE)
-        weights["fc.weight"] = matrix(SIZE, (3 if kind == "eagle3" else 2) * SIZE)
-        if kind == "eagle3":
-            weights |= {
-                f"{name}.weight": torch.ones(SIZE) for name in ("layers.0.input_layernorm", "layers.0.hidden_norm", "norm")
-            }
-            weights["lm_head.weight"] = matrix(VOCAB, SIZE)
-        source = json.loads((Path(small.paths()[-1]) / "config.json").read_text())
-        name = "LlamaForCausalLMEagle3" if kind == "eagle3" else "LlamaForCausalLM"
-        config = source | {"architectures": [name], "num_hidden_layers": 1, "tie_word_embeddings": False}
-        config["eagle_aux_hidden_state_layer_ids"] = [1, 3, 5]
-    return written(folder, weights, config | changes)
+        for number in range(3):
+            shapes |= {f"blocks.{number}.layers.0.weight": (SIZE, SIZE), f"lm_heads.{number}.weight": (VOCAB, SIZE)}
+        sizes = {"hidden_size": SIZE, "vocab_size": VOCAB, "num_heads": 3, "num_hidden_layers": 1}
+        return written(folder, random_weights(shapes), sizes | {"model_type": "medusa", "architectures": ["MedusaModel"]})
+    if kind == "eagle3":
+        published, config = load_file(Path(small.head()) / "model.safetensors"), config_of(small.head())
+        shapes = {name: part.shape for name, part in published.items() if name not in ("d2t", "t2d")}
+        del config["draft_vocab_size"]
+        return written(folder, random_weights({**shapes, "lm_head.weight": (VOCAB, SIZE)}), config)
+    shapes = {f"layers.0.{name}": shape for name, shape in layer().items() if name != "input_layernorm.weight"}
+    config = config_of(small.paths()[-1]) | {"num_hidden_layers": 1, "tie_word_embeddings": False}
+    return written(folder, random_weights({**shapes, "fc.weight": (SIZE, 2 * SIZE)}), config)
 
 
 def written(folder: Path, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> str:
@@ -94,19 +101,15 @@ def with_further_layer(folder: Path, **own: torch.Tensor) -> str:
 
     MiMo's layers are Llama's with biases, which are zero here: it says what the model says.
     """
-    noise, full = torch.Generator().manual_seed(0), Path(small.paths()[-1])
-    weights = {name: part.float() for name, part in load_file(full / "model.safetensors").items()}
-    first = "model.layers.0."
-    layer = {name.removeprefix(first): part.shape for name, part in weights.items() if name.startswith(first)}
+    weights = {name: part.float() for name, part in load_file(Path(small.paths()[-1]) / "model.safetensors").items()}
     norms = ("token_layernorm.weight", "hidden_layernorm.weight", "final_layernorm.weight")
-    layer |= {"input_proj.weight": torch.Size((SIZE, 2 * SIZE))} | dict.fromkeys(norms, torch.Size((SIZE,)))
-    for name, shape in layer.items():
-        made = torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=noise) * shape[-1] ** -0.5
+    further = random_weights({**layer(), "input_proj.weight": (SIZE, 2 * SIZE)} | dict.fromkeys(norms, (SIZE,)))
+    for name, made in further.items():
         weights[f"model.mtp_layers.0.{name}"] = own.get(name.removesuffix(".weight").rpartition(".")[2], made)
     for name in [name for name in weights if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))]:
         weights[name.replace(".weight", ".bias")] = torch.zeros(len(weights[name]))
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
-    config = json.loads((full / "config.json").read_text()) | {"model_type": "qwen2", "architectures": ["MiMoForCausalLM"]}
+    config = config_of(small.paths()[-1]) | {"model_type": "qwen2", "architectures": ["MiMoForCausalLM"]}
     return written(folder, weights, config | {"num_nextn_predict_layers": 1, "tie_word_embeddings": False})
 
 
@@ -124,9 +127,8 @@ def expected() -> Iterator[Cascade]:
 
 @pytest.fixture(scope="module")
 def trained() -> Iterator[VllmModel]:
-    model = started("eagle3", small.head())
-    yield model
-    model.close()
+    with closing(started("eagle3", small.head())) as model:
+        yield model
 
 
 def accepted(model: VllmModel, temperature: float, tokens: int = 60) -> list[float]:
@@ -157,13 +159,9 @@ def test_a_published_head_is_as_often_right_as_elsewhere(temperature: float, tmp
     """Guards hidden states that are off by a layer or a position, and the noise: a head would guess, and rarely be right."""
     shutil.copy(HEAD / "config.json", tmp_path)
     save_file(widened(load_file(HEAD / "model.safetensors")), tmp_path / "model.safetensors")
-    options = {**OPTIONS, "max_model_len": 1024}
-    model = VllmModel(family.full(), cache_tokens=4096, drafter=DrafterSpec("eagle3", str(tmp_path)), options=options)
-    try:
-        for found, share in zip(accepted(model, temperature), ACCEPTED[temperature], strict=True):
-            assert found == pytest.approx(share, abs=0.02)
-    finally:
-        model.close()
+    options: dict[str, Any] = {"cache_tokens": 4096, "options": {**OPTIONS, "max_model_len": 1024}}
+    with closing(VllmModel(family.full(), drafter=DrafterSpec("eagle3", str(tmp_path)), **options)) as model:
+        assert accepted(model, temperature) == pytest.approx(ACCEPTED[temperature], abs=0.02)
 
 
 def texts(cascade: Cascade, params: SamplingParams, speculation: Speculation) -> list[list[int]]:
@@ -189,11 +187,10 @@ def test_a_trained_head_changes_no_text(trained: VllmModel, expected: Cascade, t
 def test_a_random_head_changes_no_text(kind: str, expected: Cascade, tmp_path: Path) -> None:
     """Guards rollbacks of the head's layers beside the model's, prefix hits, and sessions that are preempted: with room for
     two of eight sessions, and guesses that are all wrong, each writes what it writes alone."""
-    model, rng = started(kind, random_head(kind, tmp_path / kind), 6 * 32, max_model_len=96), random.Random(3)
-    params = SamplingParams(temperature=0.8, seed=9, max_tokens=24, ignore_eos=True)
+    rng, params = random.Random(3), SamplingParams(temperature=0.8, seed=9, max_tokens=24, ignore_eos=True)
     common = [rng.randrange(VOCAB) for _ in range(40)]
     prompts = [[*common[: rng.choice([20, 33, 40])], *(rng.randrange(VOCAB) for _ in range(4))] for _ in range(8)]
-    try:
+    with closing(started(kind, random_head(kind, tmp_path / kind), 6 * 32, max_model_len=96)) as model:
         with Cascade([model], Tokenizer.from_pretrained(small.paths()[-1]), drafter=None) as cascade:
             said = [one.token_ids for one in cascade.generate(prompts, params, Speculation(tiers=(kind,)))]
             [tier] = cascade.tiers
@@ -201,8 +198,6 @@ def test_a_random_head_changes_no_text(kind: str, expected: Cascade, tmp_path: P
             assert tier.kv_admission.preempted
             assert tier.kv_admission.block_manager.reused
         check_pages(model._blocks, [])
-    finally:
-        model.close()
     assert said == [one.token_ids for one in expected.generate(prompts, params, Speculation("off"))]
 
 
@@ -237,6 +232,16 @@ def test_guesses_do_not_depend_on_chunks_and_companions(trained: VllmModel) -> N
     assert all(len(draft) == 3 for draft in guess(together=True))
 
 
+def scored(kind: str, source: str) -> Scored:
+    """What a model says after a short prompt, with three guesses of a head."""
+    with closing(started(kind, source)) as model:
+        store = model.new_cache()
+        store.reserve(64)
+        [found] = model.run([Row(store, 0, [5, 6, 7, 8], 1, GREEDY, guesses=3)])
+        store.free()
+    return found
+
+
 def test_medusa_reads_the_last_token(tmp_path: Path) -> None:
     """Guards Medusa's place: with an empty block and the model's own embedding a head says the token that the model says."""
     folder = Path(random_head("medusa", tmp_path / "medusa"))
@@ -245,36 +250,22 @@ def test_medusa_reads_the_last_token(tmp_path: Path) -> None:
     weights |= {name: torch.zeros_like(part) for name, part in weights.items() if name.startswith("blocks.")}
     weights |= {name: embedding.clone() for name in weights if name.startswith("lm_heads.")}
     save_file(weights, folder / "model.safetensors")
-    model = started("medusa", str(folder))
-    try:
-        store = model.new_cache()
-        store.reserve(64)
-        [scored] = model.run([Row(store, 0, [5, 6, 7, 8], 1, GREEDY, guesses=3)])
-        assert scored.draft.tokens == (scored.own[0],) * 3
-        store.free()
-    finally:
-        model.close()
+    found = scored("medusa", str(folder))
+    assert found.draft.tokens == (found.own[0],) * 3
 
 
-def test_a_further_layer_reads_the_state_and_the_token_after_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("passed", ["state", "token"])
+def test_a_further_layer_reads_the_state_and_the_token_after_it(tmp_path: Path, passed: str) -> None:
     """Guards MTP's places: with an empty block, a layer that passes the state on says what the model says, and one that passes
     the token on what the output embedding says of the last one."""
     full = load_file(Path(small.paths()[-1]) / "model.safetensors")
     embedding, norm = full["model.embed_tokens.weight"].float(), full["model.norm.weight"].float()
     empty = {"o_proj": torch.zeros(SIZE, SIZE), "down_proj": torch.zeros(SIZE, WIDE), "final_layernorm": norm}
-    state, token = torch.eye(SIZE, 2 * SIZE), torch.eye(SIZE, 2 * SIZE).roll(SIZE, 1)
-    for passed, projection in (("state", state), ("token", token)):
-        model = started("mtp", with_further_layer(tmp_path / passed, input_proj=projection, **empty))
-        try:
-            store = model.new_cache()
-            store.reserve(64)
-            [scored] = model.run([Row(store, 0, [5, 6, 7, 8], 1, GREEDY, guesses=3)])
-            of_token = (embedding @ (norm * embedding[scored.own[0]])).argmax().item()
-            assert scored.draft.tokens[0] == (scored.own[0] if passed == "state" else of_token)
-            assert len(scored.draft.tokens) == 3
-            store.free()
-        finally:
-            model.close()
+    projection = torch.eye(SIZE, 2 * SIZE).roll(SIZE * (passed == "token"), 1)
+    found = scored("mtp", with_further_layer(tmp_path, input_proj=projection, **empty))
+    of_token = (embedding @ (norm * embedding[found.own[0]])).argmax().item()
+    assert found.draft.tokens[0] == (found.own[0] if passed == "state" else of_token)
+    assert len(found.draft.tokens) == 3
 
 
 def test_a_head_takes_memory(tmp_path: Path) -> None:
@@ -293,23 +284,14 @@ def test_a_head_takes_memory(tmp_path: Path) -> None:
         assert need.cache_bytes_per_token * LAYERS == need.anatomy.cache_bytes_per_token * (LAYERS + 1)
 
 
-def test_a_model_without_further_layers_has_no_mtp() -> None:
-    """Guards starts: one sentence instead of an error of vLLM's."""
-    with pytest.raises(ModelError, match="The drafter 'mtp' cannot be used: the model's files hold no layers"):
-        started("mtp", small.paths()[-1])
-
-
 @pytest.mark.parametrize(
     ("kind", "change", "words"),
     [
-        ("mtp", "model.mtp_layers.0.input_proj.weight", r"input_proj"),
+        ("mtp", "mtp_layers", "The drafter 'mtp' cannot be used: the model's files hold no layers"),
+        ("mtp", "input_proj.weight", r"input_proj"),
         ("eagle3", "fc.weight", r"lacks the tensor fc\.weight"),
-        ("eagle", "layers.0.mlp.up_proj.weight", r"lacks the tensor mlp\.up_proj\.weight"),
-        (
-            "eagle3",
-            {"t2d": torch.zeros(VOCAB + 8, dtype=torch.bool)},
-            "a vocabulary of 4104 tokens, and the model's has 4096",
-        ),
+        ("eagle", "mlp.up_proj.weight", r"lacks the tensor mlp\.up_proj\.weight"),
+        ("eagle3", {"t2d": torch.zeros(VOCAB + 8, dtype=torch.bool)}, "a vocabulary of 4104 tokens, and the model's has 4096"),
         ("eagle3", {"fc.weight": torch.zeros(SIZE, 3 * 128)}, "for a hidden size of 128, and the model's is 384"),
     ],
 )
@@ -317,7 +299,7 @@ def test_a_head_that_does_not_fit_is_refused(kind: str, change: Any, words: str,
     """Guards starts: vLLM loads heads with missing tensors as they happen to be in memory, and fails late on wrong shapes."""
     folder = Path(random_head(kind, tmp_path / kind))
     weights = load_file(folder / "model.safetensors")
-    weights = weights | change if isinstance(change, dict) else {name: weights[name] for name in weights if name != change}
-    save_file(weights, folder / "model.safetensors")
+    left = {name: part for name, part in weights.items() if isinstance(change, dict) or change not in name}
+    save_file(left | change if isinstance(change, dict) else left, folder / "model.safetensors")
     with pytest.raises(ModelError, match=words):
         started(kind, str(folder))

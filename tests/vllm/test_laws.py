@@ -4,12 +4,12 @@ The bits of logits depend on what shares a pass there, so what is compared with 
 where no two tokens are as near as that.
 """
 
-import contextlib
 import json
 import random
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from tests.vllm.models import ARCHITECTURES, GREEDY, OPTIONS, WIDE, Pair, saved,
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
 
+PROMPTS = ["def read(path):\n", "import os\n\nclass Shape:\n", "for name in"]
 BITS = 1e-3  # nats by which logits of one text differ from engine to engine
 
 
@@ -83,12 +84,8 @@ def test_passes_are_those_of_our_own_engine(name: str, tmp_path: Path) -> None:
     """Guards positions, slots and block tables on each architecture, against slots that were written over, and rows that see
     their neighbours: chunks, companions and rollbacks change no logit."""
     source = saved(name, tmp_path)
-    model = started(source)
-    try:
-        own = Model.from_pretrained(source, dtype="float32", device="cpu", cache_tokens=1024)
-        scores_alike(Pair(model, own), seed=len(name))
-    finally:
-        model.close()
+    with closing(started(source)) as model:
+        scores_alike(Pair(model, own_model(source)), seed=len(name))
 
 
 def trees(rng: random.Random) -> Draft:
@@ -126,8 +123,8 @@ def test_a_library_on_vllm(cascades: tuple[Cascade, Cascade], monkeypatch: pytes
     monkeypatch.setitem(CHOSEN, "enforce_eager", True)  # compiling both takes a minute
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=32)
     with Cascade.from_pretrained(small.paths()[1:], dtype="float32", engine="vllm") as cascade:
-        said = cascade.generate(["def read(path):\n", "import os\n"], params, Speculation(tiers=("tiny",)))
-    expected = cascades[1].generate(["def read(path):\n", "import os\n"], params)
+        said = cascade.generate(PROMPTS, params, Speculation(tiers=("tiny",)))
+    expected = cascades[1].generate(PROMPTS, params)
     assert [one.text for one in said] == [one.text for one in expected]
 
 
@@ -137,10 +134,12 @@ def cascades() -> Iterator[tuple[Cascade, Cascade]]:
     *lower, full = small.paths()
     tokenizer = Tokenizer.from_pretrained(full)
     drafts = [Model.from_pretrained(path, dtype="float32", device="cpu", cache_tokens=4096) for path in lower]
-    model = started(full, 16 * BLOCK * 8)
-    with Cascade([*drafts, model], tokenizer) as found, small.cascade() as expected:
+    with (
+        closing(started(full, 16 * BLOCK * 8)) as model,
+        Cascade([*drafts, model], tokenizer) as found,
+        small.cascade() as expected,
+    ):
         yield found, expected
-    model.close()
 
 
 @pytest.mark.parametrize(("mode", "temperature"), [("off", 0.0), ("auto", 0.8), ("tiny", 0.8), ("medium", 0.0)])
@@ -149,38 +148,26 @@ def test_a_cascade_writes_what_our_own_engine_writes(cascades: tuple[Cascade, Ca
     found, expected = cascades
     params = SamplingParams(temperature=temperature, seed=7, max_tokens=48)
     speculation = Speculation(mode) if mode in ("off", "auto") else Speculation(tiers=(mode,))
-    prompts = ["def read(path):\n", "import os\n\nclass Shape:\n", "for name in"]
-    said = [one.text for one in found.generate(prompts, params, speculation)]
-    assert said == [expected.generate(prompt, params, Speculation("off")).text for prompt in prompts]
+    said = [one.text for one in found.generate(PROMPTS, params, speculation)]
+    assert said == [expected.generate(prompt, params, Speculation("off")).text for prompt in PROMPTS]
 
 
-def test_shaped_requests_are_shaped(cascades: tuple[Cascade, Cascade]) -> None:
-    """Guards penalties, bias, filters and log-probabilities after drafts."""
-    penalties: dict[str, Any] = {"presence_penalty": 0.7, "repetition_penalty": 1.2, "logit_bias": {40: 3.0}, "min_tokens": 10}
-    filters: dict[str, Any] = {"top_k": 20, "top_p": 0.9, "min_p": 0.02, "logprobs": 3, "prompt_logprobs": 2}
-    params = SamplingParams(temperature=0.8, seed=2, max_tokens=24, **penalties, **filters)
-    one, other = (each.generate("class Point:\n    def __init__", params) for each in cascades)
-    assert one.text == other.text
-    assert one.logprobs is not None
-    assert other.logprobs is not None
-    for found, expected in zip(one.logprobs, other.logprobs, strict=True):
-        assert found.logprob == pytest.approx(expected.logprob, abs=1e-2)
-
-
-def test_passes_that_run_from_their_launch_write_the_same(
-    cascades: tuple[Cascade, Cascade], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards what GPUs do: a tier tells what the last pass decided, log-probabilities too, when the next one has run."""
+@pytest.mark.parametrize("ahead", [False, True])
+def test_shaped_requests_are_shaped(cascades: tuple[Cascade, Cascade], ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards penalties, bias, filters and log-probabilities after drafts; and what GPUs do: a tier tells what the last pass
+    decided, log-probabilities too, when the next one has run."""
     model = cascades[0].tiers[-1]._runner._model
     assert isinstance(model, VllmModel)
-    monkeypatch.setattr(model, "_ahead", True)
-    prompts = ["def read(path):\n", "import os\n\nclass Shape:\n", "for name in"]
-    shapes: list[dict[str, Any]] = [{}, {"logprobs": 2, "repetition_penalty": 1.2}]
-    for shaped in shapes:
-        params = SamplingParams(temperature=0.8, seed=4, max_tokens=32, **shaped)
-        one, other = (each.generate(prompts, params) for each in cascades)
-        assert [each.text for each in one] == [each.text for each in other]
-        assert [len(each.logprobs or ()) for each in one] == [len(each.logprobs or ()) for each in other]
+    monkeypatch.setattr(model, "_ahead", ahead)
+    penalties: dict[str, Any] = {"presence_penalty": 0.7, "repetition_penalty": 1.2, "logit_bias": {40: 3.0}, "min_tokens": 10}
+    filters: dict[str, Any] = {"top_k": 20, "top_p": 0.9, "min_p": 0.02, "logprobs": 3, "prompt_logprobs": 2}
+    for shaped in ({}, {**penalties, **filters}):
+        params = SamplingParams(temperature=0.8, seed=2, max_tokens=32, **shaped)
+        for one, other in zip(*(each.generate(PROMPTS, params) for each in cascades), strict=True):
+            assert one.text == other.text
+            assert len(one.logprobs or ()) == len(other.logprobs or ()) == len(one.token_ids) * bool(shaped)
+            for found, expected in zip(one.logprobs or (), other.logprobs or (), strict=True):
+                assert found.logprob == pytest.approx(expected.logprob, abs=1e-2)
 
 
 def test_nothing_is_left_to_compute_after_a_launch(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,23 +186,21 @@ def test_nothing_is_left_to_compute_after_a_launch(pair: Pair, monkeypatch: pyte
 
 def test_texts_do_not_depend_on_memory(tmp_path: Path, pair: Pair) -> None:
     """Guards preemption and prefix reuse: with room for two of eight sessions each writes what it writes alone."""
-    source = saved("llama", tmp_path)
-    model = started(source, 6 * 32)
-    tokenizer = Tokenizer.from_pretrained(small.paths()[-1])
-    rng = random.Random(2)
+    tokenizer, rng = Tokenizer.from_pretrained(small.paths()[-1]), random.Random(2)
     common = [rng.randrange(VOCAB) for _ in range(40)]
     prompts = [[*common[: rng.choice([20, 33, 40])], *(rng.randrange(VOCAB) for _ in range(4))] for _ in range(8)]
     params = SamplingParams(temperature=0.8, seed=9, max_tokens=30, ignore_eos=True)
-    try:
-        with Cascade([model], tokenizer) as cascade:
-            said = [one.token_ids for one in cascade.generate(prompts, params)]
-            [tier] = cascade.tiers
-            assert isinstance(tier, Tier)
-            assert tier.kv_admission.preempted
-    finally:
-        model.close()
+    with closing(started(saved("llama", tmp_path), 6 * 32)) as model, Cascade([model], tokenizer) as cascade:
+        said = [one.token_ids for one in cascade.generate(prompts, params)]
+        [tier] = cascade.tiers
+        assert isinstance(tier, Tier)
+        assert tier.kv_admission.preempted
     with Cascade([pair.own], tokenizer) as cascade:
         assert said == [one.token_ids for one in cascade.generate(prompts, params)]
+
+
+def own_model(source: str) -> Model:
+    return Model.from_pretrained(source, dtype="float32", device="cpu", cache_tokens=1024)
 
 
 def others(folder: Path) -> str:
@@ -230,11 +215,9 @@ def others(folder: Path) -> str:
 
 def test_two_ranks_write_what_one_writes(tmp_path: Path, pair: Pair) -> None:
     """Guards tensor parallelism: rows and new weights reach all ranks, logits come from the first, sampled there or here."""
-    model = started(saved("llama", tmp_path / "first"), tensor_parallel_size=2)
-    try:
+    with closing(started(saved("llama", tmp_path / "first"), tensor_parallel_size=2)) as model:
         scores_alike(Pair(model, pair.own), seed=5, passes=8)  # which take long on as few cores as ranks
-        shaped = SamplingParams(temperature=0.8, seed=5, top_p=0.9)
-        for params in (GREEDY, shaped):
+        for params in (GREEDY, SamplingParams(temperature=0.8, seed=5, top_p=0.9)):
             said = []
             for each in (model, pair.own):
                 store = each.new_cache()
@@ -242,18 +225,14 @@ def test_two_ranks_write_what_one_writes(tmp_path: Path, pair: Pair) -> None:
                 said.append(each.run([Row(store, 0, [3, 4, 5], 1, params, draft=Draft((6, 7), bytes(2)), runner_ups=1)])[0])
                 store.free()
             assert list(said[0].own) == list(said[1].own)
-        source = others(tmp_path / "others")
-        model.renew(source)
-        scores_alike(Pair(model, Model.from_pretrained(source, dtype="float32", device="cpu")), seed=6, passes=8)
-    finally:
-        model.close()
+        model.renew(others(tmp_path / "others"))
+        scores_alike(Pair(model, own_model(str(tmp_path / "others"))), seed=6, passes=8)
 
 
 def test_renewed_weights_are_those_of_a_fresh_model(tmp_path: Path, pair: Pair) -> None:
     """Guards drafters that learn: after new weights a pass is what they say, and those of another shape change nothing."""
     source = others(tmp_path / "others")
-    model = started(saved("llama", tmp_path / "first"))
-    try:
+    with closing(started(saved("llama", tmp_path / "first"))) as model:
         with pytest.raises(ModelError, match=r"cannot take the place of others: .* is not the same there"):
             model.renew(saved("qwen3", tmp_path / "wrong"))
         scores_alike(Pair(model, pair.own), seed=7)
@@ -265,9 +244,7 @@ def test_renewed_weights_are_those_of_a_fresh_model(tmp_path: Path, pair: Pair) 
                 model.logits([Row(store, 0, [3, 4, 5], 1, GREEDY)])
                 store.free()
             renewing.result()
-        scores_alike(Pair(model, Model.from_pretrained(source, dtype="float32", device="cpu")), seed=8)
-    finally:
-        model.close()
+        scores_alike(Pair(model, own_model(source)), seed=8)
 
 
 def test_a_draft_model_says_its_draft_vocabulary_alone(tmp_path: Path) -> None:
@@ -276,40 +253,31 @@ def test_a_draft_model_says_its_draft_vocabulary_alone(tmp_path: Path) -> None:
     read = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**read, "draft_vocab_size": len(said)}))
     (folder / "draft_vocab.json").write_text(json.dumps(said))
-    model = VllmModel(str(folder), cache_tokens=1024, draft=True, options=dict(OPTIONS))
-    try:
+    draft: dict[str, Any] = {"cache_tokens": 1024, "draft": True, "options": dict(OPTIONS)}
+    with closing(VllmModel(str(folder), **draft)) as model:
         own = Model(load(str(folder), dtype="float32", device="cpu", draft=True), cache_tokens=1024)
         scores_alike(Pair(model, own), seed=4)
-        (folder / "draft_vocab.json").unlink()
-        with pytest.raises(ModelError, match="has a draft vocabulary by its config"):
-            VllmModel(str(folder), cache_tokens=1024, draft=True, options=dict(OPTIONS))
-    finally:
-        model.close()
+    (folder / "draft_vocab.json").unlink()
+    with pytest.raises(ModelError, match="has a draft vocabulary by its config"):
+        VllmModel(str(folder), **draft)
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [("gpu_memory_utilisation", "no engine argument of this vLLM"), ("enable_prefix_caching", "that a tier has no use for")],
-)
-def test_wrong_options_are_named(name: str, words: str) -> None:
-    """Guards users against vLLM's own errors: one sentence with the name and the fix, before anything is loaded."""
-    with pytest.raises(ConfigError, match=f"{name} is .*{words}"):
-        VllmModel("anything", options={name: 0.5})
-
-
-def test_architectures_that_vllm_lacks_are_named(tmp_path: Path) -> None:
-    """Guards `cascade check` and starts: what vLLM has no model for is told before anything is loaded, what it has is not."""
+def test_what_vllm_cannot_serve_is_named(tmp_path: Path) -> None:
+    """Guards users, `cascade check` and starts against vLLM's own errors: one sentence with the name and the fix, before
+    anything is loaded; what vLLM has is not refused."""
+    for name, words in {
+        "gpu_memory_utilisation": "no engine argument of",
+        "enable_prefix_caching": "that a tier has no",
+    }.items():
+        with pytest.raises(ConfigError, match=f"{name} is .*{words}"):
+            VllmModel("anything", options={name: 0.5})
+    with pytest.raises(ModelError, match="vLLM cannot serve"):
+        started(str(tmp_path))
     small_full = Path(small.paths()[-1])
     for name, problem in {"LlamaForCausalLM": None, "NobodysForCausalLM": "vLLM has no model for NobodysForCausalLM"}.items():
         shutil.copytree(small_full, tmp_path / name)
         read = json.loads((small_full / "config.json").read_text())
         (tmp_path / name / "config.json").write_text(json.dumps({**read, "architectures": [name]}))
         tier = {"name": "full", "model_loading_config": {"model_id": str(tmp_path / name)}, "engine_kwargs": {"engine": "vllm"}}
-        with pytest.raises(ConfigError, match=problem) if problem else contextlib.nullcontext():
+        with pytest.raises(ConfigError, match=problem) if problem else nullcontext():
             verify(CascadeConfig.parse({"tiers": [tier]}))
-
-
-def test_what_cannot_be_served_is_said(tmp_path: Path) -> None:
-    """Guards errors of vLLM: a path that is not there is one sentence of ours."""
-    with pytest.raises(ModelError, match="vLLM cannot serve"):
-        started(str(tmp_path))

@@ -1,5 +1,6 @@
 """Tiers of some of a model's layers on vLLM: they say what they say on our own engine, and read no other weights."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,9 @@ def test_layers_score_as_on_our_own_engine(name: str, ranks: int, tmp_path: Path
     spoiled = {name: part[:1].clone() if ".layers.1." in name else part.clone() for name, part in weights.items()}
     save_file(spoiled, tmp_path / "model.safetensors", metadata={"format": "pt"})
     options = {**OPTIONS, "tensor_parallel_size": ranks}
-    model = VllmModel(str(tmp_path), cache_tokens=1024, layers=KEPT, options=options)
-    try:
+    with closing(VllmModel(str(tmp_path), cache_tokens=1024, layers=KEPT, options=options)) as model:
         own = Model.from_pretrained(str(tmp_path), dtype="float32", device="cpu", cache_tokens=1024, layers=KEPT)
         scores_alike(Pair(model, own), seed=len(name), passes=10)
-    finally:
-        model.close()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -18,7 +18,8 @@ GUIDELLM := .venv-guidellm
 AIPERF := .venv-aiperf
 # An AVX2 processor, imitated on a newer one.
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+TEST := OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST)
 
 .PHONY: demo serve generators docs figures family test test-all test-avx2 test-nodes test-vllm lint proto clean bench-peers bench-vllm bench-drafters bench-never-slower bench-loop bench-prefill bench-router bench-cluster bench-align gpu-archives bench-family soak
 
@@ -29,19 +30,19 @@ serve: $(VENV)/.installed          ## the same server, left running
 	$(BIN)/cascade serve
 
 test: $(VENV)/.installed-dev       ## every law on well-chosen cases, in two processes of one thread each; TESTS="tests/cpu ..." for some
-	$(PYTEST) -m "not slow" $(TESTS)
+	$(TEST) -m "not slow" $(TESTS)
 
 test-all: $(VENV)/.installed-dev   ## every law on all its cases
-	$(PYTEST) --hypothesis-profile thorough
+	$(TEST) --hypothesis-profile thorough
 
 test-avx2: $(VENV)/.installed-dev  ## the same as test, as on a processor without AVX-512 and bf16
-	$(AVX2) $(PYTEST) -m "not slow" $(TESTS)
+	$(AVX2) $(TEST) -m "not slow" $(TESTS)
 
 test-nodes: $(VENV)/.installed-dev ## on Ray nodes in network namespaces of their own, as root; nothing else beside it
 	CASCADE_NODES=1 $(BIN)/python -m pytest tests/nodes
 
 test-vllm: $(VLLM)/.installed      ## a tier on vLLM, with its build for CPUs, in an environment of its own
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m "not slow" tests/vllm
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python $(PYTEST) -m "not slow" tests/vllm
 
 lint: $(VENV)/.installed-dev       ## style and types
 	$(BIN)/ruff check .

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 
 # which begin after Ray's
-LONGEST = ("test_page", "test_cli", "test_local", "test_gguf", "test_bits", "test_pass")
+LONGEST = ("test_page", "test_cli", "test_local", "test_gguf", "test_bits", "test_pass", "test_gpu_programme", "test_heads")
 FAKE_GPUS = 4  # that Ray is told of, for emulated devices
 
 # a shell lets what it starts with `&` ignore Ctrl-C, and so do the processes that tests start

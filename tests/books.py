@@ -21,6 +21,10 @@ def check_blocks(pool: BlockManager) -> None:
     assert set(pool._kept) == {allocation for allocation in pool._allocations if not allocation.in_use}, (
         "kept allocations are those not in use"
     )
+    assert len(pool._index) <= pool.total, f"the index has {len(pool._index)} entries for {pool.total} blocks"
+    for allocation in pool._kept:
+        twins = [other for other in pool._index[allocation.keys[-1]] if not other.in_use]
+        assert twins == [allocation], "a text is kept twice, or its beginning beside it"
     for key, allocations in pool._index.items():
         assert allocations, f"the index has an empty entry {key}"
         for allocation in allocations:

@@ -64,7 +64,7 @@ def seconds_of(used: list[Chain], speed: dict[Chain, float], pass_s: float = PAS
     return sum(pass_s / speed[chain] for chain in used)
 
 
-@settings(max_examples=examples(0.4))
+@settings(max_examples=examples(0.2))
 @given(speed=rates, sessions=st.sampled_from([1, 3, 16]), shared=st.sampled_from([(), ALLOWED]))
 def test_settles_on_the_fastest_chain(speed: dict[Chain, float], sessions: int, shared: Collection[str]) -> None:
     """Guards the choice itself: whatever is first, work is in the end done nearly as fast as by the fastest chain."""
@@ -111,11 +111,9 @@ def test_a_chain_that_does_not_pay_is_left_within_twelve_passes() -> None:
 
 def test_the_first_passes_of_a_crowd_do_not_decide() -> None:
     """Guards crowds: their first twelve rows are three passes, which come before their drafters have read the prompts."""
-    planner, used = Planner(), []
-    for number in range(100):
-        rate = 0.95 if number < 3 else 1.2
-        used.append(planner.chain(ALLOWED, 16))
-        planner.record(ALLOWED, used[-1], 16, Seen(16, 16, 16 * PASS_S / rate, PASS_S))
+    planner = Planner()
+    cold, warm = (dict.fromkeys(CHAINS, rate) for rate in (0.95, 1.2))
+    used = play(planner, cold, 3, 16) + play(planner, warm, 97, 16)
     assert set(used) == {ALLOWED}
 
 
@@ -291,7 +289,7 @@ def test_never_slower_in_the_first_passes(setting: Setting) -> None:
     """Guards the second promise where nothing is known yet, at each token: a first answer on busy cores came at 0.7 of alone,
     since tiers below were tried before there was time for it."""
     shared = setting.devices == SHARED
-    outcome = never_slower(setting, (250 if shared else 100) * setting.full_s)
+    outcome = never_slower(setting, (120 if shared else 60) * setting.full_s)
     assert not shared or not any(usage.passes for usage in outcome.usage[:-1])
 
 
@@ -327,8 +325,8 @@ def test_never_slower_in_the_long_run(setting: Setting) -> None:
 def test_what_pays_is_found(full_s: float, tiny: float, medium: float, agreement: tuple[float, float]) -> None:
     """Guards the first purpose: where each tier has a device, a first request gains, and later ones nearly all there is."""
     setting = Setting(full_s, (tiny, medium), agreement, 1, ("", "", ""), 0.0005, branches=MOST_BRANCHES)
-    fixed = [setting.outcome(300 * full_s, chosen).token_s for chosen in [(0, 2), (1, 2), (0, 1, 2)]]
-    found = setting.outcome(300 * full_s, adaptive=True).token_s
+    fixed = [setting.outcome(220 * full_s, chosen).token_s for chosen in [(1, 2), (0, 1, 2)]]
+    found = setting.outcome(220 * full_s, adaptive=True).token_s
     assert found[127] < 0.85 * 128 * full_s
     assert found[-1] - found[128] < min(times[-1] - times[128] for times in fixed) / 0.95
 

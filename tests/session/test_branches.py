@@ -11,15 +11,8 @@ from cascade.messages import MAX_RANKS
 from cascade.planner.acceptance import Calibration
 from cascade.planner.choice import affordable
 from cascade.planner.tuning import GUESS_PRICE, MIN_RUNNER_UP_CHANCE
-from cascade.scorer import MAX_FORKED, RunnerUp, Scored, gap_byte
+from cascade.scorer import RunnerUp, gap_byte
 from cascade.session.branches import Branches, Margin
-from cascade.session.session import Session
-from cascade.simulation.toy import ToyCache
-from cascade.tier.block_manager import BlockManager
-from cascade.tier.kv_admission import KVAdmission
-from cascade.tier.slot import Slot
-from tests.books import check_blocks, check_memory
-from tests.session.test_session import VOCAB, opening
 
 gaps = st.floats(0, 20)
 chances = st.lists(st.floats(0, 1), max_size=12).map(lambda values: sorted(values, reverse=True))
@@ -108,60 +101,14 @@ def test_a_draft_offers_runner_ups_and_what_is_behind_them() -> None:
     assert Branches(4, 3).proposal([], b"", 0) == Draft()
 
 
-def test_a_correction_takes_its_branch_and_leaves_no_other() -> None:
-    """Guards against branches of a text that is gone: they would be scored after tokens of another one."""
-    found = branches()
-    for _, branch in found.candidates(100):
-        found.hold(branch)
-    assert len(found.held) == 3
-    found.commit(1)
-    assert [branch.start for branch in found.held] == [4]
-    taken = found.correct(0, (8,))
-    assert taken is not None
-    assert (taken.start, taken.tokens, found.held, found.committed) == (4, [8], [], 5)
-    assert found.correct(0, (8,)) is None
-
-
 def test_unlikely_branches_make_room() -> None:
-    """Guards memory: no more branches than a request allows, and those stay that are likeliest to be taken."""
-    found = branches(most=1)
-    for _, branch in found.candidates(100):
-        found.hold(branch)
-    assert len(found.held) == 1
+    """Guards memory: no more branches than a request allows, those that are likeliest to be taken, and none once one is."""
+    held = branches(most=1)
+    for _, branch in held.candidates(100):
+        held.hold(branch)
+    assert len(held.held) == 1
     assert all(chance >= MIN_RUNNER_UP_CHANCE for chance, _ in branches().candidates(100))
     assert branches().candidates(4) == [], "a branch has room behind its first token"
-
-
-def test_forks_are_lent_and_given_back() -> None:
-    """Guards the books: what branches take is counted, a branch that is taken hands over, and preemption takes all."""
-    admission = KVAdmission(ToyCache, 1024)
-    session = Session(opening(branches=4, window=20), "tiny", 0, VOCAB)
-    slot = Slot(session, "up", 0.0, 0.0)
-    assert admission.admit([slot], 16, 0.0)[0] == [slot]
-    slot.cache.write(0, session.text)
-    session.advance(session.work(10), Scored([4], runner_ups=[(RunnerUp(5, 0.1), RunnerUp(6, 0.2))]))
-    for _, branch in session.branch_candidates():
-        work = session.branch_work(branch)
-        assert admission.fork(slot, branch, [*session.text[: branch.start], *branch.tokens], None)
-        slot.forks[branch].store.write(work.start, work.tokens)
-        session.advance(work, Scored([7], runner_ups=[()]))
-    check_memory(admission, [slot])
-    assert len(slot.forks) == 2
-    correction = session.commit(3, (5,))
-    assert correction is not None
-    admission.settle(slot, correction.branch)
-    assert session.text[3:] == [5, 7]
-    assert session.kv_len == 4
-    assert slot.cache.tokens[:4] == [1, 2, 3, 5]
-    assert not slot.forks
-    admission.leave(slot)
-    check_memory(admission)
-    assert admission.block_manager.lent == 0
-
-
-def test_a_fork_that_finds_no_memory_is_none() -> None:
-    """Guards full memory: a branch never takes the place of a text."""
-    pool = BlockManager(ToyCache, 64)
-    assert pool.open([1] * 10, "", 40) is not None
-    assert pool.lend(MAX_FORKED) is None
-    check_blocks(pool)
+    [likeliest] = held.held
+    assert held.correct(likeliest.start - 3, (*likeliest.tokens,)) is likeliest
+    assert held.held == []

@@ -1,6 +1,7 @@
-"""Recorded tiers: that they say what was recorded, and that every cascade of them writes the recorded texts."""
+"""Simulated tiers: toys that agree as often as they are said to, and those that say what was recorded."""
 
 import itertools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from cascade.simulation.recording import RecordedText, RecordedTier, Recording, 
 from cascade.simulation.scenario import PassCost, Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
 from cascade.simulation.toy import full_text
-from cascade.simulation.toy_tier import ToyTier
+from cascade.simulation.toy_tier import ABOVE, ToyTier
 from tests.cases import rare
 
 VOCAB = 64
@@ -38,6 +39,8 @@ def recorded(seed: int, prompt: tuple[int, ...]) -> RecordedText:
 
 RECORDING = Recording(tuple(recorded(100 + number, prompt) for number, prompt in enumerate(PROMPTS)))
 TIERS = [RecordedTier(VOCAB, RECORDING.agreement[level:], RECORDING) for level in range(3)]
+AGREEMENT = (0.65, 0.82)
+TOYS = [ToyTier(VOCAB, AGREEMENT[level:]) for level in range(3)]  # bottom to top
 
 
 @pytest.mark.parametrize("tiers", [[0, 1, 2], *map(rare, ([2], [0, 2], [1, 2]))])
@@ -79,3 +82,23 @@ def test_texts_that_cannot_be_told_apart_are_refused() -> None:
     other = RecordedText(first.prompt, tuple((((RunnerUp(63, 0.0),),) * len(first.output)) for _ in range(3)))
     with pytest.raises(ConfigError, match="Two recorded texts have the same"):
         Recording((first, other)).places(2)
+
+
+def test_toys_agree_as_often_as_they_should() -> None:
+    """Guards what benchmarks of clusters are about: each edge has its share, and errors of different edges are unrelated.
+
+    Guards trees, too, which live on runner-ups: those of a toy that is wrong are right as often as those of real models.
+    """
+    places = [(tuple((place * step) % VOCAB for step in (7, 11, 13)), place) for place in range(3000)]
+    tiny, medium, full = ([toy.ranked(*place, PARAMS, 3) for place in places] for toy in TOYS)
+    for lower, upper, share in ((tiny, medium, AGREEMENT[0]), (medium, full, AGREEMENT[1]), (tiny, full, math.prod(AGREEMENT))):
+        agreed = [one[0].token == other[0].token for one, other in zip(lower, upper, strict=True)]
+        assert sum(agreed) / len(agreed) == pytest.approx(share, abs=0.02)
+    wrong = [(one, other[0].token) for one, other in zip(medium, full, strict=True) if one[0].token != other[0].token]
+    for rank, share in enumerate(ABOVE, start=1):
+        assert sum(ranked[rank].token == right for ranked, right in wrong) / len(wrong) == pytest.approx(share, abs=0.05)
+    for ranked in (*tiny, *medium):
+        assert len({one.token for one in ranked if one.token in range(VOCAB)}) == 3
+        assert [one.gap for one in ranked] == sorted(one.gap for one in ranked)
+    with pytest.raises(NotImplementedError, match="honours a request's seed alone"):
+        TOYS[0].logits((1, 2, 3))

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from cascade.messages import SessionSpec
 from cascade.params import MOST_BRANCHES, SamplingParams
-from cascade.planner.choice import Policy
 from cascade.simulation.scenario import Death, Faults, PassCost, Request, Scenario, SimTier
 from cascade.simulation.simulate import Stuck, simulate
 from cascade.simulation.toy import ToyModel, full_text
@@ -63,14 +62,14 @@ faults = st.builds(
 )
 requests = st.builds(
     asked,
-    max_tokens=st.integers(1, 40),
+    max_tokens=st.integers(1, 30),
     temperature=st.sampled_from([0.0, 1.0]),
     seed=st.integers(0, 50),
     ends=st.frozensets(st.integers(0, 23), max_size=1),
 )
 
 
-@settings(max_examples=examples(1.3))
+@settings(max_examples=examples(0.8))
 @given(
     num_tiers=st.integers(1, 5),
     requests=st.lists(st.tuples(requests, st.floats(0, 0.2)), min_size=1, max_size=4),
@@ -167,23 +166,22 @@ def test_losing_every_proposal_costs_speed_only() -> None:
     assert quiet.elapsed_s < 40 * 0.03 * 2.2
 
 
-@pytest.mark.parametrize(
-    ("deaths", "slower"),
-    [
+def test_deaths_cost_little() -> None:
+    """Guards degradation: the text stays, and so does the pace, as far as there is anybody who drafts."""
+    scenario = Scenario(toy_tiers(3), (asked(300),))
+    healthy = simulate(scenario)
+    assert healthy.texts == reference(scenario)
+    for deaths, slower in (
         ((Death("t3", 0.5, 0.6),), 1.25),  # the next tier of the chain drafts at once, and the better one when it is back
         ((Death("t2", 0.5),), 1.6),  # the middle one decodes alone
         ((Death("t4", 0.5, 0.52), Death("t4", 1.0, 1.3)), 1.6),  # another full replica goes on where the text stands
-    ],
-)
-def test_deaths_cost_little(deaths: tuple[Death, ...], slower: float) -> None:
-    """Guards degradation: the text stays, and so does the pace, as far as there is anybody who drafts."""
-    scenario = Scenario(toy_tiers(3), (asked(300),))
-    outcome, healthy = simulate(replace(scenario, faults=Faults(deaths=deaths))), simulate(scenario)
-    assert outcome.texts == healthy.texts == reference(scenario)
-    assert outcome.elapsed_s < slower * healthy.elapsed_s
-    if deaths[0].tier == "t3":
-        pairs = {(edge.drafter, edge.verifier): edge.accepted for edge in outcome.edges}
-        assert pairs["t3", "t4"] > pairs["t2", "t4"] > 0
+    ):
+        outcome = simulate(replace(scenario, faults=Faults(deaths=deaths)))
+        assert outcome.texts == healthy.texts
+        assert outcome.elapsed_s < slower * healthy.elapsed_s
+        if deaths[0].tier == "t3":
+            pairs = {(edge.drafter, edge.verifier): edge.accepted for edge in outcome.edges}
+            assert pairs["t3", "t4"] > pairs["t2", "t4"] > 0
 
 
 def test_nobody_answers() -> None:
@@ -228,11 +226,3 @@ def test_three_async_tiers_beat_all_else() -> None:
     assert 150 * times["full"] > 1.5 * max(locked)
     assert min(locked) > 1.1 * lines
     assert lines > 1.05 * seconds(*tiers)
-
-
-def test_cheap_drafter_is_waited_for() -> None:
-    """Guards the choice to wait: after a correction a drafter thirty times as fast is worth a few of its tokens."""
-    pair = SimTier("tiny", ToyTier(64, (0.75,)), PassCost(0.001)), SimTier("full", ToyTier(64), PassCost(0.03))
-    eager = tuple(replace(tier, policy=Policy(patience=0.0)) for tier in pair)
-    patient_s, eager_s = (simulate(Scenario(tiers, (asked(150),))).elapsed_s for tiers in (pair, eager))
-    assert eager_s > 1.03 * patient_s

@@ -15,11 +15,15 @@ import torch
 from cascade.answer import Answer
 from cascade.messages import Close, Failed, Link, Message, Open, Proposal, SessionSpec, mint
 from cascade.params import SamplingParams
+from cascade.planner.choice import Policy
+from cascade.planner.cost import Profile
 from cascade.scorer import Row
 from cascade.simulation.toy import ToyCache, ToyModel, full_text
 from cascade.tier import runner
+from cascade.tier.kv_admission import KVAdmission
 from cascade.tier.local_links import join
-from cascade.tier.runner import FACTOR, GRACE_S, Watchdog
+from cascade.tier.loop import Limits, Loop
+from cascade.tier.runner import FACTOR, GRACE_S, Watchdog, row_of
 from cascade.tier.tier import Tier
 from tests.books import check_memory
 from tests.waiting import LONG_S, wait_until
@@ -66,6 +70,7 @@ class CountingModel(ToyModel):
         return self.caches[-1]
 
     def launch(self, rows: Sequence[Row]) -> Sequence[Row]:
+        assert all(token < self.vocab_size for row in rows for token in row.input_ids), "it has no embedding of such tokens"
         if any(self.poison in row.tokens for row in rows):  # among guesses it may be in anyone's row
             raise RuntimeError("poison")
         if self.room is not None and sum(len(row.input_ids) for row in rows) > self.room:
@@ -210,40 +215,37 @@ def test_poisonous_row_harms_only_itself(tiers: list[Tier], models: list[Countin
     poison = next(token for token in range(32) if token not in good_text)
     bad = opening(2, 0.0, 20, tokens=(1, poison), prompt_len=2)
     models[-1].poison = poison
-    inbox = Inbox()
+    inbox, answer = Inbox(), Answer(good.spec, Silent())
     tiers[-1].post([good, bad], inbox)
-    failed, answer = None, Answer(good.spec, Silent())
-    while not (failed and answer.finished):
-        message = inbox.messages.get(timeout=LONG_S)
-        if isinstance(message, Failed):
-            failed = message
-        elif isinstance(message, Proposal) and message.session == good.session:
-            answer.receive(message)
-    assert failed.session == bad.session
+    finish(tiers[-1], inbox, {good.session: answer})
+    assert [failed.session for failed in inbox.failures] == [bad.session]
     assert [*PROMPT, *answer.tokens] == good_text
-    tiers[-1].drop(inbox)
     assert tiers[-1].healthy
 
 
 @pytest.mark.parametrize(
-    ("request_fields", "words"),
+    ("fields", "words"),
     [
         ({"tokens": (1, 99)}, "32 token ids and the text has others"),
         ({"tokens": (1,) * 5000, "prompt_len": 5000}, "4096 tokens"),
         ({"params": SamplingParams(presence_penalty=1.0, seed=0)}, "honours temperature and the filters"),
+        (
+            {"tokens": (1,) * 90, "prompt_len": 90, "params": SamplingParams(max_tokens=10, seed=0)},
+            "its memory holds 96 tokens in 6 blocks of 16, the request may need 100 in 7",
+        ),
     ],
 )
-def test_impossible_opens_fail_with_a_sentence(tiers: list[Tier], request_fields: dict[str, object], words: str) -> None:
-    """Guards the model against rows that would break it, and the caller against silence, and replicas against a tenth try."""
-    request = opening(**{"prompt_len": 2, **request_fields})  # type: ignore[arg-type]
-    message = refusal(tiers[-1], request)
-    assert words in message.reason
-    assert message.fault
+def test_impossible_opens_fail_with_a_sentence(fields: dict[str, object], words: str) -> None:
+    """Guards the model against rows that would break it, and the caller against a wait for ever, and against a tenth try."""
+    with alone(ToyModel(), cache_tokens=100 if "memory" in words else None) as tier:
+        message = refusal(tier, opening(**{"prompt_len": 2, **fields}))  # type: ignore[arg-type]
+        assert words in message.reason
+        assert message.fault
 
 
-def test_stopped_tier_answers(models: list[CountingModel]) -> None:
+def test_stopped_tier_answers() -> None:
     """Guards against an Open that waits for ever because its tier has stopped."""
-    tier = Tier("full", 2, models[-1])
+    tier = Tier("full", 2, ToyModel())
     tier.start()
     tier.close()
     assert "tier full stopped" in refusal(tier, opening()).reason
@@ -259,63 +261,49 @@ def test_long_prompt_is_scored_in_chunks(models: list[CountingModel]) -> None:
     assert model.passes >= 1000 // 64
 
 
-def test_broken_model_is_told_from_bad_rows(models: list[CountingModel]) -> None:
-    """Guards healthy replicas against requests that nothing can score, and requests against broken replicas."""
-    model = models[-1]
+@pytest.mark.parametrize(
+    ("poison", "between", "healthy"),
+    [(7, False, True), (0, False, False), (0, True, True)],
+    ids=["bad rows", "broken", "failures far apart"],
+)
+def test_broken_model_is_told_from_bad_rows(poison: int, between: bool, healthy: bool) -> None:
+    """Guards healthy replicas against requests that nothing can score, and requests against broken replicas.
+
+    Three passes that failed days apart, with good ones between, replaced a replica. What failed is no prefix for others.
+    """
+    model = CountingModel()
     with alone(model) as tier:
-        for token, healthy in ((7, True), (0, False)):
-            model.poison = token  # 0 is in the canary's row
-            for _ in range(5):
-                refusal(tier, opening(tokens=(1, token), prompt_len=2, chain=()))
-            assert tier.healthy == healthy
+        for number in range(5):
+            asked = {"tokens": (1, poison) * 20, "prompt_len": 40, "cache_salt": str(number), "chain": ()}
+            model.poison = poison  # 0 is in the canary's row
+            refusal(tier, opening(**asked))  # type: ignore[arg-type]
+            model.poison = None
+            if between:
+                written(tier, opening(**asked))  # type: ignore[arg-type]
+        assert tier.healthy == healthy
+        assert tier.kv_admission.block_manager.reused == 0
     assert model.leaks == 0
 
 
-def test_failures_far_apart_are_no_broken_model(models: list[CountingModel]) -> None:
-    """Guards a replica that runs for months: three passes that failed days apart, with good ones between, replaced it."""
-    model = models[-1]
-    with alone(model) as tier:
-        for _ in range(5):
-            model.poison = 0  # in the canary's row, too
-            refusal(tier, opening(tokens=(1, 0), prompt_len=2, chain=()))
-            model.poison = None
-            written(tier, opening(chain=()))
-        assert tier.healthy
-
-
-@pytest.mark.parametrize("lack", ["context", "memory"])
+@pytest.mark.parametrize("lack", ["context", "memory", "vocabulary"])
 def test_a_tier_too_small_for_one_session_drafts_for_others(lack: str) -> None:
-    """Guards a tier below: one session that did not fit there made all others go without it for a while."""
+    """Guards a tier below: one session that did not fit there made all others go without it for a while.
+
+    So did a text with tokens that a drafter's smaller vocabulary lacks, which broke its passes, and on a GPU its process.
+    """
     small = CountingModel()
     small.context_len = 64 if lack == "context" else small.context_len
+    small.vocab_size = 24 if lack == "vocabulary" else small.vocab_size
     below = Tier("tiny", 0, small, cache_tokens=64 if lack == "memory" else None)
     for tiers in running([below, Tier("full", 1, CountingModel(pass_s=0.001))]):
-        full = tiers[-1]
+        full, num_beyond = tiers[-1], 0
         for max_tokens, drafters in ((90, {"tiny", ""}), (30, {"tiny"})):
-            [answer], _ = written(full, opening(max_tokens, 0.0, max_tokens, chain=("tiny",)))
-            assert {edge.drafter for edge in answer.edges if edge.verifier == "full"} <= drafters
+            [answer], _ = written(full, opening(max_tokens, 1.0, max_tokens, chain=("tiny",)))
+            num_beyond += sum(token >= small.vocab_size for token in answer.tokens)
+            assert lack == "vocabulary" or {e.drafter for e in answer.edges if e.verifier == "full"} <= drafters
+        assert (num_beyond > 0) == (lack == "vocabulary")
+        assert below.stats.failures == 0
         assert not full._loop._drafting._failures
-
-
-class Reader(CountingModel):
-    """Breaks where a real model does: it has no embedding of tokens beyond its vocabulary."""
-
-    def launch(self, rows: Sequence[Row]) -> Sequence[Row]:
-        assert all(token < self.vocab_size for row in rows for token in row.input_ids)
-        return super().launch(rows)
-
-
-def test_a_text_beyond_a_drafters_vocabulary_breaks_no_pass() -> None:
-    """Guards families whose vocabularies are padded differently: a token that a drafter cannot read broke its passes, on a GPU
-    its process, and kept it from all sessions."""
-    tiny, full = Reader(), CountingModel(pass_s=0.001)
-    tiny.vocab_size = 24
-    for tiers in running([Tier("tiny", 0, tiny), Tier("full", 1, full)]):
-        asked = [opening(seed, 1.0, 60, chain=("tiny",)) for seed in range(4)]
-        answers, _ = written(tiers[-1], *asked)
-        assert any(max(answer.tokens) >= tiny.vocab_size for answer in answers)
-        assert tiers[0].stats.failures == 0
-        assert not tiers[-1]._loop._drafting._failures
 
 
 @pytest.mark.parametrize(("room", "prompt_len", "count"), [(17, 400, 1), (100, 400, 1), (20, len(PROMPT), 12)])
@@ -363,3 +351,47 @@ def test_a_step_may_take_what_the_profile_says(monkeypatch: pytest.MonkeyPatch, 
     dog.rest()
     clock.now += 1e9
     assert not dog.hangs
+
+
+class Noted(CountingModel, Link):
+    """A model and the link above its tier, which note in one list what happens to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+
+    def launch(self, rows: Sequence[Row]) -> Sequence[Row]:
+        self.events.append("launch")
+        return super().launch(rows)
+
+    def send(self, messages: Sequence[Message]) -> None:
+        self.events.append("send")
+
+
+def test_a_device_never_waits_for_what_was_decided_to_be_told() -> None:
+    """Guards devices: proposals were encoded and sent between the end of a pass and the start of the next."""
+    noted = Noted()
+    tier = Tier("full", 0, noted)
+    tier.post([opening(max_tokens=3)], noted)
+    tier.start()
+    wait_until(lambda: noted.events.count("send") == 3)
+    tier.close()
+    assert noted.events[:6] == ["launch", "launch", "send", "launch", "send", "send"], "the last token is followed by no pass"
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_sessions_that_leave_before_they_are_told_harm_nobody(others: int) -> None:
+    """Guards the loop against a client that hangs up as its pass ends: it divided by the number of sessions."""
+    model, sent = ToyModel(), list[Message]()
+    loop = Loop[str](
+        "full", 2, Limits(model.vocab_size, 4096, Policy()), KVAdmission(ToyCache, 1 << 20), Profile(),
+        send_up=lambda up, message: sent.append(message), send_down=lambda tier, message: None,
+    )  # fmt: skip
+    first, *rest = (Open(str(number), opening(adaptive=True).spec) for number in range(1 + others))
+    for one in (first, *rest):
+        loop.receive(one, "router", 0.0)
+    batch, _ = loop.schedule(512, 0.0)
+    loop.advance(batch, model.run([row_of(*row) for row in batch]), 1.0)
+    loop.receive(Close(first.session), None, 1.0)
+    loop.settle(1.0)
+    assert [message.session for message in sent] == [one.session for one in rest]

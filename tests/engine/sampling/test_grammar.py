@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -20,13 +21,12 @@ from cascade import Cascade, InvalidRequest, SamplingParams, Speculation, Struct
 from cascade.engine import grammar as module
 from cascade.engine.grammar import Grammars, Matcher
 from cascade.engine.model import Model
-from cascade.engine.network.contiguous import Cache
 from cascade.engine.tokenizer import Tokenizer
 from cascade.messages import Edge
-from cascade.scorer import Row, Scored
 from tests import small
 from tests.architectures import build
 from tests.cases import examples
+from tests.engine.sampling.test_logits_processors import Babbler
 from tests.waiting import wait_until
 
 CONTEXT = 512
@@ -72,30 +72,13 @@ def grammars(tokenizer: Tokenizer) -> Grammars:
     return Grammars(tokenizer)
 
 
-class Babbler:
-    """Drafts random token ids."""
-
-    def __init__(self) -> None:
-        self._random = random.Random(0)
-        self.vocab_size, self.context_len, self.cache_tokens = VOCAB, CONTEXT, 2**20
-
-    def new_cache(self) -> Cache:
-        return Cache()
-
-    def launch(self, rows: Sequence[Row]) -> Sequence[Row]:
-        return rows
-
-    def collect(self, launched: Sequence[Row]) -> list[Scored]:
-        return [Scored([self._random.randrange(self.vocab_size) for _ in range(row.num_scored)]) for row in launched]
-
-
 @pytest.fixture(scope="module")
 def cascades(tokenizer: Tokenizer) -> Iterator[list[Cascade]]:
     """Random networks, which left alone say nothing that anybody wants; below the full one they err, or babble."""
     tiny, medium, full = (Model(build("llama", seed, vocab_size=VOCAB, max_position_embeddings=CONTEXT)) for seed in (1, 2, 3))
     with (
         Cascade([tiny, medium, full], tokenizer) as erring,
-        Cascade([tiny, Babbler(), full], tokenizer) as babbling,
+        Cascade([tiny, Babbler(VOCAB, context_len=CONTEXT), full], tokenizer) as babbling,
         Cascade([full, full, full], tokenizer) as agreeing,
     ):
         yield [erring, babbling, agreeing]
@@ -119,23 +102,28 @@ def valid(structured: Structured, text: str) -> bool:
     return re.fullmatch(rf"SELECT {column}(, ?{column}){{0,2}} FROM (users|orders)", text) is not None
 
 
-ASKED = {
-    "schema": Structured(json_schema=PERSON),
-    "regex": Structured(regex=r"\+[0-9]{2} \([0-9]{2,4}\) [0-9]{3}-[0-9]{4}"),
-    "choice": Structured(choice=("yes", "no", "yes, but", "né 日本\n")),
-    "gbnf": Structured(grammar=SUMS),
-    "lark": Structured(grammar=LARK),
+BIASED = {"min_tokens": 480, "logit_bias": {5: 100.0, 0: 100.0}, "repetition_penalty": 1.5, "logprobs": 1}
+ASKED: dict[str, dict[str, Any]] = {
+    "schema": {"structured": Structured(json_schema=PERSON)},
+    "regex": {"structured": Structured(regex=r"\+[0-9]{2} \([0-9]{2,4}\) [0-9]{3}-[0-9]{4}")},
+    "choice": {"structured": Structured(choice=("yes", "no", "yes, but", "né 日本\n"))},
+    "gbnf": {"structured": Structured(grammar=SUMS)},
+    "lark, with other parameters": {"structured": Structured(grammar=LARK), **BIASED},
 }
 
 
-@pytest.mark.parametrize("structured", ASKED.values(), ids=ASKED)
+@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.3])
-def test_texts_are_valid_and_the_full_models(cascades: list[Cascade], structured: Structured, temperature: float) -> None:
-    """Guards validity and losslessness at once: random networks and random drafts, every set of tiers, several windows."""
-    params = SamplingParams(max_tokens=480, temperature=temperature, seed=1, structured=structured)
+def test_texts_are_valid_and_the_full_models(cascades: list[Cascade], asked: dict[str, Any], temperature: float) -> None:
+    """Guards validity and losslessness at once: random networks and random drafts, every set of tiers, several windows.
+
+    Guards the order of masks, too: neither a bias nor `min_tokens` makes a text that is not what was asked for.
+    """
+    params = SamplingParams(max_tokens=480, temperature=temperature, seed=1, **asked)
     alone = cascades[0].generate(PROMPT, params, Speculation("off"))
     assert alone.finish_reason == "stop"
-    assert valid(structured, alone.text)
+    assert valid(asked["structured"], alone.text)
+    assert len(alone.logprobs) == (len(alone.token_ids) if params.logprobs else 0)
     for cascade in cascades:
         for tiers, window in ((("tiny",), 6), (("tiny", "medium"), 4)):
             speculation = Speculation(tiers=tiers, window=window)
@@ -145,7 +133,7 @@ def test_texts_are_valid_and_the_full_models(cascades: list[Cascade], structured
 @pytest.mark.usefixtures("always_draft")
 def test_constrained_drafts_are_accepted(cascades: list[Cascade]) -> None:
     """Guards the lower tiers' masks: without them the text is right and hardly a guess is."""
-    params = SamplingParams(max_tokens=480, temperature=1.0, seed=1, structured=ASKED["schema"])
+    params = SamplingParams(max_tokens=480, temperature=1.0, seed=1, **ASKED["schema"])
     tiers = tuple(tier.name for tier in cascades[2].tiers[:-1])
     edges: list[Edge] = []
 
@@ -155,18 +143,6 @@ def test_constrained_drafts_are_accepted(cascades: list[Cascade]) -> None:
 
     wait_until(drafted)
     assert all(edge.accepted == edge.proposed for edge in edges)
-
-
-def test_grammars_mix_with_other_parameters(cascades: list[Cascade]) -> None:
-    """Guards the order of masks: neither a bias nor `min_tokens` makes a text that is not what was asked for."""
-    params = SamplingParams(
-        max_tokens=480, temperature=1.0, seed=2, min_tokens=480, logit_bias={5: 100.0, 0: 100.0}, repetition_penalty=1.5,
-        logprobs=1, structured=ASKED["regex"],
-    )  # fmt: skip
-    alone = cascades[0].generate(PROMPT, params, Speculation("off"))
-    assert valid(ASKED["regex"], alone.text)
-    assert cascades[0].generate(PROMPT, params).token_ids == alone.token_ids
-    assert len(alone.logprobs) == len(alone.token_ids)
 
 
 def test_any_json_object(cascades: list[Cascade]) -> None:
@@ -179,10 +155,10 @@ def test_any_json_object(cascades: list[Cascade]) -> None:
     assert valid(Structured(json_object=True), completion.text)
 
 
-TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1, max_size=6)
+TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1, max_size=5)
 
 
-@settings(max_examples=examples(0.3))
+@settings(max_examples=examples(0.2))
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4), seed=st.integers(0, 999))
 def test_a_matcher_allows_exactly_the_grammar(grammars: Grammars, tokenizer: Tokenizer, texts: list[str], seed: int) -> None:
     """Guards escapes in choices, masks under guesses and rollback: every walk along the masks spells one of the texts.
@@ -216,33 +192,36 @@ def test_a_matcher_allows_exactly_the_grammar(grammars: Grammars, tokenizer: Tok
     assert spelt in texts
 
 
+BOMB = "(a{1,9999}){1,9999}" * 40  # no lexer gets far into it
 MARKED = 'x <tool_call>"y'
+SPELT = [
+    Structured(choice=(MARKED,)),
+    Structured(regex=re.escape(MARKED)),
+    Structured(json_schema=json.dumps({"const": MARKED})),
+    Structured(grammar='start: "x <tool_call>" /["]y/'),
+    Structured(grammar='root ::= "x <tool_call>" "\\"y"'),
+]
 
 
 @pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize(
-    "structured",
-    [
-        Structured(choice=(MARKED,)),
-        Structured(regex=re.escape(MARKED)),
-        Structured(json_schema=json.dumps({"const": MARKED})),
-        Structured(grammar='start: "x <tool_call>" /["]y/'),
-        Structured(grammar='root ::= "x <tool_call>" "\\"y"'),
-    ],
-    ids=lambda structured: structured.kind,
-)
-def test_enforced_words_may_be_those_of_added_tokens(structured: Structured, special: bool, tmp_path: Path) -> None:
-    """Guards texts in which a token named like a special one would come next: it was the only one allowed, and refused."""
+def test_enforced_words_may_be_those_of_added_tokens(special: bool, tmp_path: Path) -> None:
+    """Guards texts in which a token named like a special one would come next: it was the only one allowed, and refused.
+
+    Guards against texts that run on to `max_tokens` after a complete grammar, too, where a model has no end.
+    """
     plain = AutoTokenizer.from_pretrained(small.paths()[-1])
     plain.add_tokens([AddedToken("<tool_call>", special=special, normalized=False)], special_tokens=special)
     plain.save_pretrained(tmp_path)
-    matcher = Grammars(Tokenizer.from_pretrained(str(tmp_path))).matcher(structured)
-    said: list[int] = []
-    while plain.eos_token_id not in said:
-        assert len(said) < 40
-        said.append(int(matcher.allowed(said, (), len(plain))[0].nonzero()[0][-1]))
-    text = plain.decode(said[:-1])
-    assert text == (json.dumps(MARKED) if structured.json_schema else MARKED)
+    tokenizer = Tokenizer.from_pretrained(str(tmp_path))
+    grammars = Grammars(tokenizer)
+    for structured in SPELT:
+        matcher, said = grammars.matcher(structured), list[int]()
+        while plain.eos_token_id not in said:
+            assert len(said) < 40
+            said.append(int(matcher.allowed(said, (), len(plain))[0].nonzero()[0][-1]))
+        assert plain.decode(said[:-1]) == (json.dumps(MARKED) if structured.json_schema else MARKED)
+    with pytest.raises(InvalidRequest, match="no end-of-text token"):
+        Grammars(replace(tokenizer, end_ids=frozenset())).check(SPELT[0])
 
 
 @pytest.mark.parametrize(
@@ -254,27 +233,20 @@ def test_enforced_words_may_be_those_of_added_tokens(structured: Structured, spe
         (Structured(grammar="start: missing"), "structured.grammar cannot be compiled"),
         (Structured(grammar='root ::= "a'), "structured.grammar cannot be compiled"),
         (Structured(json_schema="[" * 60_000), "structured.json_schema cannot be compiled"),
+        (Structured(regex=BOMB), "structured takes more work than a token may"),
     ],
     ids=lambda value: value.kind if isinstance(value, Structured) else "",
 )
 def test_bad_grammars_are_refused(cascades: list[Cascade], structured: Structured, words: str) -> None:
-    """Guards tiers against grammars that do not compile, and clients against tracebacks: one sentence, one line."""
+    """Guards tiers against grammars that do not compile or whose steps explode, and clients against tracebacks."""
     with pytest.raises(InvalidRequest, match=words) as error:
-        cascades[0].generate(PROMPT, SamplingParams(max_tokens=5, structured=structured))
+        cascades[0].generate(PROMPT, SamplingParams(max_tokens=50, temperature=0, structured=structured))
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 400
-
-
-def test_grammars_that_take_too_much_work_harm_nobody(cascades: list[Cascade]) -> None:
-    """Guards the tiers against grammars whose steps explode: their request is refused soon, and the next one is served."""
-    params = SamplingParams(max_tokens=50, temperature=0, structured=Structured(regex="(a{1,9999}){1,9999}" * 40))
-    with pytest.raises(InvalidRequest, match="structured takes more work than a token may"):
-        cascades[0].generate(PROMPT, params)
     assert all(tier.healthy for tier in cascades[0].tiers)
     assert cascades[0].generate(PROMPT, SamplingParams(max_tokens=5, ignore_eos=True)).token_ids
 
 
-BOMB = "(a{1,9999}){1,9999}" * 40  # no lexer gets far into it
 LEXED = Structured(regex="[0-9]{0,9}(x|y" + BOMB + ")")
 PARSED = Structured(grammar='start: n{0,9} ("x" | "y" b)\nn: /[0-9]/\nb: c | b b | b b b\nc: /[a-z ]/')
 FEW = LLParserLimits(
@@ -348,9 +320,3 @@ def test_only_the_last_grammars_are_remembered(tokenizer: Tokenizer, monkeypatch
     for structured in (*asked, asked[1], asked[0]):
         grammars.matcher(structured)
     assert compiled == [*asked, asked[0]]
-
-
-def test_a_model_without_ends_is_refused(tokenizer: Tokenizer) -> None:
-    """Guards against texts that run on to `max_tokens` after a complete grammar."""
-    with pytest.raises(InvalidRequest, match="no end-of-text token"):
-        Grammars(replace(tokenizer, end_ids=frozenset())).check(Structured(regex="a"))

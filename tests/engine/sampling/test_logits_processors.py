@@ -5,6 +5,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,16 +22,17 @@ from cascade import InvalidRequest, SamplingParams, Structured
 from cascade.engine.sampling.processors import shape
 from cascade.engine.sampling.state import SequenceState, state_maker
 from cascade.messages import Edge, Open, SessionSpec, mint
-from cascade.scorer import Row, Scored
+from cascade.scorer import BLOCK, Row, Scored
 from cascade.simulation.toy import ToyModel, full_text
 from cascade.tier.tier import Tier
 from tests.cases import examples
+from tests.drafters.test_drafters import INSIDE, Nonsense, drafters
 from tests.tier.test_tier import answered, running
 from tests.waiting import wait_until
 
 VOCAB = 12
 PROMPT = (1, 2, 3, 2)
-NAMES = ("tiny", "medium", "full")
+NAMES = ("babbler", "weak", "good", "twin", "full")  # bottom to top
 
 shaped_params = st.builds(
     SamplingParams,
@@ -129,40 +131,47 @@ class Babbler(ToyModel):
 
 
 @pytest.fixture(scope="module")
-def cascades() -> Iterator[list[list[Tier]]]:
-    """Toy cascades whose lower tiers err, and babble; and one whose tiers are all alike."""
-    lower = [
-        [ToyModel(VOCAB, agreement=0.6), ToyModel(VOCAB, agreement=0.8)],
-        [ToyModel(VOCAB, agreement=0.6), Babbler(VOCAB)],
-        [Babbler(VOCAB), ToyModel(VOCAB, agreement=0.8)],
-        [ToyModel(VOCAB), ToyModel(VOCAB)],
+def tiers() -> Iterator[list[Tier]]:
+    """Toys: the lowest babbles, two err and one says what the full one says; in each are drafters, one of them a fool."""
+    models = [Babbler(VOCAB), ToyModel(VOCAB, agreement=0.6), ToyModel(VOCAB, agreement=0.8), ToyModel(VOCAB), ToyModel(VOCAB)]
+    inside = [[*drafters(*INSIDE), Nonsense()] for _ in models]
+    tiers = [
+        Tier(name, level, models[level], new_state=state_maker(), drafters=inside[level], cache_tokens=4 * BLOCK)
+        for level, name in enumerate(NAMES)
     ]
-    named = [enumerate(zip(NAMES, [*models, ToyModel(VOCAB)], strict=True)) for models in lower]
-    houses = [running([Tier(name, i, one, new_state=state_maker()) for i, (name, one) in tiers]) for tiers in named]
-    yield [next(house) for house in houses]
-    assert [next(house, None) for house in houses] == [None] * len(houses)
+    yield from running(tiers)
 
 
-@given(
-    params=shaped_params,
-    which=st.integers(0, 2),
-    chain=st.sampled_from([(), ("tiny",), ("medium",), ("medium", "tiny")]),
-    window=st.integers(1, 9),
+REQUESTS = st.builds(
+    opening_of,
+    shaped_params,
+    chain=st.sets(st.sampled_from(NAMES[:-1])).map(lambda names: tuple(sorted(names, key=NAMES.index, reverse=True))),
+    drafters=st.sets(st.sampled_from([*INSIDE, "nonsense"])).map(tuple),
+    draft_window=st.integers(1, 9),
+    draft_branches=st.sampled_from([0, 4]),
 )
-def test_text_is_the_full_models(
-    cascades: list[list[Tier]], params: SamplingParams, which: int, chain: tuple[str, ...], window: int
-) -> None:
-    """Guards the promise for every parameter: any tiers, windows and drafts give the text of the full model alone."""
-    request = opening_of(params, chain=chain, draft_window=window)
-    [answer], _ = answered(cascades[which][-1], request)
-    expected = full_text(ToyModel(VOCAB), request.spec)
-    assert [*PROMPT, *answer.tokens] == expected
-    assert len(answer.tokens) >= min(params.min_tokens, params.max_tokens)
-    assert len(answer.logprobs) == (0 if params.logprobs is None else len(answer.tokens))
+
+
+@given(requests=st.lists(REQUESTS, min_size=1, max_size=5))
+def test_text_is_the_full_models(tiers: list[Tier], requests: list[Open]) -> None:
+    """Guards the promise for every parameter: any tiers, drafters, windows and companions give the full model's text.
+
+    Each pass is counted for one edge.
+    """
+    requests = [replace(request, session=mint()) for request in requests]  # when Hypothesis tries it again
+    for request, answer in zip(requests, answered(tiers[-1], *requests)[0], strict=True):
+        params = request.spec.params
+        assert [*PROMPT, *answer.tokens] == full_text(ToyModel(VOCAB), request.spec)
+        assert len(answer.tokens) >= min(params.min_tokens, params.max_tokens)
+        assert len(answer.logprobs) == (0 if params.logprobs is None else len(answer.tokens))
+        own = [edge for edge in answer.edges if edge.verifier == "full"]
+        assert sum(edge.emitted for edge in own) == len(answer.tokens)
+        assert sum(edge.passes for edge in own) <= len(answer.tokens)
+        assert all(edge.accepted <= edge.proposed for edge in own)
 
 
 @pytest.mark.usefixtures("always_draft")
-def test_penalised_drafts_are_accepted(cascades: list[list[Tier]]) -> None:
+def test_penalised_drafts_are_accepted(tiers: list[Tier]) -> None:
     """Guards the lower tiers' own shaping: without it the text is right and no guess is."""
     params = SamplingParams(
         max_tokens=60, temperature=0.8, seed=3, presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=1.3,
@@ -171,8 +180,8 @@ def test_penalised_drafts_are_accepted(cascades: list[list[Tier]]) -> None:
     edges: list[Edge] = []
 
     def drafted() -> bool:  # a tier as fast as its verifier comes too late at times
-        [answer], _ = answered(cascades[-1][-1], opening_of(params, chain=("tiny",), draft_window=6))
-        edges.extend(answer.edges)
+        [answer], _ = answered(tiers[-1], opening_of(params, chain=("twin",), draft_window=6))
+        edges.extend(edge for edge in answer.edges if edge.verifier == "full")
         return sum(edge.proposed for edge in edges) > 30
 
     wait_until(drafted)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -22,19 +22,19 @@ from tests.cases import crossed
 from tests.doors import House, serving
 from tests.engine.sampling.test_logits_processors import VOCAB, opening_of
 from tests.http.test_http import PROMPT
-from tests.tier.test_tier import CountingModel, Inbox, Silent, alone, answered, finish
+from tests.tier.test_tier import Inbox, Silent, alone, answered, finish, opening, written
 from tests.waiting import LONG_S
 
 LONG = "def read(path):\n    with open(path) as file:\n        return file.read()\n\n" * 20
 
 
-class Watched(CountingModel):
+class Watched(ToyModel):
     """Notes how many positions of each row were to give logits."""
 
-    scored: ClassVar[list[int]] = []
+    most = 0
 
     def launch(self, rows: Sequence[Row]) -> Sequence[Row]:
-        self.scored += [row.num_scored for row in rows]
+        self.most = max(self.most, *(row.num_scored for row in rows))
         return super().launch(rows)
 
 
@@ -44,7 +44,7 @@ def cascade() -> Iterator[Cascade]:
         yield cascade
 
 
-served = serving(model=Watched)
+served = serving()
 
 
 CHOSEN = {
@@ -148,20 +148,14 @@ def test_every_protocol_says_the_same(served: House, tokenized: bool) -> None:
     assert choices[0].text == PROMPT + told.text
 
 
-def test_logits_of_prompts_are_bounded(served: House) -> None:
+@pytest.mark.parametrize("prompt_logprobs", [None, 0])
+def test_logits_of_prompts_are_bounded(prompt_logprobs: int | None) -> None:
     """Guards memory: no row gives logits of more positions at once than may be; others give none of their prompts."""
-    Watched.scored.clear()
-    ids = list(range(1, 300))
-    with Client(served.grpc) as client:
-        plain = client.generate(ids, SamplingParams(max_tokens=4, temperature=0))
-        assert max(Watched.scored) < MAX_PROMPT_SCORED // 2
-        told = client.generate(ids, SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=0))
-    assert told.text == plain.text
-    assert len(told.prompt) == 299
-    assert max(Watched.scored) == MAX_PROMPT_SCORED
-
-
-# of answers
+    model, params = Watched(), SamplingParams(max_tokens=4, temperature=0, seed=0, prompt_logprobs=prompt_logprobs)
+    with alone(model, new_state=state_maker()) as tier:
+        [answer], _ = written(tier, opening(tokens=(1, 2, 3) * 100, prompt_len=300, chain=(), params=params))
+    assert len(answer.prompt) == (0 if prompt_logprobs is None else 300)
+    assert model.most == (1 if prompt_logprobs is None else MAX_PROMPT_SCORED)
 
 
 def test_replay_keeps_logprobs() -> None:

@@ -2,26 +2,35 @@
 
 import random
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import causal_mask_function, chunked_causal_mask_function, sliding_window_causal_mask_function
 
 from cascade import ModelError, SamplingParams
+from cascade.engine.checkpoint import anatomy
+from cascade.engine.loading import load
 from cascade.engine.model import Model
 from cascade.engine.network.attention import Span, attend
 from cascade.engine.network.contiguous import Attention, Cache, Contiguous, Pass
-from cascade.engine.network.survey import window_of_mask
+from cascade.engine.network.llama import is_written_out
+from cascade.engine.network.plain import Plain
+from cascade.engine.network.survey import Survey, agree, window_of_mask
 from cascade.scorer import TILE, Row, Scored
 from tests.architectures import CONTEXT, DEFAULT, REFUSED, SERVED, VOCAB, WRITTEN_OUT, build, each
-from tests.engine.test_bits import in_pieces, text
+from tests.cases import crossed
+from tests.engine.test_bits import in_pieces, text, whole
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 PREFIX = tuple(range(3, 33))  # several windows long
+TEXT = text(0, VOCAB)
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -60,7 +69,7 @@ def test_logits_are_those_of_transformers_under_any_schedule(name: str, attentio
     """Guards exactness: no chunking, wrong draft, rollback or companion in the pass may change what a text is scored with."""
     model, network = served(name, attention), build(name)
     network.set_attn_implementation("eager")
-    tokens = text(0, VOCAB)[:56]  # several windows long; with a wrong end still within the context of all
+    tokens = TEXT[:56]  # several windows long; with a wrong end still within the context of all
     with torch.inference_mode():
         expected = network(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
     for seed in range(2):
@@ -97,11 +106,13 @@ def test_logits_are_of_the_wanted_positions_alone() -> None:
 
 
 @pytest.mark.parametrize("name", each(REFUSED, default=("falcon", "mamba", "qwen3_next", "llama4_text", "deepseek_v32")))
-def test_refused_architectures_are_named(name: str) -> None:
-    """Guards against serving a model whose layers bypass the cache: its text would be nonsense."""
+def test_refused_architectures_are_named(name: str, tmp_path: Path) -> None:
+    """Guards against serving a model whose layers bypass the cache: its text would be nonsense. `cascade check` knows it."""
     network = build(name)
-    with pytest.raises(ModelError, match=f"^{type(network).__name__} cannot be served: .+"):
-        Model(network)
+    network.config.save_pretrained(tmp_path)
+    for load_it in (lambda: Model(network), lambda: anatomy(str(tmp_path))):
+        with pytest.raises(ModelError, match=f"^{type(network).__name__} cannot be served: .+"):
+            load_it()
 
 
 def test_context_ends_where_logits_would_depend_on_companions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,3 +239,92 @@ def test_probe_takes_keys_as_large_as_published_ones() -> None:
         for layer in network.model.layers:
             layer.self_attn.k_proj.bias.normal_(0, 200)
     Model(network.to(torch.bfloat16))
+
+
+# the Llama family, written out
+
+
+def test_a_model_may_be_asked_by_several_threads() -> None:
+    """Guards tiers that share a model: their threads' passes wrote into the same memory, and texts were not the model's."""
+    model = Model(build("llama"), cache_tokens=8192, num_threads=1)
+    texts = [[(step + place) % 60 + 3 for place in range(24)] for step in range(4)]
+
+    def passes(text: list[int]) -> list[list[int]]:
+        caches = [model.new_cache() for _ in range(40)]
+        return [list(model.run([Row(cache, 0, text, len(text), GREEDY)])[0].own) for cache in caches]
+
+    with ThreadPoolExecutor(len(texts)) as workers:
+        together = list(workers.map(passes, texts))
+    for tokens, found in zip(texts, together, strict=True):
+        assert found == [passes(tokens)[0]] * 40
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-untied-bias"])
+def test_an_owned_network_gives_its_weights_up(name: str) -> None:
+    """Guards memory: weights were held twice. What a drafter beside it shares, embeddings and head, stays."""
+    given = build(name)
+    model = Model(given, cache_tokens=1024, owned=True, num_threads=1)
+    assert {weight.device.type for weight in given.model.layers.parameters()} == {"meta"}
+    assert model.num_parameters == served(name).num_parameters
+    assert torch.equal(whole(model, TEXT[:20]), whole(served(name), TEXT[:20]))
+    with torch.inference_mode():
+        states = given.get_input_embeddings()(torch.tensor(TEXT[:3]))
+        expected = torch.nn.functional.linear(states, build(name).lm_head.weight)
+        torch.testing.assert_close(given.get_output_embeddings()(states), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), crossed({name: name for name in WRITTEN_OUT}, {"float32": torch.float32, "bfloat16": torch.bfloat16})
+)
+def test_plain_networks_are_those_of_transformers(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Guards the reference of the probe: a checkpoint is read as Transformers reads it, and says the same, beyond its windows.
+
+    Loading took seconds, most of which went by while the code of Transformers' models was imported.
+    """
+    build(name).to(dtype).save_pretrained(tmp_path)
+    plain, published = (load(str(tmp_path), device="cpu", trainable=trainable) for trainable in (False, True))
+    assert isinstance(plain, Plain)
+    assert is_written_out(published), "as Transformers wrote it, it says the same, much later"
+    ids = torch.tensor([TEXT[:40], TEXT[60:]])
+    with torch.inference_mode():
+        expected = published(input_ids=ids, use_cache=False).logits
+    assert agree(plain, plain(ids), expected)
+    assert plain.num_parameters() == published.num_parameters()
+    model, other = Model(plain, cache_tokens=1024, num_threads=1), Model(published, cache_tokens=1024, num_threads=1)
+    assert torch.equal(whole(model, TEXT[:60]), whole(other, TEXT[:60]))
+    assert plain.survey == Survey.of(published)
+
+
+@pytest.mark.parametrize("surplus", ["tied, and the same", "tied, and other", "missing", "old frequencies"])
+def test_only_checkpoints_with_exactly_its_weights_are_plain(surplus: str, tmp_path: Path) -> None:
+    """Guards files that Transformers reads in its own way: an output embedding that differs though it should be tied, names."""
+    published = build("llama", tie_word_embeddings=True)
+    published.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    embedding = weights["model.embed_tokens.weight"]
+    if surplus.startswith("tied"):
+        weights["lm_head.weight"] = embedding + (surplus == "tied, and other")
+    elif surplus == "missing":
+        weights = {name.removeprefix("model."): weight for name, weight in weights.items()}
+    else:
+        weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file({name: weight.clone() for name, weight in weights.items()}, file, metadata={"format": "pt"})
+    assert isinstance(load(str(tmp_path), device="cpu"), Plain) == (surplus in ("tied, and the same", "old frequencies"))
+
+
+OTHERS = {
+    "gemma": {},
+    "llama-dynamic": {},
+    "llama": {"hidden_act": "gelu"},
+    "llama-untied-bias": {"quantization_config": {"quant_method": "torchao"}},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_are_left_to_transformers(name: str) -> None:
+    """Guards models that change a little of a known one: their text would be wrong."""
+    other = build(name)
+    vars(other.config).update(OTHERS[name])
+    assert not is_written_out(other)
+    assert not is_written_out(build("llama").half())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cascade import SamplingParams, Structured
-from cascade.draft import NO_DRAFT, Draft
+from cascade.draft import Draft
 from cascade.engine.grammar import Grammars
 from cascade.engine.model import Model
 from cascade.engine.network.contiguous import Attention, Contiguous
@@ -22,13 +22,13 @@ from cascade.engine.tokenizer import Tokenizer
 from cascade.engine.trees import MAX_READ_AGAIN, Tree, run_trees
 from cascade.engine.vllm.blocks import RESERVED, Blocks, PagedCache
 from cascade.messages import Logprobs, SessionSpec
-from cascade.scorer import BLOCK, MAX_FORKED, Row, RunnerUp, Scored
+from cascade.scorer import BLOCK, MAX_FORKED, Row, Scored
 from tests import small
 from tests.architectures import VOCAB, build
 from tests.cases import examples, rare
+from tests.test_draft import path_of
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
-ROUNDS = 2
 ENDS = frozenset({3, 11})
 
 
@@ -51,17 +51,12 @@ class Session:
     model: Model
     params: SamplingParams
     text: list[int]
-    rng: random.Random
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
     constraint: Callable[[], Any] = lambda: None
-    held: int = 0
-    store: Any = None
-    state: SequenceState | None = None
-    drafts: Draft = NO_DRAFT
     alone: dict[tuple[int, ...], tuple[Scored, tuple[Logprobs, ...]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.store = self.model.new_cache()
-        self.prompt_len = len(self.text)
+        self.store, self.held, self.prompt_len = self.model.new_cache(), 0, len(self.text)
         self.state = self.new_state(self.text)
 
     def new_state(self, text: Sequence[int]) -> SequenceState | None:
@@ -80,57 +75,53 @@ class Session:
 
     def guess(self, parents: Sequence[int]) -> Draft:
         """A tree of this shape, often right."""
-        tokens: list[int] = []
-        for node, parent in enumerate(parents):
-            taken = {tokens[child] for child in range(node) if parents[child] == parent}
-            path = path_to(tokens, parents, parent)
-            right = self.expected(path)[0].own[0]
+        draft = Draft((), b"", b"", ())
+        for parent in parents:
+            taken = {draft.tokens[child] for child in draft.children(parent)}
+            right = self.expected(path_of(draft, parent))[0].own[0]
             wrong = self.rng.choice([token for token in range(5, 60) if token not in taken])
-            tokens.append(right if right not in taken and self.rng.random() < 0.7 else wrong)
-        return Draft(tuple(tokens), bytes(len(tokens)), b"", tuple(parents))
+            token = right if right not in taken and self.rng.random() < 0.7 else wrong
+            draft = tree((*draft.tokens, token), parents[: len(draft) + 1])
+        return draft
 
     def row(self, draft: Draft, runner_ups: int = 0) -> Row:
-        self.drafts = draft
         tokens = self.text[self.held :]
         return Row(self.store, self.held, tokens, 1, self.params, self.state, draft=draft, runner_ups=runner_ups)
 
-    def check(self, scored: Scored, most: int | None = None) -> None:
+    def check(self, draft: Draft, scored: Scored, most: int | None = None) -> None:
         """Hold a pass against those of its paths, of which the first ``most`` are known, and go on with the text."""
-        draft, begin = self.drafts, len(self.text)
         assert len(scored.own) == 1 + (len(draft) if most is None else most)
         for node, own in enumerate(scored.own, -1):
-            alone, _ = self.expected(path_to(draft.tokens, [draft.parent(i) for i in range(len(draft))], node))
+            alone, _ = self.expected(path_of(draft, node))
             assert own == alone.own[0]
-            if scored.runner_ups:
-                _alike(scored.runner_ups[node + 1], alone.runner_ups[0])
+            if scored.runner_ups:  # mixtures keep their bits only nearly
+                found, expected = scored.runner_ups[node + 1], alone.runner_ups[0]
+                assert [one.token for one in found] == [one.token for one in expected]
+                assert [one.gap for one in found] == pytest.approx([one.gap for one in expected], abs=1e-3)
         new, _ = draft.walk(scored.own)
-        said = [self.expected(new[:i])[1] for i in range(len(new))]
         if self.state is not None and self.params.logprobs is not None:
-            for found, (expected,) in zip(self.state.logprobs(begin, len(new)), said, strict=True):
-                assert [token for token, _ in found.top] == [token for token, _ in expected.top]
-                told = [found.logprob, *(value for _, value in found.top)]
-                assert told == pytest.approx([expected.logprob, *(value for _, value in expected.top)], abs=1e-4)
+            wanted = [self.expected(new[:i])[1][0] for i in range(len(new))]
+            for one, other in zip(self.state.logprobs(len(self.text), len(new)), wanted, strict=True):
+                assert [token for token, _ in one.top] == [token for token, _ in other.top]
+                values, others = ([each.logprob, *(value for _, value in each.top)] for each in (one, other))
+                assert values == pytest.approx(others, abs=1e-4)
         self.text += new
         self.held = len(self.text) - 1
         fresh = self.model.new_cache()
         rows = [Row(self.store, self.held, self.text[self.held :], 1, GREEDY), Row(fresh, 0, self.text, 1, GREEDY)]
-        one, other = (self.model.logits([row]) for row in rows)  # own tokens of such small models hardly look back
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        kept, recomputed = (self.model.logits([row]) for row in rows)  # own tokens of such small models hardly look back
+        torch.testing.assert_close(kept, recomputed, rtol=1e-5, atol=1e-5)
         fresh.free()
 
+    def play(self, draft: Draft, most: int | None = None) -> Scored:
+        """A pass over a tree, by itself."""
+        [scored] = self.model.run([self.row(draft)])
+        self.check(draft, scored, most)
+        return scored
 
-def _alike(found: Sequence[RunnerUp], expected: Sequence[RunnerUp]) -> None:
-    """Mixtures, and passes over graphs, keep their bits only nearly."""
-    assert [one.token for one in found] == [one.token for one in expected]
-    assert [one.gap for one in found] == pytest.approx([one.gap for one in expected], abs=1e-3)
 
-
-def path_to(tokens: Sequence[int], parents: Sequence[int], node: int) -> list[int]:
-    path: list[int] = []
-    while node >= 0:
-        path.append(tokens[node])
-        node = parents[node]
-    return path[::-1]
+def tree(tokens: Sequence[int], parents: Sequence[int]) -> Draft:
+    return Draft(tuple(tokens), bytes(len(tokens)), b"", tuple(parents))
 
 
 @st.composite
@@ -142,21 +133,6 @@ def shapes(draw: st.DrawFn) -> tuple[int, ...]:
     return tuple(parents)
 
 
-PLAIN = st.sampled_from(
-    [GREEDY, SamplingParams(temperature=0.8, seed=4), SamplingParams(temperature=0.8, seed=5, top_p=0.8, top_k=9)]
-)
-SHAPED = st.builds(
-    SamplingParams,
-    temperature=st.sampled_from([0.0, 0.8]),
-    seed=st.integers(0, 99),
-    presence_penalty=st.sampled_from([0.0, 1.5]),
-    frequency_penalty=st.sampled_from([0.0, 1.0]),
-    repetition_penalty=st.sampled_from([1.0, 1.4]),
-    logit_bias=st.sampled_from([{}, {3: 4.0, 7: 2.0}]),
-    min_tokens=st.sampled_from([0, 5]),
-    logprobs=st.sampled_from([None, 2]),
-)
-SEEDS = st.integers(0, 999)
 NAMES = [
     ("llama", "native"),
     ("gemma2", "contiguous"),
@@ -168,38 +144,43 @@ NAMES = [
 ]
 
 
-def rounds(sessions: Sequence[Session], trees: Sequence[Sequence[tuple[int, ...]]], runner_ups: int = 0) -> None:
-    """Passes of all sessions over trees of these shapes, from what the last left in the stores."""
-    model = sessions[0].model
-    for shape in trees:
-        rows = [session.row(session.guess(parents), runner_ups) for session, parents in zip(sessions, shape, strict=True)]
-        for session, scored in zip(sessions, model.run(rows), strict=True):
-            session.check(scored)
-    for session in sessions:
-        session.store.free()
-
-
-def texts(seed: int) -> list[list[int]]:
-    """Beginnings of three texts, short enough to be read again, one at the end of a block."""
-    return [[(7 * seed + 5 * place + number) % VOCAB for place in range(size)] for number, size in enumerate((3, 8, 5))]
+PLAIN = [GREEDY, SamplingParams(temperature=0.8, seed=4), SamplingParams(temperature=0.8, seed=5, top_p=0.8, top_k=9)]
+SHAPED = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.8]),
+    seed=st.integers(0, 99),
+    presence_penalty=st.sampled_from([0.0, 1.5]),
+    frequency_penalty=st.sampled_from([0.0, 1.0]),
+    repetition_penalty=st.sampled_from([1.0, 1.4]),
+    logit_bias=st.sampled_from([{}, {3: 4.0, 7: 2.0}]),
+    min_tokens=st.sampled_from([0, 5]),
+    logprobs=st.sampled_from([None, 2]),
+)
 
 
 @pytest.mark.parametrize(("name", "attention"), NAMES)
 @settings(max_examples=examples(0.2))
-@given(trees=st.lists(st.tuples(shapes(), shapes(), shapes()), min_size=ROUNDS, max_size=ROUNDS), params=PLAIN, seed=SEEDS)
-def test_nodes_say_what_their_paths_say(name: str, attention: str, trees: Any, params: SamplingParams, seed: int) -> None:
-    """Guards branches that see each other, the trunk, or companions; and stores that do not hold the path afterwards."""
+@given(
+    trees=st.lists(st.tuples(shapes(), shapes(), shapes()), min_size=2, max_size=2),
+    params=st.tuples(*[st.sampled_from(PLAIN) | SHAPED] * 3),
+    seed=st.integers(0, 999),
+)
+def test_nodes_say_what_their_paths_say(name: str, attention: str, trees: Any, params: Any, seed: int) -> None:
+    """Guards branches that see each other, the trunk, or companions; and stores that do not hold the path afterwards.
+
+    Guards penalties, bias, `min_tokens` and log-probabilities, too: a branch counts its own path, and reports it if taken.
+    Texts are short enough to be read again, one ends at the end of a block.
+    """
     model = model_of(name, attention)
-    rounds([Session(model, params, text, random.Random(seed)) for text in texts(seed)], trees, runner_ups=2)
-
-
-@settings(max_examples=examples(0.3))
-@given(trees=st.lists(st.tuples(shapes(), shapes(), shapes()), min_size=ROUNDS, max_size=ROUNDS), params=SHAPED, seed=SEEDS)
-def test_branches_have_histories_of_their_own(trees: Any, params: SamplingParams, seed: int) -> None:
-    """Guards penalties, bias, `min_tokens` and log-probabilities: a branch counts its own path, and reports it if taken."""
-    model = model_of("llama", "native")
-    chosen = [params, SamplingParams(temperature=0.8, seed=seed), params]
-    rounds([Session(model, one, text, random.Random(seed)) for one, text in zip(chosen, texts(seed), strict=True)], trees)
+    texts = [[(7 * seed + 5 * place + number) % VOCAB for place in range(size)] for number, size in enumerate((3, 8, 5))]
+    sessions = [Session(model, one, text, random.Random(seed)) for one, text in zip(params, texts, strict=True)]
+    for shape in trees:
+        drafts = [session.guess(parents) for session, parents in zip(sessions, shape, strict=True)]
+        rows = [session.row(draft, 2) for session, draft in zip(sessions, drafts, strict=True)]
+        for session, draft, scored in zip(sessions, drafts, model.run(rows), strict=True):
+            session.check(draft, scored)
+    for session in sessions:
+        session.store.free()
 
 
 @dataclass
@@ -216,56 +197,37 @@ class Short:
 def test_a_grammar_that_cannot_follow_a_branch_cuts_there() -> None:
     """Guards how much is known: of each line by itself, and of the tree up to its first node that is not."""
     params = SamplingParams(temperature=0.0, seed=1, structured=Structured(regex="a"))
-    session = Session(model_of("llama", "native"), params, [4, 6, 2], random.Random(0), Short)
-    for stops, known in ((2, 2), (0, 0), (1, 1), (None, 4)):
+    session = Session(model_of("llama", "native"), params, [4, 6, 2], constraint=Short)
+    for stops, num_known in ((2, 2), (0, 0), (1, 1), (None, 4)):
         right = session.expected(())[0].own[0]
         tokens = [10 if right != 10 else 12, 6, right, 6]
         if stops is not None:
             tokens[stops] = 9
-        draft = Draft(tuple(tokens), bytes(4), b"", (-1, 0, -1, 2))
-        [scored] = session.model.run([session.row(draft)])
-        assert all(token % 2 == 0 for token in scored.own)
-        session.check(scored, known)
+        assert all(token % 2 == 0 for token in session.play(tree(tokens, (-1, 0, -1, 2)), num_known).own)
 
 
 def test_grammars_follow_branches() -> None:
     """Guards a grammar that is led along one branch and then asked about another: every node has its own mask."""
     tokenizer = Tokenizer.from_pretrained(small.paths()[-1])
-    grammars = Grammars(tokenizer)
-    structured = Structured(regex="[a-z0-9]{4,9}")
-    model = Model(build("llama", vocab_size=4096))
+    grammars, structured = Grammars(tokenizer), Structured(regex="[a-z0-9]{4,9}")
+    model = Model(build("llama", vocab_size=small.VOCAB))
     for temperature in (0.0, 0.8):
         params = SamplingParams(temperature=temperature, seed=3, structured=structured, logprobs=1)
-        rng = random.Random(1)
-        session = Session(model, params, tokenizer.encode("x = "), rng, lambda: grammars.matcher(structured))
+        session = Session(model, params, tokenizer.encode("x = "), constraint=lambda: grammars.matcher(structured))
         for parents in ((-1, 0, -1, 2, 0), (-1, -1, -1, 2), (-1, 0, 1, 0, 3)):
-            [scored] = model.run([session.row(session.guess(parents))])
-            session.check(scored)
+            session.play(session.guess(parents))
 
 
-def forks_of(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """All forks that are made from now on."""
-    made: list[Any] = []
-    kind = type(model.new_cache())
-    fork = kind.fork
-
-    def noted(store: Any, position: int) -> Any:
-        made.append(fork(store, position))
-        return made[-1]
-
-    monkeypatch.setattr(kind, "fork", noted)
-    return made
-
-
-STAR = Draft((5, 6, 7, 8, 9), bytes(5), b"", (-1, 0, -1, 2, 0))
+STAR = tree((5, 6, 7, 8, 9), (-1, 0, -1, 2, 0))
 
 
 @pytest.mark.parametrize("attention", ["native", "contiguous"])
 def test_forks_are_gone_however_a_pass_ends(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards memory: branches that nobody follows, and those of passes that fail; the row may be scored again."""
     model = model_of("llama", attention)
-    forks, session = forks_of(model, monkeypatch), Session(model, GREEDY, [1, 2, 3], random.Random(0))
-    logits = model.logits
+    session, forks, logits = Session(model, GREEDY, [1, 2, 3]), list[Any](), model.logits
+    fork = type(session.store).fork
+    monkeypatch.setattr(type(session.store), "fork", lambda store, place: forks.append(fork(store, place)) or forks[-1])
 
     def fails(rows: Sequence[Row]) -> Tensor:
         logits(rows)
@@ -275,9 +237,8 @@ def test_forks_are_gone_however_a_pass_ends(attention: str, monkeypatch: pytest.
         with monkeypatch.context() as patch:
             patch.setattr(model, "logits", fails)
             with pytest.raises(RuntimeError, match="no more"):
-                model.run([session.row(STAR)])
-        [scored] = model.run([session.row(session.guess(STAR.parents))])
-        session.check(scored)
+                session.play(STAR)
+        session.play(session.guess([STAR.parent(node) for node in range(len(STAR))]))
     assert len(forks) == 8
     assert not any(fork.nbytes for fork in forks)
     session.store.free()
@@ -288,28 +249,22 @@ def test_forks_are_gone_however_a_pass_ends(attention: str, monkeypatch: pytest.
 )
 def test_long_texts_are_not_read_again(params: SamplingParams) -> None:
     """Guards prompts with a tree after them: branches share what was read, or are left out where they would read it again."""
-    model = model_of("llama", "native")
     for size in (MAX_READ_AGAIN, MAX_READ_AGAIN + 1, 3 * BLOCK):
-        session = Session(model, params, list(range(20, 20 + size)), random.Random(0))
-        tree = Tree(session.row(STAR), shares_pass=True)
-        lines = tree.grow()
-        tree.free()
-        few = sum(len(line.row.input_ids) for line in lines) - size - len(STAR)
-        assert few <= (len(lines) - 1) * MAX_READ_AGAIN + 2
-        assert few == 0 or params.shaped
-        [scored] = model.run([session.row(session.guess(STAR.parents))])
-        session.check(scored)
+        session = Session(model_of("llama", "native"), params, list(range(20, 20 + size)))
+        grown = Tree(session.row(STAR), shares_pass=True)
+        lines = grown.grow()
+        grown.free()
+        num_again = sum(len(line.row.input_ids) for line in lines) - size - len(STAR)
+        assert num_again <= (len(lines) - 1) * MAX_READ_AGAIN + 2
+        assert num_again == 0 or params.shaped
+        session.play(session.guess([STAR.parent(node) for node in range(len(STAR))]))
 
 
 def test_no_branch_is_longer_than_a_fork() -> None:
     """Guards what forks promise: a node further away is not known, nor what stands after it in the order of nodes."""
-    model = model_of("llama", "native")
     size = MAX_FORKED + 5
-    draft = Draft(tuple(range(10, 11 + size)), bytes(1 + size), b"", (-1, -1, *range(1, size)))
-    session = Session(model, GREEDY, [1, 2], random.Random(0))
-    session.drafts = draft
-    [scored] = model.run([session.row(draft)])
-    session.check(scored, 1 + MAX_FORKED)
+    session = Session(model_of("llama", "native"), GREEDY, [1, 2])
+    session.play(tree(range(10, 11 + size), (-1, -1, *range(1, size))), 1 + MAX_FORKED)
 
 
 def test_of_a_tree_with_other_own_tokens_the_trunk_is_scored() -> None:
@@ -331,7 +286,7 @@ def test_a_tree_takes_no_more_memory_than_its_depth(spare: int) -> None:
     blocks = Blocks(RESERVED - 1 + 1 + spare, BLOCK)
     store = PagedCache(blocks)
     store.reserve(BLOCK)
-    draft = Draft(tuple(range(20, 29)), bytes(9), b"", (-1, 0, 1, -1, -1, -1, 0, 0, 0))
+    draft = tree(range(20, 29), (-1, 0, 1, -1, -1, -1, 0, 0, 0))
     row = Row(store, BLOCK - 4, [7], 1, GREEDY, draft=draft)
     [scored] = run_trees([row], lambda rows, _: [Scored([5] * one.num_scored) for one in rows], shares_pass=False)
     assert len(scored.own) == {0: 4, 1: 5, 20: 10}[spare]

@@ -1,7 +1,5 @@
 """Drafters that learn from answers: what is kept, who is forgotten, what is published, what a server takes."""
 
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -36,64 +34,43 @@ def sample(number: int, tenant: str = "alice", corrected: int = 1, length: int =
 
 
 def test_a_reservoir_is_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
-    """Guards memory: rows, tokens of a row and age have limits, and the newest answers are never what goes."""
-    answers, given = Reservoir(LIMITS, tmp_path), [sample(number, length=100) for number in range(200)]
+    """Guards memory: rows, tokens of a row and age have limits, and the newest answers are never what goes.
+
+    Of old answers those stay that drafts were wrong about.
+    """
+    answers, given = Reservoir(LIMITS, tmp_path), [sample(n, corrected=99 * (n % 2), length=100) for n in range(1000)]
     answers.add([sample(999, age_s=LIMITS.max_age_s + 1)])
     answers.add(given)
     assert len(answers) == LIMITS.rows
     assert [one.tokens for one in answers.newest] == [one.tokens[-48:] for one in given[-16:]]
     assert all(len(one.tokens) == 48 and one.prompt_len == 1 for one in (*answers.newest, *answers.older))
-
-
-def test_corrections_are_preferred(tmp_path: Path) -> None:
-    """Guards what is learnt from: of old answers those stay that drafts were wrong about."""
-    answers = Reservoir(Limits(rows=64), tmp_path)
-    answers.add(sample(number, corrected=99 * (number % 2)) for number in range(1000))
-    assert sum(one.corrected > 0 for one in answers.older) > 28
+    assert sum(one.corrected > 0 for one in answers.older) > 0.85 * len(answers.older)
 
 
 def test_a_tenant_is_forgotten_in_memory_and_on_disk(tmp_path: Path) -> None:
-    """Guards requests to forget: rows of then go everywhere, also those that come late, and those of later stay."""
+    """Guards requests to forget: rows of then go everywhere, also those that come late, and those of later stay.
+
+    Where nobody learns at that time, reading the file writes it anew.
+    """
     answers = Reservoir(LIMITS, tmp_path)
     mine, others = [sample(number) for number in range(5)], [sample(number, "bob") for number in range(5, 10)]
     answers.add([*mine, *others])
     answers.save()
+    before = (tmp_path / ROWS).stat().st_size
     reservoir.forget(tmp_path, "alice")
     assert answers.forget()
     answers.add(mine)  # a router had them still
     assert not answers.forget()
     for found in (answers, Reservoir(LIMITS, tmp_path)):
         assert [one.tenant for one in found.newest] == ["bob"] * 5
+    assert (tmp_path / ROWS).stat().st_size < before
     answers.add([sample(11)])
     assert answers.newest[-1].tenant == "alice"
 
 
-def test_a_file_that_a_dead_learner_left_is_without_the_forgotten(tmp_path: Path) -> None:
-    """Guards the disk where nobody learns when somebody asks to be forgotten: reading it writes it anew."""
-    Reservoir(LIMITS, tmp_path).save()
-    answers = Reservoir(LIMITS, tmp_path)
-    answers.add([sample(1), sample(2, "bob")])
-    answers.save()
-    before = (tmp_path / ROWS).stat().st_size
-    reservoir.forget(tmp_path, "alice")
-    Reservoir(LIMITS, tmp_path)
-    assert (tmp_path / ROWS).stat().st_size < before
-
-
-def test_nothing_is_on_disk_unless_told(tmp_path: Path) -> None:
-    """Guards privacy: without ``on_disk`` nothing is written, and what an earlier server has left is removed."""
-    told = Reservoir(LIMITS, tmp_path)
-    told.add([sample(1)])
-    told.save()
-    answers = Reservoir(LIMITS, tmp_path, on_disk=False)
-    assert not len(answers)
-    answers.add([sample(2)])
-    answers.save()
-    assert not [path.name for path in tmp_path.iterdir()]
-
-
-def test_answers_on_disk_may_be_encrypted(tmp_path: Path) -> None:
-    """Guards the file: no plain one is left, it is read with its key, and another key or none is told so."""
+def test_answers_are_on_disk_as_told(tmp_path: Path) -> None:
+    """Guards privacy: an encrypted file is read with its key alone and leaves no plain one; without ``on_disk`` there is none,
+    and what an earlier server has left is removed."""
     plain = Reservoir(LIMITS, tmp_path)
     plain.add([sample(1)])
     plain.save()
@@ -104,6 +81,11 @@ def test_answers_on_disk_may_be_encrypted(tmp_path: Path) -> None:
     for wrong in (None, Fernet.generate_key().decode(), "no key"):
         with pytest.raises(ConfigError, match=r"encrypted|cannot be read|none of Fernet's"):
             Reservoir(LIMITS, tmp_path, wrong)
+    answers = Reservoir(LIMITS, tmp_path, on_disk=False)
+    assert not len(answers)
+    answers.add([sample(2)])
+    answers.save()
+    assert not [path.name for path in tmp_path.iterdir()]
 
 
 def test_a_killed_writer_leaves_a_whole_version(tmp_path: Path) -> None:
@@ -118,12 +100,10 @@ while True:
     versions.choose(versions.add(write))
 """
     versions = Versions(tmp_path)
-    for wait_s in (0.25, 0.1, 0.15):
-        writer = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)])
-        wait_until(lambda known=versions.current: versions.current != known)
-        time.sleep(wait_s)
-        os.kill(writer.pid, signal.SIGKILL)
-        writer.wait()
+    for _ in range(3):
+        with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)]) as writer:
+            wait_until(lambda known=versions.current: versions.current != known)
+            writer.kill()  # in the middle of the next one
         current = versions.current
         assert current is not None
         assert [(current / part).stat().st_size for part in ("a", "b")] == [2**20, 2**20]
@@ -181,12 +161,8 @@ def test_worse_weights_are_dropped(student: Talker, problem: str) -> None:
     assert problem in outcome.problem
     assert bool(problem) == bool(outcome.problem)
     assert outcome.judged >= alignment.LEAST
-
-
-def test_too_few_answers_teach_nothing() -> None:
-    """Guards weights against a judge who has seen nothing."""
     with pytest.raises(ConfigError, match="too few to judge tiny by"):
-        align("tiny", Talker(0.5, 0.7), [sample(number) for number in range(9)], [], 0.02)
+        align("tiny", student, newest[:9], [], 0.02)
 
 
 @pytest.fixture(scope="module")
@@ -233,8 +209,11 @@ def test_a_student_learns_and_its_weights_are_taken(tmp_path: Path, answers: lis
 
 
 def test_passes_go_on_while_weights_are_renewed() -> None:
-    """Guards the heap: a loader that changes PyTorch's default dtype gave a pass half the memory that its kernels write to."""
-    tiny, _, _ = small.paths()
+    """Guards the heap: a loader that changes PyTorch's default dtype gave a pass half the memory that its kernels write to.
+
+    A replica goes on with what it has where a folder holds another model.
+    """
+    tiny, medium, _ = small.paths()
     model, text = Model.from_pretrained(tiny, dtype="float32", device="cpu", num_threads=1), tuple(range(30, 60))
     expected, found, over = score_of(model, text), list[list[int]](), threading.Event()
 
@@ -250,16 +229,7 @@ def test_passes_go_on_while_weights_are_renewed() -> None:
     finally:
         over.set()
         passes.join()
-    assert len(found) > 8
-    assert all(own == expected for own in found)
-
-
-def test_weights_of_another_shape_are_refused() -> None:
-    """Guards a replica: it goes on with what it has where a folder holds another model."""
-    tiny, medium, _ = small.paths()
-    model = Model.from_pretrained(tiny, dtype="float32", device="cpu")
-    text = tuple(range(30, 50))
-    before = score_of(model, text)
     with pytest.raises(ModelError, match="cannot take the place"):
         model.renew(medium)
-    assert score_of(model, text) == before
+    assert len(found) > 8
+    assert all(own == expected for own in (*found, score_of(model, text)))

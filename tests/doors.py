@@ -5,6 +5,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -13,13 +14,13 @@ from cascade.engine.grammar import Grammars
 from cascade.engine.tokenizer import Tokenizer
 from cascade.settings.config import CascadeConfig
 from cascade.settings.router import ListenConfig
+from deployments import router as module
 from deployments.gateway.admission import admission
 from deployments.links import replica_status
 from deployments.ops.launch import free_port
 from deployments.ops.tracing import UNTRACED, Tracing
 from deployments.router import Router
 from tests import small
-from tests.gateway.test_router import Handle, Stoppable
 from tests.links.net import Net, Node
 from tests.tier.test_tier import NAMES, CountingModel
 from tests.waiting import LONG_S, until
@@ -27,6 +28,43 @@ from tests.waiting import LONG_S, until
 T = TypeVar("T")
 VOCAB = 4096  # of the small models's tokenizer
 AGREEMENT = {"tiny": 0.6, "medium": 0.8, "full": 1.0}
+
+
+class Handle:
+    """A Serve handle of the tier ``name``; a tier without a replica never answers."""
+
+    def __init__(self, net: Net, name: str) -> None:
+        self._net, self._name = net, name
+        self.num_calls = 0
+        self.describe = SimpleNamespace(remote=self._describe)
+        self.lease = SimpleNamespace(remote=self._lease)
+
+    def options(self, **options: object) -> "Handle":
+        return self
+
+    def _describe(self) -> "asyncio.Task[dict[str, Any]]":
+        self.num_calls += 1
+        return asyncio.create_task(self._state())
+
+    async def _state(self) -> dict[str, Any]:
+        while self._name not in self._net.nodes:
+            await asyncio.sleep(0.01)
+        node = self._net.nodes[self._name]
+        model = node.model
+        cost = {"pass_cost": [{"tokens": 1, "seconds": 0.25}, {"tokens": 8, "seconds": 0.5}], "context_s": 0.125}
+        limits = {"context_len": model.context_len, "vocab_size": model.vocab_size}
+        limits["cache_tokens"] = node.tier.kv_admission.num_tokens
+        return {"name": self._name, "model": "toy", **limits, **cost}
+
+    def _lease(self, session: str, preferred: Sequence[str], affinity: str) -> Any:
+        return self._net.lessor(self._name)(session)
+
+
+class Stoppable(Router):
+    """Serve awaits the destructor; here nobody does when the garbage is collected."""
+
+    def __del__(self) -> None:  # type: ignore[override]
+        pass
 
 
 @dataclass
@@ -61,6 +99,7 @@ def house(
     pass_s: float = 0.0005,
     model: Callable[..., CountingModel] = CountingModel,
     pace: tuple[float, ...] = (1, 2, 3),
+    present: Sequence[str] = NAMES,
     full: dict[str, Any] | None = None,
     tracing: Callable[..., Tracing] = lambda *of: UNTRACED,
     **router: Any,
@@ -69,7 +108,7 @@ def house(
 
     ``tracing`` says how the router and each tier make spans.
 
-    Passes of the tiers, bottom to top, take ``pace`` times ``pass_s``.
+    Passes of the tiers, bottom to top, take ``pace`` times ``pass_s``. Those that are not ``present`` have no replica.
     """
     ready, stop = threading.Event(), asyncio.Event()
     result: list[House | BaseException] = []
@@ -77,7 +116,8 @@ def house(
     async def live() -> None:
         try:
             async with contextlib.AsyncExitStack() as stack:
-                result.append(await _build(stack, [pass_s * share for share in pace], model, full or {}, router, tracing))
+                passes = [pass_s * share for share in pace]
+                result.append(await _build(stack, passes, model, present, full or {}, router, tracing))
                 ready.set()
                 await stop.wait()
         except BaseException as error:
@@ -95,7 +135,9 @@ def house(
 
     thread = threading.Thread(target=run, name="house")
     patch = pytest.MonkeyPatch()
-    patch.setattr(replica_status, "count_replicas", lambda: dict.fromkeys(NAMES, 1))  # nobody asks Ray
+    patch.setattr(replica_status, "count_replicas", lambda: dict.fromkeys(present, 1))  # nobody asks Ray
+    if len(present) < len(NAMES):
+        patch.setattr(module, "DESCRIBE_TIMEOUT_S", 0.05)
     patch.setattr(admission, "tracing", tracing)
     thread.start()
     try:
@@ -142,6 +184,7 @@ async def _build(
     stack: contextlib.AsyncExitStack,
     pass_s: Sequence[float],
     model: Callable[..., CountingModel],
+    present: Sequence[str],
     full: dict[str, Any],
     options: dict[str, Any],
     tracing: Callable[..., Tracing],
@@ -153,6 +196,8 @@ async def _build(
     net = Net()
     stack.push_async_callback(net.close)
     for level, name in enumerate(NAMES):
+        if name not in present:
+            continue
         lessors = {below: net.lessor(below) for below in NAMES[:level]}
         scorer = model(vocab_size=tokenizer.num_ids, agreement=AGREEMENT[name], pass_s=pass_s[level])
         node = net.nodes[name] = Node(level, scorer, lessors, Grammars(tokenizer), tracing=tracing(name))

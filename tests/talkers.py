@@ -1,11 +1,16 @@
 """Tokenizers that know conversations and tools, a model that says what it was told, and servers of both."""
 
+import atexit
 import contextlib
+import functools
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
 from tokenizers import AddedToken
 
 from cascade.chat.template import CLOSE, OPEN
@@ -48,7 +53,15 @@ def template(format: str | None) -> str:
     return CHAT.format(tools=TOOLS, call=CALLS[format], result=RESULT)
 
 
-def talker(folder: Path, format: str | None, *, marks: bool = True) -> str:
+def folder() -> Path:
+    """A new one, for as long as this process lives."""
+    path = tempfile.mkdtemp(prefix="cascade-talker-")
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return Path(path)
+
+
+@functools.cache
+def talker(format: str | None, *, marks: bool = True) -> str:
     """Save a tokenizer whose template writes calls in this format; its marks are tokens as in the families, or spelled."""
     backend = pretrained(small.config().tiers[-1].model_loading_config.source)
     backend.add_tokens([AddedToken(role, special=True, normalized=False) for role in ROLES], special_tokens=True)
@@ -58,8 +71,8 @@ def talker(folder: Path, format: str | None, *, marks: bool = True) -> str:
         backend.add_tokens(special, special_tokens=True)
     backend.chat_template = template(format)
     backend.eos_token = "<|end|>"
-    backend.save_pretrained(folder)
-    return str(folder)
+    backend.save_pretrained(path := folder())
+    return str(path)
 
 
 class Parrot(CountingModel):
@@ -89,21 +102,33 @@ BEGINS = "{% if thinking is defined %}<think>\n{% if not thinking %}</think>\n{%
 WROTE = "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
 
 
-def thinker(folder: Path, tags: Literal["token", "special"]) -> str:
+@functools.cache
+def thinker(tags: Literal["token", "special"]) -> str:
     """The same, of a model that thinks out loud, between tags that are tokens or special tokens."""
-    backend = pretrained(talker(folder, "hermes"))
+    backend = pretrained(talker("hermes"))
     added = [AddedToken(tag, special=tags == "special", normalized=False) for tag in (OPEN, CLOSE)]
     backend.add_tokens(added, special_tokens=tags == "special")
     backend.chat_template = backend.chat_template.replace("<|assistant|>", "<|assistant|>" + BEGINS).replace(
         "<|{{ message.role }}|>", "<|{{ message.role }}|>" + WROTE
     )
-    backend.save_pretrained(folder)
-    return str(folder)
+    backend.save_pretrained(path := folder())
+    return str(path)
 
 
-def talking(folder: Path, format: str, *, marks: bool = True, **options: Any) -> AbstractContextManager[House]:
+def conversing(tags: Literal["token", "special"] = "token", **options: Any) -> Any:
+    """A fixture: for all tests of a file a house of parrots that know conversations, tools and thoughts."""
+
+    @pytest.fixture(scope="module")
+    def served() -> Iterator[House]:
+        with parrots(thinker(tags), **{"pass_s": 0.001, **options}) as built:
+            yield built
+
+    return served
+
+
+def talking(format: str, *, marks: bool = True, **options: Any) -> AbstractContextManager[House]:
     """A house of parrots that know conversations and tools; ``options`` are those of `doors.house`."""
-    return parrots(talker(folder, format, marks=marks), **options)
+    return parrots(talker(format, marks=marks), **options)
 
 
 @contextlib.contextmanager

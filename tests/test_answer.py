@@ -1,7 +1,6 @@
 """Text and tokens are cut at ends, stop strings and limits, token by token, however the proposals arrive."""
 
 import random
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from cascade.answer import Answer, Chunk, Completion, undrafted
 from cascade.capabilities import Capabilities, Task
 from cascade.draft import Draft
-from cascade.errors import InvalidRequest
 from cascade.messages import Edge, Proposal, SessionSpec
 from cascade.params import MOST_BRANCHES, Handling, SamplingParams, Speculation, Structured
 from tests.cases import examples
@@ -166,39 +164,6 @@ CAPABLE = Capabilities(
     answer_window=256,
     max_tokens=8,
 )
-
-
-@pytest.mark.parametrize(
-    ("ids", "params", "speculation", "words"),
-    [
-        ([], {}, {}, "The prompt is empty"),
-        ([-1], {}, {}, "Token id -1 is out of range: ids go from 0 to 9"),
-        ([1, 10], {}, {}, "Token id 10 is out of range"),
-        (
-            [1] * 8,
-            {"max_tokens": 2},
-            {},
-            "8 tokens and max_tokens is 2, together 10: this model's maximum context length is 9",
-        ),
-        (
-            [1] * 9,
-            {"max_tokens": 2},
-            {},
-            "is too long: 9 tokens > 8 maximum; this model's maximum context length is 9 tokens",
-        ),
-        ([1], {"max_tokens": 9}, {}, "max_tokens is 9: this server writes at most 8"),
-        ([1], {"logit_bias": {10: 1.0}}, {}, "logit_bias is 10: it must be token ids from 0 to 9"),
-        ([1], {"stop_token_ids": (11,)}, {}, "stop_token_ids is 11"),
-        ([1], {"adapter": "german"}, {}, "adapter is 'german': it must be one of french"),
-        ([1], {}, {"tiers": ("full",)}, "'full': it must be one of the tiers and drafters below full: tiny"),
-    ],
-)
-def test_what_cannot_be_served_is_not_admitted(
-    ids: list[int], params: dict[str, Any], speculation: dict[str, Any], words: str
-) -> None:
-    """Guards tiers against requests that they cannot serve, by library and router alike; the sentence has value and limit."""
-    with pytest.raises(InvalidRequest, match=re.escape(words)):
-        CAPABLE.admit(Task(ids, SamplingParams(**{"max_tokens": 1} | params), Speculation(**speculation)))
 
 
 @pytest.mark.parametrize(("speculation", "branches"), [({}, MOST_BRANCHES), ({"branches": 3}, 3), ({"branches": 0}, 0)])

@@ -3,6 +3,9 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 LONG_S = 240.0  # more than a busy machine needs to start replicas: every test gives up then, and none before
 
@@ -13,6 +16,18 @@ def wait_until(condition: Callable[[], object], state: Callable[[], object] = st
     while not condition():
         assert time.monotonic() < deadline, state()
         time.sleep(every_s)
+
+
+def first(make: Callable[[], T], good: Callable[[T], object]) -> T:
+    """What ``make`` gives as soon as it is ``good``: on a busy machine, guesses may come too late for a short answer."""
+    made: list[T] = []
+
+    def is_good() -> object:
+        made.append(make())
+        return good(made[-1])
+
+    wait_until(is_good)
+    return made[-1]
 
 
 async def until(condition: Callable[[], object | Awaitable[object]], state: Callable[[], object] = str) -> None:

@@ -13,6 +13,7 @@ from cascade.answer import Chunk, Completion, Stats
 from deployments.gateway.chat.calls import FORMATS, CallParser
 from deployments.gateway.chat.reader import TurnReader
 from deployments.gateway.http.reply import CompletionReply, Echo, Form
+from tests.cases import examples
 
 NAMES = frozenset({"get_weather", "add"})
 PARIS = '{"city": "Paris }\\" {", "days": [1, {"a": "\\\\"}]}'
@@ -119,7 +120,7 @@ def test_nothing_breaks_a_reader(form: str) -> None:
     dice = random.Random(1)
     marks = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", *'[]{}"\\,; \n:']
     words = [*marks, '"name"', '"arguments"', '"parameters"', '"add"', '"x"', "add", "{}", '{"name": "add", ']
-    for _ in range(1000):
+    for _ in range(examples(10)):
         text = "".join(dice.choices(words, k=dice.randrange(20)))
         pieces = chunks(text, [dice.randrange(100) for _ in range(4)])
         said = message(form, pieces)["message"]

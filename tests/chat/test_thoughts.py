@@ -1,7 +1,6 @@
 """Thoughts of models that think out loud are told apart from what they say, over both protocols, whole and in pieces."""
 
 import json
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -13,11 +12,10 @@ from cascade.chat.template import CLOSE, OPEN
 from cascade.client import Client
 from cascade.params import Structured
 from deployments.gateway.chat.reader import ThoughtSplitter
-from tests.chat.test_tools import SAID, STOP, TOOLS, WEATHER
-from tests.chat.test_turns import everywhere, params, refused_alike
+from tests.chat.everywhere import SAID, STOP, TOOLS, WEATHER, everywhere, params, user
 from tests.doors import House
 from tests.http.test_http import ask
-from tests.talkers import parrots, thinker
+from tests.talkers import conversing
 
 PIECES = st.lists(st.sampled_from([OPEN, CLOSE, "<", "th", "ink", ">", "</", "<thi", "nk>", "a", " ", "\n", "é"]), max_size=14)
 
@@ -44,20 +42,14 @@ def test_nothing_is_lost(text: str, within: bool, cuts: list[int]) -> None:
     assert split(text, within, cuts) == (inside, before + behind)
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    """Parrots that think out loud, with tags that are special tokens."""
-    with parrots(thinker(tmp_path_factory.mktemp("thinks"), "special"), pass_s=0.001) as built:
-        yield built
-
-
-def says(content: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": content}]
+served = conversing("special")
 
 
 THOUGHT = "<think>\nfirst one, then two\n</think>\n\nHere it is."
 OPENED: dict[str, Any] = {"chat_template_kwargs": {"thinking": True}}
 CLOSED: dict[str, Any] = {"chat_template_kwargs": {"thinking": False}}
+STRICT: dict[str, Any] = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+ENFORCED_CALL: dict[str, Any] = {"tools": [STOP], "tool_choice": "required", "parallel_tool_calls": False, **OPENED}
 TURNS: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, str, str]]] = {  # said, sampling, options, what is heard
     "written tags": (THOUGHT, {}, {}, ("\nfirst one, then two\n", "\n\nHere it is.", "stop")),
     "opened by the prompt": (THOUGHT, {}, OPENED, ("first one, then two\n", "\n\nHere it is.", "stop")),
@@ -68,6 +60,13 @@ TURNS: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, str, str]
     "cut": (THOUGHT, {"max_tokens": 6}, {}, ("", "", "length")),
     "stopped": (THOUGHT, {"stop": ("two",)}, {}, ("\nfirst one, then ", "", "stop")),
     "a call": (THOUGHT + SAID["hermes"], {}, {"tools": TOOLS}, ("\nfirst one, then two\n", "\n\nHere it is.", "tool_calls")),
+    "a strict call": (
+        THOUGHT + SAID["hermes"],
+        {},
+        {"tools": [STRICT], **OPENED},
+        ("first one, then two\n", "\n\nHere it is.", "tool_calls"),
+    ),
+    "an enforced call": ("<think>\nhm</think>\nHello.", {}, ENFORCED_CALL, ("hm", "", "tool_calls")),
     "left out": (THOUGHT, {}, {"include_reasoning": False}, ("", "\n\nHere it is.", "stop")),
     "not separate": (THOUGHT, {}, {"separate_reasoning": False}, ("", "\nfirst one, then two\n\n\nHere it is.", "stop")),
 }
@@ -78,9 +77,12 @@ UNREAD = ("none wanted", "not separate")  # where special tokens are left out, a
 
 @pytest.mark.parametrize("name", TURNS)
 def test_thoughts_are_told_apart(served: House, name: str) -> None:
-    """Guards what clients show: thoughts came as words, with their tags, and calls that were only thought of were made."""
+    """Guards what clients show: thoughts came as words, with their tags, and calls that were only thought of were made.
+
+    Guards `strict` and `required` behind thoughts, which are free, whatever the model wants to say after them.
+    """
     said, sampling, options, (thoughts, words, reason) = TURNS[name]
-    turn = everywhere(served, says(said), sampling, **options)
+    turn = everywhere(served, user(said), sampling, **options)
     heard = turn.reasoning_content or ""
     assert turn.finish_reason == reason
     if name == "cut":
@@ -90,6 +92,8 @@ def test_thoughts_are_told_apart(served: House, name: str) -> None:
         return
     assert (heard, turn.content or "") == (thoughts, words)
     assert turn.reasoning_tokens is None if name in UNREAD else (turn.reasoning_tokens or 0) > 0 or name == "no thoughts"
+    if name == "a strict call":
+        assert [json.loads(call.arguments) for call in turn.calls] == [{"city": "Rome", "days": 3}]
     if name == "written tags":  # which are tokens of the thoughts, too
         thinking = said.partition(CLOSE)[0] + CLOSE
         assert turn.reasoning_tokens == len(served.router.model.tokenizer.encode_part(thinking))
@@ -98,13 +102,13 @@ def test_thoughts_are_told_apart(served: House, name: str) -> None:
 def test_thoughts_go_back(served: House) -> None:
     """Guards turns that are sent back as they came, from any server: the template writes the thoughts."""
     with Client(served.grpc) as client:
-        turn = client.chat(says(THOUGHT), params({}))
+        turn = client.chat(user(THOUGHT), params({}))
         assert turn.message == {"role": "assistant", "content": turn.content, "reasoning_content": "\nfirst one, then two\n"}
-        again = [*says(THOUGHT), turn.message | {"reasoning": turn.reasoning_content}, *says("Thanks.")]
+        again = [*user(THOUGHT), turn.message | {"reasoning": turn.reasoning_content}, *user("Thanks.")]
         lengths = {client.chat(again, params({})).completion.stats.prompt_tokens}
     for names in ({"reasoning_content"}, {"reasoning"}, {"reasoning", "reasoning_content"}):
         back = {"role": "assistant", "content": turn.content} | dict.fromkeys(names, turn.reasoning_content)
-        ids = ask(served, "/tokenize", {"messages": [*says(THOUGHT), back, *says("Thanks.")]})[2]["tokens"]
+        ids = ask(served, "/tokenize", {"messages": [*user(THOUGHT), back, *user("Thanks.")]})[2]["tokens"]
         assert f"<|assistant|>{THOUGHT}<|end|>" in served.router.model.tokenizer.decode(ids, skip_special_tokens=False).replace(
             "<think>\n\n", "<think>\n"
         )
@@ -115,7 +119,7 @@ def test_thoughts_go_back(served: House) -> None:
 @pytest.mark.parametrize("begun", ["<think>\nfirst", "<think>\nfirst one, then two\n</think>\n\nHere"])
 def test_begun_thoughts_go_on(served: House, begun: str) -> None:
     """Guards `continue_final_message`: the words that are given say whether the thoughts go on or are over."""
-    messages = [*says(THOUGHT), {"role": "assistant", "content": begun}]
+    messages = [*user(THOUGHT), {"role": "assistant", "content": begun}]
     with Client(served.grpc) as client:
         turn = client.chat(messages, params({}), continue_final_message=True)
     rest = THOUGHT.removeprefix(begun)
@@ -123,27 +127,13 @@ def test_begun_thoughts_go_on(served: House, begun: str) -> None:
     assert (turn.reasoning_content, turn.content) == expected
 
 
-BAD: dict[str, tuple[dict[str, Any], str]] = {  # what is asked, words of the sentence
-    "both off": ({"include_reasoning": False, "separate_reasoning": False}, "are both false: leave one out"),
-    "a grammar": (OPENED | {"structured": {"grammar": 'start: "a"'}}, "has no place before structured.grammar"),
-    "no regex": (OPENED | {"structured": {"regex": "("}}, "structured.regex cannot be compiled"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_is_refused_alike(served: House, name: str) -> None:
-    """Guards what would be held to something inside of thoughts, and switches that contradict."""
-    changes, words = BAD[name]
-    refused_alike(served, {"messages": says("x"), **changes}, words)
-
-
 def test_what_is_enforced_is_no_thought(served: House) -> None:
     """Guards enforced texts: a grammar leaves no room for thoughts, so a tag in them is what it is in the text."""
     text = "a </b"
     for options in ({}, OPENED | {"separate_reasoning": False}):
-        turn = everywhere(served, says("x"), {"structured": Structured(choice=(text,))}, **options)
+        turn = everywhere(served, user("x"), {"structured": Structured(choice=(text,))}, **options)
         assert (turn.reasoning_content or "", turn.content, turn.reasoning_tokens) == ("", text, None)
-        turn = everywhere(served, says("x"), {}, tools=[STOP], tool_choice="required", **options)
+        turn = everywhere(served, user("x"), {}, tools=[STOP], tool_choice="required", **options)
         assert (turn.reasoning_content or "", turn.content, turn.finish_reason) == ("", None, "tool_calls")
 
 
@@ -159,25 +149,8 @@ ENFORCED: dict[str, tuple[Structured, str]] = {  # what it is, what the model wa
 def test_thoughts_come_before_what_is_enforced(served: House, name: str) -> None:
     """Guards thoughts that the prompt has begun: what is enforced began inside of them, and was a thought."""
     structured, said = ENFORCED[name]
-    turn = everywhere(served, says(f"<think>\nfirst one, then two\n</think>\n\n{said}"), {"structured": structured}, **OPENED)
+    turn = everywhere(served, user(f"<think>\nfirst one, then two\n</think>\n\n{said}"), {"structured": structured}, **OPENED)
     assert (turn.reasoning_content or "", turn.content, turn.finish_reason) == ("first one, then two\n", "\n\n" + said, "stop")
-    turn = everywhere(served, says(f"<think>\nhm</think>no {said}"), {"structured": structured, "max_tokens": 40}, **OPENED)
+    turn = everywhere(served, user(f"<think>\nhm</think>no {said}"), {"structured": structured, "max_tokens": 40}, **OPENED)
     assert turn.reasoning_content == "hm"
     assert not (turn.content or "").startswith("no ")
-
-
-def test_thoughts_come_before_enforced_calls(served: House) -> None:
-    """Guards `required` in the same place: whatever the model wants to say after its thoughts, it calls."""
-    options: dict[str, Any] = {"tools": [STOP], "tool_choice": "required", "parallel_tool_calls": False, **OPENED}
-    turn = everywhere(served, says("<think>\nhm</think>\nHello."), {}, **options)
-    assert (turn.reasoning_content or "", turn.content, [call.name for call in turn.calls]) == ("hm", None, ["stop"])
-    assert turn.finish_reason == "tool_calls"
-
-
-def test_thoughts_come_before_strict_calls(served: House) -> None:
-    """Guards `strict` with `auto`, where words stay free: thoughts are such words."""
-    strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
-    turn = everywhere(served, says(THOUGHT + SAID["hermes"]), {}, tools=[strict], **OPENED)
-    assert (turn.reasoning_content, turn.content) == ("first one, then two\n", "\n\nHere it is.")
-    assert turn.finish_reason == "tool_calls"
-    assert [json.loads(call.arguments) for call in turn.calls] == [{"city": "Rome", "days": 3}]

@@ -12,11 +12,11 @@ from cascade.params import SamplingParams, Speculation, Structured
 from cascade.v1 import serving_pb2 as pb
 from cascade.v1 import serving_pb2_grpc
 from tests.cases import rare
-from tests.chat.test_turns import CONVERSATIONS
+from tests.chat.everywhere import SAID, TOOLS, user
 from tests.client.test_conformance import ADAPTER, CHOSEN, LIKELY, PLAIN, Adapted
 from tests.doors import House, serving
 from tests.http.test_http import PROMPT, ask
-from tests.talkers import talking
+from tests.talkers import conversing
 
 TOGETHER: dict[str, dict[str, Any]] = {  # what looks at the text before a place, beside each other
     "penalties": {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.5, "logprobs": 3, "min_tokens": 9},
@@ -30,7 +30,7 @@ COUNTING = ("max_tokens", "stop", "stop_token_ids", "adapter", "logprobs", "prom
 TRIED = [name if name in COUNTING or name in TOGETHER else rare(name) for name in CASES]
 
 ON_VLLM = {"engine": "vllm", "lora_modules": {ADAPTER: "red/adapter"}}
-served = serving(model=Adapted, pass_s=0.002, full={"engine_kwargs": ON_VLLM})
+served = serving(model=Adapted, full={"engine_kwargs": ON_VLLM})
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +68,7 @@ def test_answers_go_on_wherever_they_broke_off(served: House, stub: serving_pb2_
     assert len(pieces) > 2 or name in ("top_k", "structured", "stop_token_ids")  # which may end soon
 
 
-@pytest.fixture(scope="module")
-def parrots(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    with talking(tmp_path_factory.mktemp("parrots"), "hermes", pass_s=0.0005, limits={"max_tokens": 60}) as built:
-        yield built
+parrots = conversing(pass_s=0.0005, limits={"max_tokens": 60})
 
 
 # HTTP
@@ -129,8 +126,8 @@ def test_choices_go_on_over_http(served: House) -> None:
 
 def test_chats_go_on_over_http(parrots: House) -> None:
     """Guards deltas: the role comes once, and a call that was begun is not begun again."""
-    messages, options, _ = CONVERSATIONS["a call"]
-    body = {"messages": messages, **options, "temperature": 0.0, "max_tokens": 60, "seed": 5}
+    messages = user("I look it up." + SAID["hermes"])
+    body = {"messages": messages, "tools": TOOLS, "temperature": 0.0, "max_tokens": 60, "seed": 5}
 
     def message(said: Sequence[Any]) -> tuple[Any, ...]:
         deltas = [choice["delta"] for event in said for choice in event["choices"]]
@@ -162,21 +159,22 @@ def test_ids_of_answers_are_kept(served: House) -> None:
 
 # refusals
 
-REFUSED: dict[str, tuple[dict[str, Any], list[int], str]] = {
-    "out of the vocabulary": ({}, [5, 4096], "Token id 4096 is out of range: ids go from 0 to 4095"),
-    "too long": ({"max_tokens": 2}, [5, 6, 7], "resume has 3 tokens of an answer: max_tokens is 2"),
-    "ended by max_tokens": ({"max_tokens": 2}, [5, 6], "nothing is left to be written"),
-    "ended by an end": ({"stop_token_ids": (6,)}, [5, 6], "nothing is left to be written"),
-    "ended by a stop string": ({"stop": (" name",)}, [322, 306, 563, 626, 273, 538], "nothing is left to be written"),
-    "unseeded": ({"seed": None}, [5], "seed is missing"),
-    "another grammar's": ({"structured": Structured(regex="[a-c]+")}, [322], "structured.regex does not allow"),
-}
+REFUSED: list[tuple[dict[str, Any], list[int], str]] = [
+    ({}, [5, 4096], "Token id 4096 is out of range: ids go from 0 to 4095"),
+    ({"max_tokens": 2}, [5, 6, 7], "resume has 3 tokens of an answer: max_tokens is 2"),
+    ({"max_tokens": 2}, [5, 6], "nothing is left to be written"),
+    ({"stop_token_ids": (6,)}, [5, 6], "nothing is left to be written"),
+    ({"stop": (" name",)}, [322, 306, 563, 626, 273, 538], "nothing is left to be written"),
+    ({"seed": None}, [5], "seed is missing"),
+    ({"structured": Structured(regex="[a-c]+")}, [322], "structured.regex does not allow"),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_gone_on_with_is_refused(served: House, stub: serving_pb2_grpc.CascadeStub, name: str) -> None:
+@pytest.mark.parametrize(("chosen", "had", "words"), REFUSED)
+def test_what_cannot_be_gone_on_with_is_refused(
+    served: House, stub: serving_pb2_grpc.CascadeStub, chosen: dict[str, Any], had: list[int], words: str
+) -> None:
     """Guards against answers that no stream ever was: one sentence says why."""
-    chosen, had, words = REFUSED[name]
     request = encode_request(PROMPT, SamplingParams(**{"seed": 1, **chosen}), None)
     request.resume.token_ids[:] = had
     with pytest.raises(grpc.RpcError) as caught:
@@ -187,7 +185,7 @@ def test_what_cannot_be_gone_on_with_is_refused(served: House, stub: serving_pb2
 
 
 def test_only_streams_go_on(served: House, stub: serving_pb2_grpc.CascadeStub) -> None:
-    """Guards parameters that would be ignored: whole answers, and lists that are not those of the choices."""
+    """Guards parameters that would be ignored, by whole answers and by routers that know less."""
     request = encode_request(PROMPT, SamplingParams(seed=1), None)
     request.resume.token_ids[:] = [5]
     with pytest.raises(grpc.RpcError, match="resume is set: only streams go on where they broke off, so ask for Generate"):
@@ -195,25 +193,3 @@ def test_only_streams_go_on(served: House, stub: serving_pb2_grpc.CascadeStub) -
     request.resume.MergeFromString(b"\xf8\x06\x01")
     with pytest.raises(grpc.RpcError, match="unknown fields in resume"):
         list(stub.Generate(request))
-    body = {"prompt": PROMPT, "seed": 1, "resume": {"token_ids": [[5]]}}
-    for asked, words in (
-        ({}, "resume is given without stream: set stream to true"),
-        ({"stream": True, "n": 2}, "resume.token_ids has 1 lists: the request has 2 choices"),
-        ({"stream": True, "prompt": ["a", "b"]}, "resume.token_ids has 1 lists: the request has 2 choices"),
-        ({"stream": True, "resume": {"token_ids": [5]}}, "resume.token_ids.0"),
-        ({"stream": True, "resume": {"token_ids": [[-1]]}}, "resume.token_ids.0.0"),
-    ):
-        status, _, answer = ask(served, "/v1/completions", body | asked)
-        assert status == 400
-        assert words in answer["error"]["message"] + str(answer["error"]["param"])
-
-
-def test_resumed_answers_are_counted(served: House, stub: serving_pb2_grpc.CascadeStub) -> None:
-    """Guards operators: routers that die are seen in the metrics of those that do not."""
-    counter = served.router.admission.metrics.counters["resumed_answers"]
-    before = counter.collect()[0].samples[0].value
-    request = encode_request(PROMPT, SamplingParams(seed=1, max_tokens=4), None)
-    for had, expected in ([], before), ([5], before + 1):
-        request.resume.token_ids[:] = had
-        list(stub.Generate(request))
-        assert counter.collect()[0].samples[0].value == expected

@@ -32,7 +32,7 @@ SMALL_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096
 # room for two answers, and two that wait; slow tiers; keys
 small = serving(
     env={"DOOR_KEYS": f"alice={ALICE},bob={BOB}"},
-    pass_s=0.01,
+    pass_s=0.005,
     max_running=2,
     max_waiting=2,
     limits={"max_body_bytes": 4096, "body_timeout_s": 0.5, "max_tokens": 4050},

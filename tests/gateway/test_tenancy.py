@@ -50,13 +50,6 @@ def test_a_key_is_told_its_limits(keyed: House) -> None:
         assert answer.get("data", [answer])[0]["key"] == {"name": "bob", **OF_BOB, "train": True}
 
 
-def test_without_keys_priorities_are_free(served: House) -> None:
-    """Guards open servers: their clients have agreed among themselves."""
-    with Client(served.grpc) as client:
-        assert client.describe().key == KeyInfo("anonymous")
-        assert client.generate("x", SHORT, handling=Handling(-1000)).token_ids
-
-
 crowded = serving(
     env={"CROWD_KEYS": f"alice={ALICE},bob={BOB},carol={CAROL}"},
     pass_s=0.001,

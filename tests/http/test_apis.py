@@ -5,15 +5,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import anthropic
-import openai
 import pytest
 from anthropic import Anthropic
 from openai import OpenAI
 
-from tests.chat.test_tools import SAID
+from tests.chat.everywhere import SAID, user
 from tests.doors import House
 from tests.http.test_http import ask
-from tests.talkers import parrots, thinker
+from tests.talkers import conversing
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 TOOL: dict[str, Any] = {"type": "function", "name": "get_weather", "parameters": SCHEMA}
@@ -28,11 +27,7 @@ TURNS = {  # said: what it thinks, says, calls
 }
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    """Parrots that know conversations, tools and thoughts."""
-    with parrots(thinker(tmp_path_factory.mktemp("thinks"), "token"), pass_s=0.001) as built:
-        yield built
+served = conversing()
 
 
 @pytest.fixture
@@ -49,10 +44,6 @@ def messages(served: House) -> Iterator[Any]:
     with Anthropic(base_url=served.url, api_key="none", max_retries=0) as client:
         yield client.messages
     served.settle()
-
-
-def user(said: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": said}]
 
 
 def of_response(answer: Any) -> tuple[str, str, list[Any]]:
@@ -221,23 +212,6 @@ def test_a_prompt_that_was_here_is_cached(served: House, responses: Any, message
     usage = messages.create(model=served.model, messages=user(long), max_tokens=2, extra_body=SAMPLING).usage
     assert usage.cache_read_input_tokens > 0
     assert usage.cache_read_input_tokens + usage.input_tokens == first.input_tokens
-
-
-REFUSED: list[tuple[dict[str, Any], str]] = [  # what is asked of responses, words of the sentence
-    ({"previous_response_id": "resp_1"}, "nothing is kept here between requests"),
-    ({"tools": [{"name": "web_search"}]}, "tools.0.type"),
-    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input_text"),
-    ({"n": 2}, "n is not a known field"),
-]
-
-
-@pytest.mark.parametrize(("body", "words"), REFUSED)
-def test_responses_that_cannot_be_are_refused(served: House, responses: Any, body: dict[str, Any], words: str) -> None:
-    """Guards what is honoured or refused, never ignored, with one sentence."""
-    with pytest.raises(openai.BadRequestError) as error:
-        responses.create(**{"model": served.model, "input": "x"} | {"extra_body": body})
-    assert words in error.value.message
 
 
 def test_anthropics_errors_have_its_form(served: House, messages: Any) -> None:

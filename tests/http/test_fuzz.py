@@ -31,7 +31,7 @@ JSON = "application/json"
 BODIES = (CompletionBody, ChatBody, ResponsesBody, MessagesBody, TokenizeBody, DetokenizeBody)
 FIELDS = sorted({name for body in BODIES for name in body.model_fields})
 PARAMS = SamplingParams(max_tokens=30, temperature=0.8, seed=3)
-MANY = examples(0.35)
+MANY = examples(0.2)
 QUIET: dict[str, Any] = {
     "deadline": None,
     "database": None,

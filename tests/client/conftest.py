@@ -1,7 +1,9 @@
-"""A server that answers as told, and clients of it that do not ask again."""
+"""A server that answers as told, and both clients, asked in the same way."""
 
-from collections.abc import AsyncIterator, Iterator
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 import pytest
@@ -9,6 +11,43 @@ import pytest
 from cascade.client import AsyncClient, Client
 from cascade.v1 import serving_pb2_grpc
 from tests.client.canned import Canned
+
+
+class InThreads:
+    """A `Client` that is asked as an `AsyncClient` is."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._client = Client(*args, **options)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._client, name)
+        if "stream" in name:
+            return lambda *args, **options: self._pieces(method(*args, **options))
+        return lambda *args, **options: asyncio.to_thread(method, *args, **options)
+
+    async def _pieces(self, pieces: Any) -> AsyncIterator[Any]:
+        try:
+            while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+                yield piece
+        finally:
+            pieces.close()
+
+    async def __aenter__(self) -> "InThreads":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._client.close()
+
+
+@pytest.fixture(params=[InThreads, AsyncClient], ids=["Client", "AsyncClient"])
+def connect(request: pytest.FixtureRequest) -> Any:
+    """Makes a client of either kind, as `AsyncClient` does."""
+    return request.param
+
+
+def ways(client: Any) -> list[Callable[[], Awaitable[object]]]:
+    """Every way to ask."""
+    return [lambda: client.generate("p"), lambda: anext(client.stream("p")), client.describe]
 
 
 @pytest.fixture
@@ -21,15 +60,3 @@ def server() -> Iterator[Canned]:
         server.start()
         yield canned
         server.stop(0).wait()
-
-
-@pytest.fixture
-def client(server: Canned) -> Iterator[Client]:
-    with Client(server.address, patience_s=0) as client:
-        yield client
-
-
-@pytest.fixture
-async def async_client(server: Canned) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(server.address, patience_s=0) as client:
-        yield client

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from typing import Any
 
 import grpc
 import pytest
@@ -14,71 +14,49 @@ from cascade.client import AsyncClient, Client
 from cascade.client.connection import CHANNEL_OPTIONS, NO_KEY, is_near
 from cascade.errors import KINDS, DeadlineExceeded, Unauthenticated
 from tests.client.canned import Canned
+from tests.client.conftest import ways
 from tests.links.net import relay
-from tests.waiting import LONG_S
+from tests.waiting import LONG_S, until
 
 # errors
 
 
-def calls(client: Client) -> list[Callable[[], object]]:
-    """Every way to ask."""
-    return [lambda: client.generate("p"), lambda: list(client.stream("p")), client.describe]
-
-
-def async_calls(client: AsyncClient) -> list[Callable[[], Awaitable[object]]]:
-    return [lambda: client.generate("p"), lambda: anext(client.stream("p")), client.describe]
-
-
-async def test_every_error_has_a_status_and_comes_back(client: Client, async_client: AsyncClient, server: Canned) -> None:
+async def test_every_error_has_a_status_and_comes_back(connect: Any, server: Canned) -> None:
     """Guards users against having to know gRPC: for every call the library's error, or the nearest that statuses tell apart.
 
     With the server's sentence; and clients that wait as long as they are told: the error said one second, whatever the server
     said.
     """
-    for kind in KINDS:
-        server.status = grpc.StatusCode[kind.grpc]
-        nearest = next(base for base in kind.__mro__ if "grpc" in vars(base))
-        said = NO_KEY if kind is Unauthenticated else "one sentence"
-        for call in calls(client):
-            with pytest.raises(CascadeError, match=f"^{said}$") as caught:
-                call()
-            assert (type(caught.value), caught.value.__cause__) == (nearest, None)
-            assert getattr(caught.value, "retry_after_s", 7) == 7
-        for ask in async_calls(async_client):
-            with pytest.raises(CascadeError, match=f"^{said}$") as caught:
-                await ask()
-            assert type(caught.value) is nearest
-            assert getattr(caught.value, "retry_after_s", 7) == 7
+    async with connect(server.address, patience_s=0) as client:
+        for kind in KINDS:
+            server.status = grpc.StatusCode[kind.grpc]
+            nearest = next(base for base in kind.__mro__ if "grpc" in vars(base))
+            sentence = NO_KEY if kind is Unauthenticated else "one sentence"
+            for call in ways(client):
+                with pytest.raises(CascadeError, match=f"^{sentence}$") as caught:
+                    await call()
+                assert type(caught.value) is nearest
+                assert getattr(caught.value, "retry_after_s", 7) == 7
 
 
-async def test_deadline(server: Canned) -> None:
+async def test_deadline(connect: Any, server: Canned) -> None:
     """Guards the deadline of a request: it holds for streams that have begun too."""
     server.silent = True
-    with Client(server.address, timeout=0.3) as client:
+    async with connect(server.address, timeout=0.3) as client:
         with pytest.raises(DeadlineExceeded):
-            client.generate("p")
-        chunks = client.stream("p")
-        assert next(chunks).text == "a"
-        with pytest.raises(DeadlineExceeded):
-            next(chunks)
-    async with AsyncClient(server.address, timeout=0.3) as async_client:
-        with pytest.raises(DeadlineExceeded):
-            await async_client.generate("p")
-        pieces = async_client.stream("p")
+            await client.generate("p")
+        pieces = client.stream("p")
         assert (await anext(pieces)).text == "a"
         with pytest.raises(DeadlineExceeded):
             await anext(pieces)
 
 
-async def test_keys_come_from_the_environment(server: Canned, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_keys_come_from_the_environment(connect: Any, server: Canned, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards scripts that name no key, and servers that must not get it: the variable is sent unless a key is given."""
     monkeypatch.setenv("CASCADE_API_KEY", "of-the-environment")
-    for given, sent in ((None, "Bearer of-the-environment"), ("mine-0123456789", "Bearer mine-0123456789"), ("", None)):
-        with Client(server.address, api_key=given) as client:
-            client.generate("p")
-        assert server.metadata.get("authorization") == sent
-        async with AsyncClient(server.address, api_key=given) as async_client:
-            await async_client.generate("p")
+    for key, sent in ((None, "Bearer of-the-environment"), ("mine-0123456789", "Bearer mine-0123456789"), ("", None)):
+        async with connect(server.address, api_key=key) as client:
+            await client.generate("p")
         assert server.metadata.get("authorization") == sent
 
 
@@ -94,16 +72,21 @@ def test_what_no_call_can_carry_is_refused() -> None:
         Client([])
 
 
-async def test_unreachable_server() -> None:
+async def test_unreachable_server(connect: Any) -> None:
     """Guards against waiting for ever, or for gRPC's error, where nobody listens."""
-    with Client("127.0.0.1:1", patience_s=0.2) as client:
-        for call in calls(client):
+    async with connect("127.0.0.1:1", patience_s=0.2) as client:
+        for call in ways(client):
             with pytest.raises(Unavailable, match="No server answers at the client's address"):
-                call()
-    async with AsyncClient("127.0.0.1:1", patience_s=0.2) as async_client:
-        for ask in async_calls(async_client):
-            with pytest.raises(Unavailable):
-                await ask()
+                await call()
+
+
+async def test_a_client_without_a_key_is_told_where_it_belongs(server: Canned, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against the server's words on headers, which whoever writes Python does not send."""
+    monkeypatch.delenv("CASCADE_API_KEY", raising=False)
+    server.status = grpc.StatusCode.UNAUTHENTICATED
+    for key, words in ((None, "this client has none: set CASCADE_API_KEY"), ("wrong-0123456789", "one sentence")):
+        with Client(server.address, api_key=key) as client, pytest.raises(Unauthenticated, match=words):
+            client.generate("p")
 
 
 # hosts that vanish
@@ -152,56 +135,55 @@ def test_pings_are_rarer_than_servers_bear() -> None:
 # cancellation
 
 
-async def test_closed_stream_ends_the_request(client: Client, async_client: AsyncClient, server: Canned) -> None:
+async def test_closed_stream_ends_the_request(connect: Any, server: Canned) -> None:
     """Guards the server against working for a client that has read enough."""
     server.silent = True
-    chunks = client.stream("p")
-    assert next(chunks).text == "a"
-    assert not server.left.is_set()
-    chunks.close()  # type: ignore[attr-defined]
-    assert server.left.wait(LONG_S)
-    server.left.clear()
-    pieces = async_client.stream("p")
-    assert (await anext(pieces)).text == "a"
-    await pieces.aclose()  # type: ignore[attr-defined]
-    assert await asyncio.to_thread(server.left.wait, LONG_S)
+    async with connect(server.address) as client:
+        pieces = client.stream("p")
+        assert (await anext(pieces)).text == "a"
+        assert not server.left.is_set()
+        await pieces.aclose()
+        assert await asyncio.to_thread(server.left.wait, LONG_S)
 
 
 @pytest.mark.parametrize("streams", [False, True])
-async def test_cancelled_task_ends_the_request(async_client: AsyncClient, server: Canned, streams: bool) -> None:
+async def test_cancelled_task_ends_the_request(server: Canned, streams: bool) -> None:
     """Guards cancellation of tasks: it stays asyncio's, and reaches the server."""
     server.silent = True
+    async with AsyncClient(server.address) as client:
 
-    async def read() -> None:
-        if streams:
-            async for _ in async_client.stream("p"):
+        async def read() -> None:
+            if not streams:
+                await client.generate("p")
+            async for _ in client.stream("p"):
                 pass
-        else:
-            await async_client.generate("p")
 
-    task = asyncio.create_task(read())
-    while not server.requests:
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.05)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert await asyncio.to_thread(server.left.wait, LONG_S)
+        task = asyncio.create_task(read())
+        await until(lambda: server.requests)
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await asyncio.to_thread(server.left.wait, LONG_S)
 
 
-async def test_proxies_for_the_web_are_not_for_near_servers(server: Canned, monkeypatch: pytest.MonkeyPatch) -> None:
+# proxies
+
+
+async def test_proxies_for_the_web_are_not_for_near_servers(
+    connect: Any, server: Canned, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards clients where http_proxy is set, as in many companies: a server on the same machine was asked for at the proxy."""
     for name in ("http_proxy", "https_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("no_proxy", "no_grpc_proxy", "grpc_proxy"):
         monkeypatch.delenv(name, raising=False)
-    with Client(server.address, timeout=LONG_S) as client:
-        assert client.generate("p").text == "abc"
-    async with AsyncClient(server.address, timeout=LONG_S) as asking:
-        assert (await asking.generate("p")).text == "abc"
+    async with connect(server.address, timeout=LONG_S) as client:
+        assert (await client.generate("p")).text == "abc"
     monkeypatch.setenv("grpc_proxy", "http://127.0.0.1:9")  # which is meant for us
-    with Client(server.address, timeout=5) as client, pytest.raises(CascadeError):
-        client.generate("p")
+    async with connect(server.address, patience_s=0) as client:
+        with pytest.raises(CascadeError):
+            await client.generate("p")
 
 
 def test_near_servers_are_known() -> None:
@@ -209,16 +191,3 @@ def test_near_servers_are_known() -> None:
     near = ("127.0.0.1", "[::1]", "10.1.2.3", "dns:///192.168.0.7", "localhost", "cascade-serve-svc", "head.local")
     far = ("8.8.8.8", "[2001:4860:4860::8888]", "models.example.com")
     assert [host for host in (*near, *far) if is_near(f"{host}:9000")] == [*near]
-
-
-async def test_a_client_without_a_key_is_told_where_it_belongs(server: Canned, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against the server's words on headers, which whoever writes Python does not send."""
-    monkeypatch.delenv("CASCADE_API_KEY", raising=False)
-    server.status = grpc.StatusCode.UNAUTHENTICATED
-    with (
-        Client(server.address) as client,
-        pytest.raises(Unauthenticated, match="this client has none: set CASCADE_API_KEY"),
-    ):
-        client.generate("p")
-    with Client(server.address, api_key="wrong-0123456789") as client, pytest.raises(Unauthenticated, match="one sentence"):
-        client.generate("p")

@@ -1,6 +1,5 @@
 """Clients go on when servers die: real connections that are torn, in front of a whole server in this process."""
 
-import asyncio
 import contextlib
 import itertools
 import random
@@ -10,14 +9,13 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
 from cascade.answer import Chunk, Completion
-from cascade.client import AsyncClient, Client, TurnPiece
+from cascade.client import Client
 from cascade.client.connection import FIRST_PAUSE_S, MOST_PAUSE_S, Attempts, Unreached
 from cascade.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from cascade.params import SamplingParams, Structured
@@ -27,7 +25,7 @@ from deployments.ops.launch import free_port
 from tests.chat.test_turns import CALLS
 from tests.client.canned import PIECES, Canned
 from tests.doors import House, house, serving
-from tests.talkers import talking
+from tests.talkers import conversing
 from tests.waiting import LONG_S, wait_until
 
 PROMPT = "def read(path):\n    with open(path) as file:\n"
@@ -77,6 +75,7 @@ class Torn:
 
 
 served = serving(pass_s=0.001)
+parrots = conversing()
 
 
 @contextlib.contextmanager
@@ -123,75 +122,64 @@ SAMPLED = {
 
 
 @pytest.mark.parametrize("name", SAMPLED)
-async def test_broken_streams_go_on(served: House, torn: Torn, name: str) -> None:
+async def test_broken_streams_go_on(connect: Any, served: House, torn: Torn, name: str) -> None:
     """Guards answers against the death of a router: none fails, no text changes, none is told twice; both clients.
 
     Without a seed, too, where a text could be of two halves that have nothing to do with each other.
     """
     params = SAMPLED[name]
-    with Client(torn.address) as client:
-        ends = [completion(await asyncio.to_thread(lambda: list(client.stream(PROMPT, params))))]
-    assert (num_torn := torn.num_torn) > 1
-    async with AsyncClient(torn.address) as asking:
-        ends.append(completion([piece async for piece in asking.stream(PROMPT, params)]))
-    assert torn.num_torn > num_torn + 1
+    async with connect(torn.address) as client:
+        ended = completion([piece async for piece in client.stream(PROMPT, params)])
+    assert torn.num_torn > 1
+    assert params.seed in (None, ended.seed)
     with Client(served.grpc) as client:
-        for ended in ends:
-            assert params.seed in (None, ended.seed)
-            assert essence(ended) == essence(client.generate(PROMPT, replace(params, seed=ended.seed)))
+        assert essence(ended) == essence(client.generate(PROMPT, replace(params, seed=ended.seed)))
 
 
-async def test_broken_turns_go_on(tmp_path: Path) -> None:
+async def test_broken_turns_go_on(connect: Any, parrots: House) -> None:
     """Guards calls of tools whose stream breaks: one call, with an id and whole arguments."""
     tools: Any = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
     params = SamplingParams(max_tokens=200, temperature=0, seed=1)
-    said = [{**CALLS, "content": "one two three " * 12 + CALLS["content"]}]
-    with talking(tmp_path, "hermes", pass_s=0.001) as parrots, tearing(parrots) as torn:
-        with Client(parrots.grpc) as client:
-            expected = client.chat(said, params, tools=tools)
-        with Client(torn.address) as client:
-            pieces = await asyncio.to_thread(lambda: list(client.stream_chat(said, params, tools=tools)))
+    messages = [{**CALLS, "content": "one two three " * 12 + CALLS["content"]}]
+    with Client(parrots.grpc) as client:
+        expected = client.chat(messages, params, tools=tools)
+    with tearing(parrots) as torn:
+        async with connect(torn.address) as client:
+            pieces = [piece async for piece in client.stream_chat(messages, params, tools=tools)]
         assert torn.num_torn > 0
-        async with AsyncClient(torn.address) as asking:
-            others: list[TurnPiece] = [piece async for piece in asking.stream_chat(said, params, tools=tools)]
-    for turn in (pieces[-1].turn, others[-1].turn):
-        assert turn is not None
-        assert (turn.content, turn.finish_reason) == (expected.content, "tool_calls")
-        assert [(call.name, call.arguments) for call in turn.calls] == [("get_weather", expected.calls[0].arguments)]
-        assert all(call.id for call in turn.calls)
-        assert essence(turn.completion) == essence(expected.completion)
+    turn = pieces[-1].turn
+    assert (turn.content, turn.finish_reason) == (expected.content, "tool_calls")
+    [call] = turn.calls
+    assert (call.name, call.arguments, bool(call.id)) == ("get_weather", expected.calls[0].arguments, True)
+    assert essence(turn.completion) == essence(expected.completion)
 
 
-async def test_whole_answers_are_asked_for_again(served: House) -> None:
+async def test_whole_answers_are_asked_for_again(connect: Any, served: House) -> None:
     """Guards answers that come whole: the second connection holds."""
-    rooms = iter([100, 2**60, 100, 2**60])
+    rooms = iter([100, 2**60])
     way = Torn(served.grpc, lambda: next(rooms))
-    params = SamplingParams(max_tokens=50, seed=8)
-    with Client(way.address) as client:
-        answer = await asyncio.to_thread(client.generate, PROMPT, params)
-    async with AsyncClient(way.address) as asking:
-        assert (await asking.generate(PROMPT, params)).text == answer.text
-    assert way.num_torn == 2
+    async with connect(way.address) as client:
+        assert (await client.generate(PROMPT, SamplingParams(max_tokens=50, seed=8))).text
+    assert way.num_torn == 1
     way.close()
     served.settle()
 
 
-async def test_clients_take_turns_among_addresses(served: House) -> None:
+async def test_clients_take_turns_among_addresses(connect: Any, served: House) -> None:
     """Guards clusters without a balancer: all servers are asked, and a dead one, at the start or later, costs no answer."""
     params = SamplingParams(max_tokens=60, seed=8, ignore_eos=True)
+    nobody = f"127.0.0.1:{free_port()}"
     with house(pass_s=0.001) as other:
-        nobody = f"127.0.0.1:{free_port()}"
-        with Client([nobody, served.grpc, other.grpc]) as client:
+        async with connect([nobody, served.grpc, other.grpc]) as client:
             stream = client.stream(PROMPT, params)
-            pieces = [next(stream)]
+            pieces = [await anext(stream)]
             for _ in range(4):
-                assert client.generate(PROMPT, SamplingParams(max_tokens=4, seed=1)).token_ids
-            pieces += stream
+                assert (await client.generate(PROMPT, SamplingParams(max_tokens=4, seed=1))).token_ids
+            pieces += [piece async for piece in stream]
         assert b"length" in other.router.admission.metrics.text()
-        assert completion(pieces).text
         other.settle()
-    async with AsyncClient((other.grpc, served.grpc)) as asking:  # the first is gone by now
-        assert (await asking.generate(PROMPT, params)).token_ids == completion(pieces).token_ids
+    async with connect((other.grpc, served.grpc)) as client:  # the first is gone by now
+        assert (await client.generate(PROMPT, params)).token_ids == completion(pieces).token_ids
 
 
 # when it is enough

@@ -1,31 +1,24 @@
 """Who judges new weights on the way to replicas, and whose answers a router keeps."""
 
-import json
 import time
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cascade.answer import Completion, Stats
-from cascade.engine.tokenizer import Tokenizer
 from cascade.messages import Edge, Routing, SessionSpec
 from cascade.params import SamplingParams
 from cascade.settings.router import KeyLimits
-from cascade.training import reservoir
-from cascade.training.reservoir import Limits, Reservoir, Sample
-from cascade.training.versions import Versions
+from cascade.training.reservoir import Sample
 from deployments.gateway.admission.access import Account
 from deployments.gateway.admission.metrics import RouterMetrics
 from deployments.gateway.admission.places import Places
-from deployments.ops import collector, learner
+from deployments.ops import collector
 from deployments.ops.collector import Collector
 from deployments.ops.drift import BATCH_S, WARM
-from deployments.ops.learner import Canary, Learner, Weights
-from tests import small
+from deployments.ops.learner import Canary, Weights
 from tests.waiting import until
 
 WAIT_S = 60.0
@@ -59,60 +52,6 @@ def test_a_canary_is_believed_when_it_has_seen_enough(
     """Guards replicas against weights that are right less often than others at the same time, or than the same one before."""
     canary = Canary("000002", "a", 100.0, {state.replica: state for state in before})
     assert canary.verdict(after, 100.0 + seconds, WAIT_S) == verdict
-
-
-class Tier:
-    """What a handle of a tier with two replicas is, for a learner."""
-
-    def __init__(self) -> None:
-        self.versions = {"a": "", "b": ""}
-        self.sources = list[str]()  # of weights that replicas were given
-
-    def broadcast(self, method: str, *args: str) -> Any:
-        return SimpleNamespace(results_async=partial(self._answers, method, *args))
-
-    async def _answers(self, method: str, *args: str, return_exceptions: bool) -> list[Any]:
-        if method == "weights":
-            return [Weights(name, version, 0, 0) for name, version in self.versions.items()]
-        replica, self.versions[replica], source = args
-        self.sources.append(source)
-        return [name == replica for name in self.versions]
-
-
-class Stoppable(Learner):
-    """Stopped by the test, not when it is collected."""
-
-    def __del__(self) -> None:  # type: ignore[override]
-        pass
-
-
-async def test_a_tier_learns_from_its_traffic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the way from answers to weights that serve, and back: both of a rollback and of a tenant that is forgotten."""
-    monkeypatch.setattr(learner, "POLL_S", 0.02)
-    alignment = {"folder": str(tmp_path), "students": ["tiny"], "on_disk": True, "device": "cpu"}
-    values = small.config().model_dump(mode="json")
-    values["alignment"] = alignment | {"min_rows": 72, "every_s": 0.0, "round_s": 1.0, "canary_s": 0.0}
-    text = Tokenizer.from_pretrained(small.paths()[-1]).encode(Path(json.__file__).with_name("decoder.py").read_text())
-    answers = [Sample(tuple(text[at : at + 64]), 16, 0.0, "alice", 1, time.time()) for at in range(0, 72 * 32, 32)]
-    tiers = {name: Tier() for name in small.NAMES}
-    made = Stoppable.__new__(Stoppable)
-    await Learner.__init__(made, values, tiers)  # type: ignore[arg-type]
-    try:
-        await made.take("router", answers, [])
-        await until(lambda: set(tiers["tiny"].versions.values()) == {"000001"}, made.progress)
-        progress = made.progress()["students"]["tiny"]
-        assert (progress["kept"], progress["dropped"], progress["swaps"]) == (1, 0, 2)
-        assert progress["after"] >= progress["before"] - 0.02
-        assert {*tiers["tiny"].sources} == {str(tmp_path / "tiny" / "000001")}
-        Versions(tmp_path / "tiny").rollback()
-        await until(lambda: set(tiers["tiny"].versions.values()) == {""})
-        assert tiers["tiny"].sources[2:] == [small.paths()[0]] * 2
-        reservoir.forget(tmp_path, "alice")
-        await until(lambda: not made.progress()["answers"])
-    finally:
-        await Learner.__del__(made)
-    assert Reservoir(Limits(), tmp_path).newest == []
-    assert [tiers[name].sources for name in ("medium", "full")] == [[], []]
 
 
 class Away:

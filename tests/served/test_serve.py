@@ -150,17 +150,8 @@ def test_served_text_is_the_full_models(client: Client, reference: Cascade, name
     assert {e.drafter for e in served.stats.edges if e.verifier == "full"} - {""} <= set(tiers)
 
 
-def test_crowd_gets_the_same_texts(client: Client, reference: Cascade) -> None:
-    """Guards concurrent requests on shared passes, streams and leases against each other."""
-    params = [SamplingParams(max_tokens=32, temperature=0.8, seed=seed) for seed in range(4)]
-    expected = [alone(reference, one).text for one in params]
-    with ThreadPoolExecutor(16) as pool:
-        texts = list(pool.map(lambda i: client.generate(PROMPT, params[i % 4]).text, range(32)))
-    assert texts == expected * 8
-
-
 def test_recovered_tiers_draft_again(client: Client) -> None:
-    """Guards against speculation that stays off after a death: with all replicas back, the whole chain works."""
+    """Guards against speculation that stays off after a death: with all replicas back, which are told of, the chain works."""
 
     def whole_chain() -> bool:
         params, every = SamplingParams(max_tokens=64, temperature=0), Speculation(tiers=("tiny", "medium"))
@@ -169,14 +160,9 @@ def test_recovered_tiers_draft_again(client: Client) -> None:
         return accepted.get(("medium", "full"), 0) > 0 and ("tiny", "medium") in accepted
 
     wait_until(whole_chain)
-
-
-def test_describe_tells_what_is_served(server: Server, client: Client) -> None:
-    """Guards Describe: names bottom to top, replicas, limits."""
     wait_until(lambda: [tier.replicas for tier in client.describe().tiers] == [1, 1, 2])
     info = client.describe()
-    assert [tier.name for tier in info.tiers] == ["tiny", "medium", "full"]
-    assert info.max_model_len == 1024
+    assert ([tier.name for tier in info.tiers], info.max_model_len) == ([*small.NAMES], 1024)
     assert info.tiers[0].parameters < info.tiers[1].parameters < info.tiers[2].parameters
 
 

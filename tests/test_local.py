@@ -28,10 +28,9 @@ from cascade.engine import models
 from cascade.engine.model import Model
 from cascade.engine.models import common_room
 from cascade.engine.tokenizer import Tokenizer
-from cascade.messages import Edge, Failed, Message
+from cascade.messages import Edge
 from cascade.scorer import Row
 from cascade.settings.check import needs
-from cascade.tier.local_links import Mailbox
 from tests import small
 from tests.architectures import build
 from tests.cases import crossed, rare
@@ -204,14 +203,6 @@ def test_identical_models_accept_everything(
         assert all(edge.accepted == edge.proposed for edge in edges)
 
 
-def test_left_streams_free_everything(cascade: Cascade) -> None:
-    """Guards against sessions of readers that left: the fixture counts the sessions at the end."""
-    stream = cascade.stream(PROMPT, SamplingParams(max_tokens=500, temperature=1.0, seed=1))
-    next(stream)
-    stream.close()  # type: ignore[attr-defined]
-    wait_until(lambda: not any(tier.num_sessions for tier in cascade.tiers))
-
-
 def test_many_answers_on_one_loop(cascade: Cascade) -> None:
     """Guards the event-loop variants: messages come for all requests of a loop at once, each finds its reader, and a loop
     that is over is not kept."""
@@ -237,42 +228,6 @@ def test_many_answers_on_one_loop(cascade: Cascade) -> None:
     assert (both[0].token_ids, text) == (alone[0].token_ids, alone[0].text)
     gc.collect()
     assert loops[0]() is None
-
-
-def test_a_loop_is_woken_once_for_a_pass() -> None:
-    """Guards the tier's thread: a wake for each of sixteen answers took longer than all else that a pass asks of it."""
-    woken = 0
-
-    class Counting(asyncio.SelectorEventLoop):
-        def call_soon_threadsafe(self, *given: Any, **named: Any) -> asyncio.Handle:
-            nonlocal woken
-            woken += 1
-            return super().call_soon_threadsafe(*given, **named)
-
-    async def both() -> tuple[Message, Message, bool]:
-        mailbox = Mailbox(asyncio.get_running_loop())
-        with mailbox.reading(["a"]) as first, mailbox.reading(["b"]) as second:
-            mailbox.send([Failed("b", "", "full"), Failed("a", "", "full"), Failed("gone", "", "full")])
-            return await first.get(), await second.get(), mailbox.idle
-
-    with asyncio.Runner(loop_factory=Counting) as runner:
-        first, second, idle = runner.run(both())
-    assert (first, second, idle, woken) == (Failed("a", "", "full"), Failed("b", "", "full"), False, 1)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "params", "words"),
-    [
-        ("", SamplingParams(), "empty"),
-        ([1, 99999], SamplingParams(), "99999"),
-        ("x" * 5000, SamplingParams(), "1024"),
-        (3.5, SamplingParams(), "float"),
-    ],
-)
-def test_bad_prompts_are_refused(cascade: Cascade, prompt: object, params: SamplingParams, words: str) -> None:
-    """Guards the tiers against requests that cannot be served, and users against vague errors."""
-    with pytest.raises(InvalidRequest, match=words):
-        cascade.generate(prompt, params)  # type: ignore[call-overload]
 
 
 def test_models_that_do_not_belong_together_are_refused(tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -4,29 +4,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.document import keep
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import contest, report, served
 from benchmarks.peers.contract import Models, Said, vllm_drafts
 from cascade.settings.config import CascadeConfig
+from tests import small
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with a Llama of two layers and random weights, without a tokenizer."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    network = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, eos_token_id=2, **sizes))
-    folder = tmp_path_factory.mktemp("model")
-    network.to(torch.bfloat16).save_pretrained(folder)
-    return str(folder)
-
-
-def models(source: str) -> Models:
-    return Models(source, source, source)
+def models() -> Models:
+    return Models(*[small.paths()[0]] * 3)
 
 
 def said(speed: float, text: Sequence[int] = (1, 2, 3, 4)) -> Said:
@@ -72,26 +60,26 @@ def test_another_text_of_the_cascade_is_noticed() -> None:
     assert report.cells(same, compared=False)["cascade_auto"]["same_text_as_generate"] is None
 
 
-def test_a_part_keeps_what_an_earlier_run_said_of_this_family(model: str, tmp_path: Path) -> None:
+def test_a_part_keeps_what_an_earlier_run_said_of_this_family(tmp_path: Path) -> None:
     """Guards runs in pieces against losing the other pieces, and a document against figures of other weights."""
     path = tmp_path / "peers.json"
-    document = peers.begun(path, models(model))
+    document = peers.begun(path, models())
     assert document["one"]["t0.7"] == dict.fromkeys(peers.HEADLINE)
     assert document["served"]["32"] == {"alone": None, "auto": None, "vllm": None}
     document["one"]["t0"]["alone"] = 0.5
     keep(document, path)
-    assert peers.begun(path, models(model))["one"]["t0"]["alone"] == 0.5
+    assert peers.begun(path, models())["one"]["t0"]["alone"] == 0.5
     document["family"]["tiny"] = "of other weights"
     keep(document, path)
-    assert peers.begun(path, models(model))["one"]["t0"]["alone"] is None
+    assert peers.begun(path, models())["one"]["t0"]["alone"] is None
 
 
-def test_servers_are_told_the_family_and_how_to_draft(model: str) -> None:
+def test_servers_are_told_the_family_and_how_to_draft() -> None:
     """Guards the served part against a configuration that is refused after minutes of loading."""
-    names = CascadeConfig.model_validate(served.cascade_config(models(model))).chain_names
+    names = CascadeConfig.model_validate(served.cascade_config(models())).chain_names
     assert set(names) == {"suffix", "tiny", "medium", "full"}
     modes = [mode for post in contest.POSTS if post.engine == "vllm_cpu" for mode in post.modes]
-    methods = [(vllm_drafts(mode, model) or {}).get("method") for mode in modes]
+    methods = [(vllm_drafts(mode, small.paths()[0]) or {}).get("method") for mode in modes]
     assert methods == [None, "ngram", "suffix", "draft_model"]
     cells = {"alone": {"tokens_per_second": 3}, "vllm_alone": {"tokens_per_second": 1}, "vllm_ngram": {"tokens_per_second": 2}}
     assert served.headline(cells) == {"alone": 3, "auto": None, "vllm": 2}

@@ -89,9 +89,9 @@ def test_history_goes_through_the_template() -> None:
             messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": SECOND}]
 
 
-def test_commands_change_what_follows(tmp_path: Path) -> None:
+def test_commands_change_what_follows() -> None:
     """Guards commands against being sent as messages, and against having no effect."""
-    with talking(tmp_path, "hermes") as served:
+    with talking("hermes") as served:
         first, then = (
             ["/stats", "one two", "/system You are kind.", "/seed 7", "one two", "/stats"],
             ["/clear", "/stats", " /x"],
@@ -133,12 +133,12 @@ def test_without_a_template_there_is_generate(tmp_path: Path) -> None:
             assert (code, "cascade generate" in output) == (1, True), named
 
 
-def test_a_terminal(tmp_path: Path) -> None:
+def test_a_terminal() -> None:
     """Guards the terminal: colours, the arrow up brings the last line back, Ctrl-C stops an answer and Ctrl-D the program.
 
     An answer that is stopped is kept as far as it came, its request ends, and the program goes on.
     """
-    with talking(tmp_path, "hermes", pass_s=0.02) as served:
+    with talking("hermes", pass_s=0.02) as served:
         terminal = Terminal("--address", served.grpc, "-t", "0", "--tiers", "tiny,medium")
         terminal.until(ASKS)
         terminal.type("one two\n")

@@ -18,7 +18,7 @@ from tests.cli import run
 from tests.talkers import talking
 
 
-def test_questions_are_answered_and_modes_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_questions_are_answered_and_modes_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the demo as a whole, without a terminal: five answers to chats, one table, the same texts."""
     monkeypatch.setattr(demo, "COMPARED_TOKENS", 8)
     monkeypatch.setattr(demo, "AGAIN_TOKENS", 8)
@@ -31,7 +31,7 @@ def test_questions_are_answered_and_modes_compared(tmp_path: Path, monkeypatch: 
         return demo.Row("a GPU for each tier", 1.0, 2.0, "computed")
 
     monkeypatch.setattr(demo, "on_devices", on_devices)
-    with talking(tmp_path, "hermes") as served:
+    with talking("hermes") as served:
 
         @contextmanager
         def started(config: Path | None, *, name: str, **options: Any) -> Iterator[SimpleNamespace]:

@@ -64,28 +64,27 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Ray:
     ("address", "initialized", "owned"),
     [("", False, True), ("local", False, True), ("ray://10.0.0.1:10001", False, False), ("", True, False)],
 )
-def test_joined_clusters_keep_their_applications(
+def test_joined_clusters_keep_what_runs_there(
     monkeypatch: pytest.MonkeyPatch, fake: Ray, address: str, initialized: bool, owned: bool
 ) -> None:
-    """Guards a shared cluster: stopping a server that joined it must not shut down everybody's Serve."""
+    """Guards a shared cluster: stopping a server that joined it must not shut down everybody's Serve.
+
+    Guards another's application of the same name there: it was replaced, and deleted at the end.
+    """
     fake.initialized = initialized
     monkeypatch.setenv("RAY_ADDRESS", address)
     with Server.start(port=0):
         assert fake.calls == ["init"] * (not initialized) + ["start", "run"]
         fake.calls.clear()
     assert fake.calls == (["delete", "shutdown"] if owned else ["delete"])
-
-
-def test_applications_that_are_there_stay(monkeypatch: pytest.MonkeyPatch, fake: Ray) -> None:
-    """Guards another's application of the same name on a joined cluster: it was replaced, and deleted at the end."""
-    fake.applications = ["cascade"]
-    monkeypatch.setenv("RAY_ADDRESS", "auto")
-    with pytest.raises(ConfigError, match="runs an application named 'cascade' already: choose another --name"):
-        Server.start(port=0)
-    assert fake.calls == ["init", "start"]
-    with Server.start(port=0, name="another"):
-        assert fake.calls[2:] == ["start", "run"]
-    assert fake.calls[-1] == "delete"
+    if not owned:
+        fake.applications = ["cascade"]
+        fake.calls.clear()
+        with pytest.raises(ConfigError, match="runs an application named 'cascade' already: choose another --name"):
+            Server.start(port=0)
+        assert not {"run", "delete", "shutdown"} & {*fake.calls}
+        with Server.start(port=0, name="another"):
+            assert fake.calls[-2:] == ["start", "run"]
 
 
 def asking(engine: dict[str, Any] | None = None, accelerator: str | None = None, **deployment: Any) -> CascadeConfig:
@@ -211,36 +210,36 @@ def test_a_port_that_is_taken_names_its_option(name: str, option: str) -> None:
             module.listening(given, None, *((0, given.grpc_port) if name == "grpc_port" else (None, 0)))
 
 
-@pytest.mark.parametrize("how", ["a package", "a module", "on the path"])
-def test_another_package_of_our_name_is_refused(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize(("module", "on_path"), [("deployments.py", False), ("deployments/__init__.py", True)])
+def test_another_package_of_our_name_is_refused(tmp_path: Path, module: str, on_path: bool) -> None:
     """Guards a user's folder `deployments`, which hid ours from the command or from Ray's processes: a traceback there."""
-    other = tmp_path / ("deployments.py" if how == "a module" else "deployments/__init__.py")
-    other.parent.mkdir(exist_ok=True)
+    other, data = tmp_path / "other" / module, tmp_path / "data"
+    other.parent.mkdir(parents=True)
     other.write_text("")
+    (data / "deployments").mkdir(parents=True)  # which hides nothing
+    paths = [str(tmp_path / "other")] * on_path + [os.environ.get("PYTHONPATH", "")]
     command = [sys.executable, "-c", "from cascade.cli.main import main; main()", "check", "wrong.yaml"]
-    environment = dict(os.environ)
-    if how == "on the path":
-        environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{environment.get('PYTHONPATH', '')}"
-    (tmp_path / "empty" / "deployments").mkdir(parents=True)  # data, which hides nothing
-    place = tmp_path / "empty" if how == "on the path" else tmp_path
-    found = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True)
-    assert found.returncode == 1
-    assert "hides cascade's own package 'deployments': rename it" in found.stderr
-    assert "Traceback" not in found.stderr
-    found = subprocess.run(command, cwd=tmp_path / "empty", capture_output=True, text=True)
-    assert "wrong.yaml cannot be read" in found.stderr
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    place = data if on_path else tmp_path / "other"
+    result = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "hides cascade's own package 'deployments': rename it" in result.stderr
+    assert "Traceback" not in result.stderr
+    if on_path:
+        result = subprocess.run(command, cwd=data, capture_output=True, text=True)
+        assert "wrong.yaml cannot be read" in result.stderr
 
 
-def test_a_wrong_file_is_told_before_anything_slow_is_imported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["check", "serve"])
+def test_a_wrong_file_is_told_before_anything_slow_is_imported(tmp_path: Path, command: str) -> None:
     """Guards `cascade check` and `serve` of a file that is mended again and again: each try took the imports of a server."""
     (tmp_path / "wrong.yaml").write_text("tiers: [{name: full, model_loading_config: {modl_id: x}}]")
     code = (
-        "import sys; from tests.cli import run; code, said = run(sys.argv[1], sys.argv[2]); "
-        "print(code, said, sorted({'torch', 'transformers', 'ray', 'huggingface_hub', 'deployments'} & sys.modules.keys()))"
+        "import sys; from tests.cli import run; code, shown = run(sys.argv[1], sys.argv[2]); "
+        "print(code, shown, sorted({'torch', 'transformers', 'ray', 'huggingface_hub', 'deployments'} & sys.modules.keys()))"
     )
-    for command in ("check", "serve"):
-        arguments = [sys.executable, "-c", code, command, str(tmp_path / "wrong.yaml")]
-        found = subprocess.run(arguments, capture_output=True, text=True, check=True)
-        assert "model_id" in found.stdout, found.stdout
-        assert found.stdout.startswith("1 "), found.stdout
-        assert found.stdout.rstrip().endswith("[]"), found.stdout
+    arguments = [sys.executable, "-c", code, command, str(tmp_path / "wrong.yaml")]
+    printed = subprocess.run(arguments, capture_output=True, text=True, check=True).stdout
+    assert "model_id" in printed, printed
+    assert printed.startswith("1 "), printed
+    assert printed.rstrip().endswith("[]"), printed

@@ -39,6 +39,11 @@ def engine(**options: Any) -> dict[str, Any]:
     return one(engine_kwargs=options)
 
 
+def head(kind: str, **options: Any) -> dict[str, Any]:
+    """A tier whose guesses come from a head."""
+    return engine(drafter={"kind": kind, "source": "a/b"}, **options)
+
+
 def deploying(**fields: Any) -> dict[str, Any]:
     return one(deployment_config=fields)
 
@@ -48,131 +53,79 @@ def deploying(**fields: Any) -> dict[str, Any]:
 
 def learning(student: str, **engine_kwargs: Any) -> dict[str, Any]:
     """Two tiers, of which one is asked to learn."""
-    tiers = [tier("tiny", engine_kwargs=engine_kwargs), tier("full")]
-    return {"tiers": tiers, "alignment": {"folder": "/shared", "students": [student]}}
+    values = aligned(students=[student])
+    values["tiers"][0]["engine_kwargs"] = engine_kwargs
+    return values
 
 
-WRONG: dict[str, tuple[Any, str]] = {
-    "no tiers": ({"window": 3}, r"tiers is missing; add it"),
-    "six tiers": ({"tiers": [tier(f"t{i}") for i in range(6)]}, r"tiers: tuple should have at most 5 items"),
-    "same name twice": ({"tiers": [tier("a"), tier("a")]}, r"two tiers are named 'a'"),
-    "drafter as a tier": ({"tiers": [tier("suffix"), tier("full")]}, r"give the tier another name"),
-    "head without weights": (engine(drafter="eagle3"), r"'eagle3' needs a source: the path or hub id"),
-    "head among the model's weights": (
-        engine(drafter={"kind": "mtp", "source": "a/b"}),
-        r"'a/b', but 'mtp' needs none: remove",
-    ),
-    "head of our own engine": (
-        engine(drafter={"kind": "eagle3", "source": "a/b"}, engine="cascade"),
-        r"drafter is 'eagle3', which only vLLM can do: set engine to 'vllm'",
-    ),
-    "head of an engine of one's own": (
-        engine(drafter={"kind": "medusa", "source": "a/b"}, engine="a.module:load"),
-        r"drafter is 'medusa', which only vLLM can do: set engine to 'vllm', or remove it",
-    ),
-    "head beside adapters": (
-        engine(drafter={"kind": "eagle3", "source": "a/b"}, lora_modules={"red": "a/b"}),
-        r"drafter is 'eagle3' and lora_modules are red, which do not go together",
-    ),
-    "head of several ranks": (
-        engine(drafter={"kind": "eagle", "source": "a/b"}, tensor_parallel_size=2),
-        r"drafter is 'eagle' and tensor_parallel_size is 2, which do not go together",
-    ),
-    "head that was not tried": (engine(drafter="dflash"), r"drafter.kind is 'dflash': it must be one of auto, suffix"),
-    "corpus without a file": (engine(drafter="corpus"), r"needs a source: the path of a text file"),
-    "adapters of our own engine": (
-        engine(engine="cascade", lora_modules={"red": "a/b"}),
-        r"lora_modules are red, which only vLLM can do: set engine to 'vllm'",
-    ),
-    "adapters of an engine of one's own": (
-        engine(engine="a.module:load", lora_path="/shared/adapters"),
-        r"lora_path is '/shared/adapters', which only vLLM can serve: set engine to 'vllm', or remove it",
-    ),
-    "a folder of a draft tier's adapters": (
-        {"tiers": [tier("tiny", engine_kwargs={"lora_path": "x"}), tier("full")]},
-        r"lora_path of tier 'tiny': only the full tier",
-    ),
-    "ranks of our own engine": (
-        engine(engine="cascade", tensor_parallel_size=2),
-        r"tensor_parallel_size is 2, which only vLLM can do: set engine to 'vllm'",
-    ),
-    "an engine nobody knows": (engine(engine="llama.cpp"), r"engine is 'llama\.cpp': string should match"),
-    "an argument of vLLM without it": (
-        engine(enforce_eager=True),
-        r"enforce_eager is not a known key; remove it, mend its spelling, or set engine to 'vllm'",
-    ),
-    "a method of vLLM beside what is ours": (
-        engine(quantization="awq", num_threads=2),
-        r"quantization is 'awq', which only vLLM can do: set engine to 'vllm', and remove what only our own engine takes",
-    ),
-    "router": ({"tiers": [tier("router"), tier("full")]}, r"no tier can be named 'router'"),
-    "full tier that learns": (learning("full"), r"names 'full': it takes tiny"),
-    "quantized learning": (learning("tiny", quantization="int8"), r"names 'tiny', whose quantization is 'int8', .*remove one"),
-    "read learning": (
-        learning("tiny", drafter={"kind": "eagle3", "source": "a/b"}),
-        r"names 'tiny', whose head would not fit new weights",
-    ),
-    "layers of nobody": (engine(layers=0), r"engine_kwargs\.layers is 0: there are no layers: give those to keep"),
-    "layers twice": (engine(layers=["0-4", "3-6"]), r"layers: '3-6' overlaps with layers before it"),
-    "layers and a head": (
-        engine(layers=8, drafter={"kind": "eagle3", "source": "a/b"}),
-        r"layers are 0-7 and drafter is 'eagle3', which do not go together: remove one of the two",
-    ),
-    "layers and adapters": (engine(layers=[0, "2-3"], lora_path="x"), r"layers are 0,2-3 and lora_path is 'x', which do not"),
-    "layers of an engine of one's own": (engine(layers=8, engine="a.module:load"), r"layers are 0-7 and engine is 'a.module:l"),
-    "layers that vLLM is to change": (
-        engine(layers=8, engine="vllm", hf_overrides={"x": 1}),
-        r"layers are 0-7 and hf_overrides is given, which do not go together",
-    ),
-    "layers that learn": (
-        learning("tiny", layers=8),
-        r"names 'tiny', which is some layers of its model, and learns nothing by",
-    ),
-    "key for nothing": (
-        {"tiers": [tier("tiny"), tier("full")], "alignment": {"folder": "/shared", "key_env": "KEY"}},
-        r"key_env is 'KEY', but nothing is on disk: set on_disk to true, or remove it",
-    ),
-    "one device of several workers": (
-        {"tiers": [tier("tiny"), tier("full")], "alignment": {"folder": "/shared", "device": "cuda:0", "num_workers": 2}},
-        r"device is 'cuda:0' of 2 workers: remove it",
-    ),
-    "unknown key": ({"tiers": [tier()], "wide": 3}, r"wide is not a known key; remove it"),
-    "misspelt key": ({"tiers": [tier()], "windw": 3}, r"windw is not a known key; did you mean 'window'\?"),
-    "misspelt key of a section in a list": (
+def aligned(**fields: Any) -> dict[str, Any]:
+    """Two tiers, of which drafters learn as ``fields`` say."""
+    return {"tiers": [tier("tiny"), tier("full")], "alignment": {"folder": "/shared", **fields}}
+
+
+VLLM, CONFLICT = r", which only vLLM can do: set engine to 'vllm'", r", which do not go together"
+FULL, OWN = tier("full"), "a.module:load"
+WRONG: list[tuple[Any, str]] = [
+    ({"window": 3}, r"tiers is missing; add it"),
+    ({"tiers": [tier(f"t{i}") for i in range(6)]}, r"tiers: tuple should have at most 5 items"),
+    ({"tiers": [tier("a"), tier("a")]}, r"two tiers are named 'a'"),
+    ({"tiers": [tier("suffix"), FULL]}, r"give the tier another name"),
+    ({"tiers": [tier("router"), FULL]}, r"no tier can be named 'router'"),
+    (engine(drafter="eagle3"), r"'eagle3' needs a source: the path or hub id"),
+    (head("mtp"), r"'a/b', but 'mtp' needs none: remove"),
+    (head("eagle3", engine="cascade"), f"drafter is 'eagle3'{VLLM}"),
+    (head("medusa", engine=OWN), f"drafter is 'medusa'{VLLM}, or remove it"),
+    (head("eagle3", lora_modules={"red": "a/b"}), f"drafter is 'eagle3' and lora_modules are red{CONFLICT}"),
+    (head("eagle", tensor_parallel_size=2), f"drafter is 'eagle' and tensor_parallel_size is 2{CONFLICT}"),
+    (engine(drafter="dflash"), r"drafter.kind is 'dflash': it must be one of auto, suffix"),
+    (engine(drafter="corpus"), r"needs a source: the path of a text file"),
+    (engine(engine="cascade", lora_modules={"red": "a/b"}), f"lora_modules are red{VLLM}"),
+    (engine(engine=OWN, lora_path="/x"), r"lora_path is '/x', which only vLLM can serve: set engine to 'vllm', or remove it"),
+    ({"tiers": [tier("tiny", engine_kwargs={"lora_path": "x"}), FULL]}, r"lora_path of tier 'tiny': only the full tier"),
+    (engine(engine="cascade", tensor_parallel_size=2), f"tensor_parallel_size is 2{VLLM}"),
+    (engine(engine="llama.cpp"), r"engine is 'llama\.cpp': string should match"),
+    (engine(enforce_eager=True), r"enforce_eager is not a known key; remove it, mend its spelling, or set engine to 'vllm'"),
+    (engine(quantization="awq", num_threads=2), f"quantization is 'awq'{VLLM}, and remove what only our own engine takes"),
+    (learning("full"), r"names 'full': it takes tiny"),
+    (learning("tiny", quantization="int8"), r"names 'tiny', whose quantization is 'int8', .*remove one"),
+    (learning("tiny", drafter={"kind": "eagle3", "source": "a/b"}), r"names 'tiny', whose head would not fit new weights"),
+    (learning("tiny", layers=8), r"names 'tiny', which is some layers of its model, and learns nothing by"),
+    (engine(layers=0), r"engine_kwargs\.layers is 0: there are no layers: give those to keep"),
+    (engine(layers=["0-4", "3-6"]), r"layers: '3-6' overlaps with layers before it"),
+    (head("eagle3", layers=8), f"layers are 0-7 and drafter is 'eagle3'{CONFLICT}: remove one of the two"),
+    (engine(layers=[0, "2-3"], lora_path="x"), r"layers are 0,2-3 and lora_path is 'x', which do not"),
+    (engine(layers=8, engine=OWN), r"layers are 0-7 and engine is 'a.module:l"),
+    (engine(layers=8, engine="vllm", hf_overrides={"x": 1}), f"layers are 0-7 and hf_overrides is given{CONFLICT}"),
+    (aligned(key_env="KEY"), r"key_env is 'KEY', but nothing is on disk: set on_disk to true, or remove it"),
+    (aligned(device="cuda:0", num_workers=2), r"device is 'cuda:0' of 2 workers: remove it"),
+    ({"tiers": [tier()], "wide": 3}, r"wide is not a known key; remove it"),
+    ({"tiers": [tier()], "windw": 3}, r"windw is not a known key; did you mean 'window'\?"),
+    (
         one(model_loading_config={"model_id": "m", "modl_source": "x"}),
         r"tiers\.0\.model_loading_config\.modl_source is not a known key; did you mean 'model_source'\?",
     ),
-    "misspelt key of an engine": (engine(dtyp="float32"), r"dtyp is not a known key; did you mean 'dtype'\?"),
-    "misspelt key of keys": (
+    (engine(dtyp="float32"), r"dtyp is not a known key; did you mean 'dtype'\?"),
+    (
         {"tiers": [tier()], "router": {"access": {"limits": {"gold": {"max_runing": 3}}}}},
         r"router\.access\.limits\.gold\.max_runing is not a known key; did you mean 'max_running'\?",
     ),
-    "dtype": (engine(dtype="int4"), r"dtype is 'int4': .*'bfloat16'"),
-    "a key in the file": ({"tiers": [tier()], "router": {"access": {"keys": {}}}}, r"router\.access\.keys is not a known key"),
-    "embedded source": (
+    (engine(dtype="int4"), r"dtype is 'int4': .*'bfloat16'"),
+    ({"tiers": [tier()], "router": {"access": {"keys": {}}}}, r"router\.access\.keys is not a known key"),
+    (
         one(model_loading_config={"model_id": "m", "model_source": "embedded:nonsense"}),
         r"model_source is 'embedded:nonsense': .*embedded:tiny, embedded:medium, embedded:full",
     ),
-    "a list": ([tier()], r"mapping"),
-    "placement group": (
+    ([tier()], r"mapping"),
+    (
         one(placement_group_config={"bundle": [{"CPU": 1}]}),
         r"placement_group_config of tier full has the key 'bundle': it takes bundles, strategy, bundle_label_selector",
     ),
-    "request router option": (
-        deploying(request_router_config={"backoff": 1}),
-        r"request_router_config of tier full has the unknown key 'backoff'",
-    ),
-    "replicas and autoscaling": (
-        deploying(num_replicas=2, autoscaling_config={"max_replicas": 3}),
-        r"tier full.*num_replicas.*autoscaling_config",
-    ),
-    "autoscaling option": (deploying(autoscaling_config={"max_replicas": -3}), r"tier full.*max_replicas"),
-    "router's actor option": (
-        {"tiers": [tier()], "router": {"deployment_config": {"ray_actor_options": {"gpus": 1}}}},
-        r"router.*gpus",
-    ),
-    "runtime_env": (deploying(ray_actor_options={"runtime_env": 5}), r"runtime_env"),
-}
+    (deploying(request_router_config={"backoff": 1}), r"request_router_config of tier full has the unknown key 'backoff'"),
+    (deploying(num_replicas=2, autoscaling_config={"max_replicas": 3}), r"tier full.*num_replicas.*autoscaling_config"),
+    (deploying(autoscaling_config={"max_replicas": -3}), r"tier full.*max_replicas"),
+    ({"tiers": [tier()], "router": {"deployment_config": {"ray_actor_options": {"gpus": 1}}}}, r"router.*gpus"),
+    (deploying(ray_actor_options={"runtime_env": 5}), r"runtime_env"),
+]
 
 
 def one_sentence(error: pytest.ExceptionInfo[ConfigError]) -> str:
@@ -184,10 +137,9 @@ def one_sentence(error: pytest.ExceptionInfo[ConfigError]) -> str:
     return text
 
 
-@pytest.mark.parametrize("kind", WRONG)
-def test_wrong_configurations_are_refused(kind: str) -> None:
+@pytest.mark.parametrize(("values", "words"), WRONG)
+def test_wrong_configurations_are_refused(values: Any, words: str) -> None:
     """Guards users against errors of pydantic or Ray: one sentence with field, value and fix, before anything starts."""
-    values, words = WRONG[kind]
     if isinstance(values, dict):
         values = {"verify": False, **values}  # or the hub would be asked for models that do not exist
     with pytest.raises(ConfigError, match=words) as caught:
@@ -195,20 +147,19 @@ def test_wrong_configurations_are_refused(kind: str) -> None:
     one_sentence(caught)
 
 
-FILES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing": (lambda path: None, r"cannot be read: No such file"),
-    "empty": (lambda path: path.write_text(""), r"must be a mapping"),
-    "tab": (lambda path: path.write_text("tiers:\n\t- a"), r"is not YAML: .*, line 2, column 1"),
-    "Python object": (lambda path: path.write_text("tiers: !!python/object/apply:os.getcwd []"), r"is not YAML"),
-    "wrong value": (lambda path: path.write_text("tiers: 5"), r"tiers is 5: input should be a valid tuple"),
-    "deep": (lambda path: path.write_text("[" * 600), r"is not YAML"),
-}
+FILES: list[tuple[Callable[[Path], object], str]] = [
+    (lambda path: None, r"cannot be read: No such file"),
+    (lambda path: path.write_text(""), r"must be a mapping"),
+    (lambda path: path.write_text("tiers:\n\t- a"), r"is not YAML: .*, line 2, column 1"),
+    (lambda path: path.write_text("tiers: !!python/object/apply:os.getcwd []"), r"is not YAML"),
+    (lambda path: path.write_text("tiers: 5"), r"tiers is 5: input should be a valid tuple"),
+    (lambda path: path.write_text("[" * 600), r"is not YAML"),
+]
 
 
-@pytest.mark.parametrize("kind", FILES)
-def test_wrong_files_are_refused(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(("write", "words"), FILES)
+def test_wrong_files_are_refused(tmp_path: Path, write: Callable[[Path], object], words: str) -> None:
     """Guards users against errors of YAML or the file system; the sentence names the file."""
-    write, words = FILES[kind]
     path = tmp_path / "my.yaml"
     write(path)
     with pytest.raises(ConfigError, match=words) as caught:
@@ -394,16 +345,16 @@ def test_layers_that_a_model_has_not_are_refused(folder: Path, engine: str) -> N
         verify(parsed(["0-40"]))
 
 
-APART: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {  # folders of models, more of the configuration, words
-    "tokenizers": (("other", "plain"), {}, r"Tier t0 .*other.* tier t1 .*plain.* different tokenizers: choose"),
-    "contexts": (("short", "plain"), {"max_model_len": 33}, r"max_model_len is 33, but tier t0 takes 32 tokens: lower it"),
-    "no model": (("empty", "plain"), {}, r"tier t0 .*empty"),
-    "no configuration": (("broken", "plain"), {}, r"tier t0 .*broken"),
-    "no folder": (("/no/such/model",), {}, r"tier t0 cannot be used: .*There is no folder.*folder"),
-}
+APART: list[tuple[tuple[str, ...], dict[str, Any], str]] = [  # folders of models, more of the configuration, words
+    (("other", "plain"), {}, r"Tier t0 .*other.* tier t1 .*plain.* different tokenizers: choose"),
+    (("short", "plain"), {"max_model_len": 33}, r"max_model_len is 33, but tier t0 takes 32 tokens: lower it"),
+    (("empty", "plain"), {}, r"tier t0 .*empty"),
+    (("broken", "plain"), {}, r"tier t0 .*broken"),
+    (("/no/such/model",), {}, r"tier t0 cannot be used: .*There is no folder.*folder"),
+]
 
 
-@pytest.mark.parametrize(("sources", "fields", "words"), APART.values(), ids=APART)
+@pytest.mark.parametrize(("sources", "fields", "words"), APART)
 def test_models_that_do_not_belong_together_are_refused(
     folder: Path, sources: tuple[str, ...], fields: dict[str, Any], words: str
 ) -> None:
@@ -469,6 +420,7 @@ def test_new_replicas_start_before_old_ones_go(monkeypatch: pytest.MonkeyPatch, 
     """Guards requests while a configuration is exchanged: old replicas went first; where there is no room they must."""
     monkeypatch.setattr(app.ray, "is_initialized", lambda: free is not None)
     monkeypatch.setattr(app.ray, "available_resources", lambda: {"CPU": free})
+    monkeypatch.setattr(app.ray, "nodes", list)
     monkeypatch.setattr(ray_compat, "ray", SimpleNamespace(is_initialized=lambda: False))
     values = small.config().model_dump(mode="json")
     values["tiers"][-1]["deployment_config"]["max_surge_percent"] = 50

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -141,17 +141,26 @@ class BlockedFork(BlockedCache):
         return self.capacity, self.origin, self.position, self.base.capacity
 
 
-def tables(rows: Sequence[tuple[BlockedCache, int, int, int]], shapes: Mapping[int, Shape]) -> dict[int, Spans]:
-    """The `Spans` of a pass by layer; ``rows`` are cache, first token, number of tokens and first position of each row."""
-    for cache, _, tokens, start in rows:  # before any address is read, for spans of forks have those of their bases
-        cache.prepare(start + tokens)
+class Span(NamedTuple):
+    """Where a row lies in the packed input ``[1, total_tokens]``: tokens ``begin`` to ``end`` are positions ``start`` on."""
+
+    cache: Any  # a store of the model, or a fork of one
+    begin: int
+    end: int
+    start: int
+
+
+def tables(rows: Sequence[Span], shapes: Mapping[int, Shape]) -> dict[int, Spans]:
+    """The `Spans` of a pass by layer."""
+    ends = [start + end - begin for _, begin, end, start in rows]
+    for row, end in zip(rows, ends, strict=True):  # before any address is read, for spans of forks have those of their bases
+        row.cache.prepare(end)
     table = np.empty((len(shapes), len(rows), FIELDS), dtype=np.int64)
-    table[:, :, :7] = [(begin, tokens, start, *cache.place) for cache, begin, tokens, start in rows]
+    table[:, :, :7] = [(begin, end - begin, start, *cache.place) for cache, begin, end, start in rows]
     for number, (cache, *_) in enumerate(rows):
         table[:, number, 7:9] = cache.addresses
         if isinstance(cache, BlockedFork):
             table[:, number, 9:] = cache.base.addresses
-    longest = max(start + tokens for _, _, tokens, start in rows)
-    addresses = count(table.ctypes.data, table.strides[0])
+    longest, addresses = max(ends), count(table.ctypes.data, table.strides[0])
     short = all(cache.dtype is torch.bfloat16 for cache, *_ in rows)
     return {layer: Spans(part, address, longest, short) for layer, part, address in zip(shapes, table, addresses, strict=False)}

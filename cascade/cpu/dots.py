@@ -1,4 +1,4 @@
-"""Products of `cascade.cpu.pairs` by AVX-512's instruction for bfloat16, in the loops of `cascade.cpu.tile`.
+"""Products of pairs of bfloat16 by AVX-512's instruction for bfloat16, in the loops of `cascade.cpu.tile`.
 
 One instruction multiplies sixteen pairs of weights by a pair of a row, and adds both products to the chain of each column. So
 eight rows take half the time that they take in float32. Compiled on import, for processors that have it.

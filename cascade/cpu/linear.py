@@ -18,10 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cascade.cpu.jit import Step, floats, integer, kernel, num_threads, run_step, thread_num
+from cascade.cpu.jit import Step, Worker, floats, integer, kernel, num_threads, run_step, thread_num
 from cascade.cpu.layers import Rows, shift_step
-from cascade.cpu.pairs import Pairs
-from cascade.cpu.processor import has_pairs
+from cascade.cpu.processor import has_matrix_tiles, has_pairs
 from cascade.cpu.tile import LANES, STEP, group_of, multiply
 
 MADV_COLLAPSE = 25
@@ -46,32 +45,11 @@ def _multiply(given: int) -> None:
             multiply(halves, min(group, rows - row), x + row * depth * 4, w + block * size, to, stride, depth, CHAIN, 1, 0)
 
 
-class Blocks:
-    """A matrix ``[out_features, in_features]`` of float32 or bfloat16 in blocks, for rows of float32."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.out_features, depth = weight.shape
-        half = weight.to(torch.bfloat16)
-        self.halves = bool(torch.equal(half.to(weight.dtype), weight))
-        filled = F.pad(half if self.halves else weight, (0, 0, 0, -self.out_features % LANES))
-        self.blocks = filled.view(-1, LANES, depth).transpose(1, 2).contiguous()
-
-    def steps(self, x: int, room: int, rows: int, out: int) -> Iterator[Step]:
-        """Multiply contiguous rows at ``x`` to ``[rows, width]`` at ``out``; ``room`` is memory for as many rows."""
-        count, depth, _ = self.blocks.shape
-        group = group_of(rows)
-        if rows > 1:
-            yield Step(_interleave, (x, room, rows, depth, group))
-        given = room if rows > 1 else x
-        yield Step(_multiply, (given, self.blocks.data_ptr(), out, rows, depth, count * LANES, count, group, self.halves))
-
-
 @kernel
 def _interleave(given: int) -> None:
     """Transpose each group of rows to ``[depth, rows]``."""
-    numbers, to = floats(integer(given, 0)), floats(integer(given, 1))
-    rows, depth, group = integer(given, 2), integer(given, 3), integer(given, 4)
-    here, threads = thread_num(), num_threads()
+    rows, numbers, to = integer(given, 0), floats(integer(given, 2)), floats(integer(given, 3))
+    depth, group, here, threads = integer(given, 4), integer(given, 5), thread_num(), num_threads()
     for row in range(rows * here // threads, rows * (here + 1) // threads):
         first = row // group * group
         count = min(group, rows - first)
@@ -79,31 +57,58 @@ def _interleave(given: int) -> None:
             to[first * depth + place * count + row - first] = numbers[row * depth + place]
 
 
-class Linear:
-    """``x W^T + b``. With weights in bfloat16 rows are rounded to it on processors that multiply it, see `Pairs`."""
+@lru_cache
+def _kernels(pairs: bool) -> tuple[Worker, Worker]:
+    """What prepares rows and what multiplies them on this processor; kernels of ``pairs`` are compiled when first imported."""
+    if not pairs:
+        return _interleave, _multiply
+    if has_matrix_tiles():
+        from cascade.cpu.matrix_tiles import multiply, prepare
+    else:
+        from cascade.cpu.dots import multiply, prepare
+    return prepare, multiply
 
-    __slots__ = ("bias", "matrix")
+
+class Linear:
+    """``x W^T + b``.
+
+    With weights in bfloat16 rows are rounded to it on processors with instructions for that, which multiply a pair of places of
+    the depth at once: matrix tiles (AMX), or AVX-512. Sums are float32.
+    """
+
+    __slots__ = ("_kernels", "bias", "blocks", "in_features", "out_features")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Copy ``weight`` ``[out_features, in_features]``, float32 or bfloat16, in the order of the kernels."""
-        narrow = weight.dtype is torch.bfloat16 and has_pairs()
-        self.matrix = (Pairs if narrow else Blocks)(weight.detach())
-        collapse(self.matrix.blocks.data_ptr(), self.matrix.blocks.nbytes)
+        weight = weight.detach()
+        self.out_features, self.in_features = weight.shape
+        pairs, half = weight.dtype is torch.bfloat16 and has_pairs(), weight.to(torch.bfloat16)
+        held = half if torch.equal(half.to(weight.dtype), weight) else weight
+        filled = F.pad(held, (0, -self.in_features % STEP if pairs else 0, 0, -self.out_features % LANES))
+        together = 2 if pairs else 1
+        self.blocks = filled.view(-1, LANES, filled.shape[1] // together, together).transpose(1, 2).contiguous()
+        self._kernels = _kernels(pairs)
+        collapse(self.blocks.data_ptr(), self.blocks.nbytes)
         self.bias = None if bias is None else bias.detach().float()
 
     @property
     def width(self) -> int:
         """Columns of the product, with the padding of its last block."""
-        return int(self.matrix.blocks.shape[0]) * LANES
+        return len(self.blocks) * LANES
 
     @property
     def numbers(self) -> int:
         """Elements of the matrix."""
-        return self.matrix.blocks.numel()
+        return self.blocks.numel()
 
     def steps(self, x: Rows, room: Rows, rows: int, out: Rows) -> Iterator[Step]:
         """Multiply contiguous rows ``x``; ``room`` is memory for as many rows in the order of the kernel."""
-        yield from self.matrix.steps(x.address, room.address, rows, out.address)
+        count, places, _, together = self.blocks.shape
+        depth, group, (prepare, multiply) = places * together, group_of(rows), self._kernels
+        if ordered := rows > 1 or together > 1:
+            yield Step(prepare, (rows, self.in_features, x.address, room.address, depth, group))
+        given, halves = (room if ordered else x).address, self.blocks.dtype is torch.bfloat16
+        yield Step(multiply, (given, self.blocks.data_ptr(), out.address, rows, depth, self.width, count, group, halves))
         if self.bias is not None:
             yield shift_step(out, rows, self.bias)
 
@@ -115,8 +120,7 @@ class Linear:
         if rows:
             for step in self.steps(Rows.of(x), Rows.of(room), rows, Rows.of(out)):
                 run_step(step, rows * self.numbers)
-        size = self.matrix.out_features
-        return out[:, :size].to(input.dtype).view(*input.shape[:-1], size)
+        return out[:, : self.out_features].to(input.dtype).view(*input.shape[:-1], self.out_features)
 
 
 def collapse(address: int, nbytes: int) -> int:

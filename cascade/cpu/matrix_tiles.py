@@ -1,4 +1,4 @@
-"""Products of `cascade.cpu.pairs` by the matrix tiles of processors with AMX.
+"""Products of pairs of bfloat16 by the matrix tiles of processors with AMX.
 
 A tile has up to sixteen rows times sixteen columns, and takes thirty-two places of the depth at a time. Each number of the
 outcome is added up over the depth in its order, whatever rows and columns are computed beside it, so its bits depend on its row

@@ -5,7 +5,7 @@ from typing import NamedTuple, Self
 
 from torch import Tensor
 
-from cascade.engine.network.attention import Span
+from cascade.cpu.cache import Span
 from cascade.engine.sampling.own_tokens import Choice, own_tokens_and_next, runner_ups
 from cascade.engine.sampling.processors import report, shape
 from cascade.scorer import Row, Scored

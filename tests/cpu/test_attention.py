@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from itertools import accumulate
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cascade.cpu.attention import Kind, attend
-from cascade.cpu.cache import BlockedCache, Shape, tables
+from cascade.cpu.cache import BlockedCache, Shape, Span, tables
 from tests.cases import crossed, examples
 from tests.forks import TEXTS, Piece, check_forks
 
@@ -36,7 +37,7 @@ def texts(shape: Shape, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 def score(cache: BlockedCache, shape: Shape, text: tuple[Tensor, ...], start: int, end: int, kind: Kind) -> Tensor:
     """A row of a pass: what comes out for positions ``start`` to ``end``."""
     parts = (part[:, start:end].transpose(0, 1).contiguous().transpose(0, 1) for part in text)
-    return attend(*parts, tables([(cache, 0, end - start, start)], {0: shape})[0], kind)
+    return attend(*parts, tables([Span(cache, 0, end - start, start)], {0: shape})[0], kind)
 
 
 def written_out(text: tuple[Tensor, ...], kind: Kind) -> Tensor:
@@ -81,7 +82,8 @@ def test_forks_are_texts_of_their_own(rng: random.Random, heads: str, kind: str)
             for numbers in (lambda p: p.picks, lambda p: range(p.start, p.start + len(p.picks)))
         )
         parts = (part[picks, :, places].transpose(0, 1) for part in many)
-        rows = [(piece.store, sum(sizes[:number]), sizes[number], piece.start) for number, piece in enumerate(pieces)]
+        ends = [*accumulate(sizes)]
+        rows = [Span(piece.store, end - n, end, piece.start) for piece, n, end in zip(pieces, sizes, ends, strict=True)]
         return attend(*parts, tables(rows, {0: shape})[0], KINDS[kind]).split(sizes)
 
     dtype = rng.choice([torch.float32, torch.bfloat16])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cascade.cpu import linear
-from cascade.cpu.linear import Blocks, Linear
+from cascade.cpu.linear import Linear
 from cascade.cpu.processor import has_pairs
 
 SIZES = [(16, 1), (1, 16), (100, 37), (384, 513), (33, 1400)]  # of matrices: chains end within, at and after the depth
@@ -59,7 +59,7 @@ def test_weights_are_held_in_half_where_that_is_exact(exact: bool) -> None:
     """Guards the weights: a single one that would be rounded keeps all as they are."""
     weight = torch.ones(32, 32)
     weight[7, 3] = 2.0 if exact else 1 + 2**-12
-    assert Blocks(weight).blocks.nbytes == weight.nbytes // (2 if exact else 1)
+    assert Linear(weight).blocks.nbytes == weight.nbytes // (2 if exact else 1)
     assert torch.equal(Linear(weight)(torch.eye(32)), weight.t())
 
 

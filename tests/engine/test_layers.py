@@ -76,7 +76,7 @@ def addresses(model: Model) -> set[int]:
         return {part.data_ptr() for part in model._network.parameters()}
     linear = [part for layer in model._llama.layers for part in (layer.qkv, layer.o, layer.gate_up, layer.down)]
     linear.append(vars(model._llama._head)["forward"])
-    return {model._llama._embedding.data_ptr(), *(part.matrix.blocks.data_ptr() for part in linear)}
+    return {model._llama._embedding.data_ptr(), *(part.blocks.data_ptr() for part in linear)}
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])

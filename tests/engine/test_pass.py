@@ -15,10 +15,11 @@ from transformers import AttentionInterface
 from transformers.masking_utils import causal_mask_function, chunked_causal_mask_function, sliding_window_causal_mask_function
 
 from cascade import ModelError, SamplingParams
+from cascade.cpu.cache import Span
 from cascade.engine.checkpoint import anatomy
 from cascade.engine.loading import load
 from cascade.engine.model import Model
-from cascade.engine.network.attention import Span, attend
+from cascade.engine.network.attention import attend
 from cascade.engine.network.contiguous import Attention, Cache, Contiguous, Pass
 from cascade.engine.network.llama import is_written_out
 from cascade.engine.network.plain import Plain

@@ -7,32 +7,19 @@ an earlier position, and needs no code.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cascade.cpu.attention import Kind, Spans
 from cascade.cpu.attention import attend as attend_spans
-from cascade.cpu.cache import BlockedCache, Shape, tables
+from cascade.cpu.cache import BlockedCache, Shape, Span, tables
 from cascade.engine.network.survey import Survey
 
 ATTENTION = "cascade"  # our attention function's name at Transformers
 
 Windows = dict[int, int | None]  # by layer, see `cascade.engine.network.survey.Survey`
-
-
-class Span(NamedTuple):
-    """Where a row lies in the packed input ``[1, total_tokens]``: tokens ``begin`` to ``end`` are positions ``start`` on."""
-
-    cache: Any  # a store of the model, or a fork of one
-    begin: int
-    end: int
-    start: int
-
-    @property
-    def positions(self) -> range:
-        return range(self.start, self.start + self.end - self.begin)
 
 
 def attend(
@@ -100,8 +87,7 @@ class Native:
         return BlockedCache(self._shapes, self._dtype)
 
     def plan(self, spans: Sequence[Span], windows: Windows) -> NativePass:
-        rows = [(span.cache, span.begin, span.end - span.begin, span.start) for span in spans]
-        return NativePass(tables(rows, self._shapes), windows)
+        return NativePass(tables(spans, self._shapes), windows)
 
 
 def _dense(part: Tensor) -> Tensor:

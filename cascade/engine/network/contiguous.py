@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cascade.cpu.attention import Kind
-from cascade.engine.network.attention import Native, Span, Windows
+from cascade.cpu.cache import Span
+from cascade.engine.network.attention import Native, Windows
 from cascade.scorer import BLOCK, TILE, grown_capacity
 
 SCORES = 2**26  # scores held at once, of queries with keys

@@ -235,7 +235,7 @@ class Workspace:
         self.most = most
         self.programs: dict[tuple[int, int], tuple[Program, Any]] = {}  # and what changes in them
         layer = network.layers[0]
-        size, half = len(layer.attention_norm.weight), layer.gate_up.matrix.out_features // 2
+        size, half = len(layer.attention_norm.weight), layer.gate_up.out_features // 2
         attended = layer.sizes.heads * layer.sizes.value_size
         ordered = max(size, half, attended) + STEP
         widths = (size, ordered, layer.qkv.width, attended, layer.o.width, size, layer.gate_up.width, half, layer.down.width)

@@ -26,7 +26,6 @@ from cascade import (
 from cascade.drafters import DrafterSpec
 from cascade.engine import models
 from cascade.engine.model import Model
-from cascade.engine.models import common_room
 from cascade.engine.tokenizer import Tokenizer
 from cascade.messages import Edge
 from cascade.scorer import Row
@@ -152,7 +151,7 @@ def test_other_architectures_keep_the_promise(cascade: Cascade, name: str, tempe
 def test_models_on_one_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards cascades on a GPU: the cache of the first model took all that the weights of the others wanted."""
     steps: list[str] = []
-    load, cpu, gpu = models.load, torch.device("cpu"), torch.device("cuda")
+    load = models.load
     monkeypatch.setattr(models, "load", lambda source, **options: steps.append("load") or load(source, **options))
 
     class Watched(Model):
@@ -164,11 +163,15 @@ def test_models_on_one_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> 
     Cascade.from_pretrained(small.paths(), dtype="float32", device="cpu").close()
     assert steps == ["load"] * 3 + ["cache"] * 3
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * 10**9, 2 * 10**9))
-    parts = [(path, ()) for path in small.paths()]
-    room = common_room(parts, gpu, dtype="float32", trust_remote_code=False)
+    loaded = [Model.from_pretrained(path, dtype="float32", device="cpu") for path in small.paths()]
+    before = [model.cache_tokens for model in loaded]
+    models.share_memory(loaded)
+    assert [model.cache_tokens for model in loaded] == before
+    for model in loaded:
+        model.device = torch.device("cuda")
+    models.share_memory(loaded)
     sizes = [needed.anatomy.cache_bytes_per_token for needed in needs(small.config())]
-    assert room == 1_800_000_000 // sum(sizes)
-    assert common_room(parts, cpu) is None
+    assert [model.cache_tokens for model in loaded] == [1_800_000_000 // sum(sizes)] * 3
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,11 @@
 """What a checkpoint holds, told from its configuration and the headers of its files, before any weight is read."""
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from cascade.engine.devices import held_dtype
@@ -16,6 +14,7 @@ from cascade.engine.model_config import FamilyConfig, context_len, read_config, 
 from cascade.engine.network.plain import Plain, kind_of
 from cascade.engine.network.products import keeps_bits
 from cascade.engine.network.survey import SIZES, Survey, register
+from cascade.engine.weights import check_files
 from cascade.errors import ModelError, reason
 
 if TYPE_CHECKING:
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     Network: TypeAlias = Plain | PreTrainedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 PACKED = {"fp8": 1.02, "bitsandbytes": 0.57}  # bytes of a weight of linear layers that vLLM quantises as it loads them
 
 
@@ -81,32 +78,6 @@ def anatomy(
         context_len=context_len(config),
         same_bits=device is not None and device.type == "cpu" and keeps_bits(network, chosen),
     )
-
-
-def check_files(folder: Path) -> None:
-    """Check that the safetensors files of a checkpoint are there and whole, by their headers; raises `ModelError`."""
-    for file in shards(folder):
-        if not file.is_file():
-            raise ModelError(f"The checkpoint {str(folder)!r} lacks its file {file.name}: download it again")
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except Exception as error:  # safetensors raises what it likes
-            raise ModelError(
-                f"The file {file.name} of the checkpoint {str(folder)!r} is damaged ({reason(error)}): download it again"
-            ) from error
-
-
-def shards(folder: Path) -> Iterator[Path]:
-    """The safetensors files of a checkpoint, by its index if it has one; raises `ModelError` if that is damaged."""
-    if (folder / INDEX).is_file():
-        try:
-            names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ModelError(f"The index {INDEX} of the checkpoint {str(folder)!r} is damaged: download it again") from None
-        yield from (folder / name for name in sorted(names))
-    elif (folder / SINGLE).is_file():
-        yield folder / SINGLE
 
 
 def skeleton(config: "PreTrainedConfig", source: str, trust_remote_code: bool) -> "PreTrainedModel":

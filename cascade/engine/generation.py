@@ -64,7 +64,7 @@ def _ends(source: str, name: str, values: Mapping[str, Any]) -> Iterator[int]:
                 yield token
 
 
-def read_json(source: str, name: str, revision: str | None) -> dict[str, Any]:
+def read_json(source: str, name: str, revision: str | None = None) -> dict[str, Any]:
     """The JSON object in a file of a model; empty if it has no such file. Raises `ModelError`."""
     folder = described(source)
     try:

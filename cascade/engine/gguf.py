@@ -1,53 +1,34 @@
 """GGUF files as the folders that Transformers reads, made once and kept in a cache.
 
 Two folders are made of a file, each when it is first needed: ``text`` has the configuration and the tokenizer, ``model`` the
-weights too. Their place below `cache_folder` names the path, the size and the time of the file. A folder is written beside its
-place and then renamed, so a process that is killed leaves no half folder that looks whole.
+weights too. Their place below `cascade.engine.kept.cache_folder` names the path, the size and the time of the file.
 
 Weights are kept in the narrowest dtype that holds each of them exactly. That is float32 for quantised files, whose numbers are
 products of a 16-bit scale. bfloat16 would halve the memory, but round the weights and so change the text; set ``dtype`` for it.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cascade.engine.kept import CACHE, cache_folder, kept
 from cascade.engine.memory import GIB, host_memory
 from cascade.errors import ModelError, reason
 
 MAGIC = b"GGUF"
 SUFFIX = ".gguf"
 FORM = 1  # the folders' version: it changes when they are made in another way
-CACHE = "CASCADE_CACHE"
 TEXT, MODEL = "text", "model"
-PARTIAL = "partial-"
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")  # keys under tokenizer.ggml of tokens that end a text
 NARROW = {"BF16": "bfloat16", "F16": "float16"}  # kinds of tensors that files in 16 bits have beside F32
 
 log = logging.getLogger(__name__)
-
-
-def cache_folder() -> Path:
-    """Where folders are kept: ``$CASCADE_CACHE``, else ``cascade`` in the user's cache."""
-    given = os.environ.get(CACHE)
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return (Path(given) if given else Path(cache) / "cascade").expanduser()
-
-
-def cache_problem(error: OSError) -> ModelError:
-    """What to tell of a cache folder that cannot be written."""
-    given = os.environ.get(CACHE)
-    where = f"{CACHE} is {given!r}, which" if given else f"The cache folder {str(cache_folder())!r}"
-    mend = "name another folder" if given else f"set {CACHE} to another folder"
-    return ModelError(f"{where} cannot be written ({error.strerror or error}): {mend}")
 
 
 def is_gguf(source: str) -> bool:
@@ -73,23 +54,22 @@ def described(source: str) -> str:
         return source
     place = _place(Path(source))
     whole = place / MODEL
-    return str(whole) if whole.is_dir() else str(_made(source, place / TEXT, _describe))
+    return str(whole if whole.is_dir() else kept(place / TEXT, partial(_describe, source), states=place.parent))
 
 
 def converted(source: str, dtype: str | None = None) -> str:
     """A folder with the model of a GGUF file, dequantised; anything else is returned as it is.
 
     Weights are kept in ``dtype``, or in the narrowest that holds each of them exactly.
-    Takes as much memory as the weights in float32, while a progress bar is shown. Raises `ModelError` if the file is damaged,
-    Transformers cannot convert it, or memory or disk are too small.
+    Takes as much memory as the weights in float32. Raises `ModelError` if the file is damaged, Transformers cannot convert it,
+    or memory or disk are too small.
     """
     if not is_gguf(source):
         return source
     place = _place(Path(source))
-    if not (place / TEXT).is_dir():
-        _made(source, place / TEXT, _describe)
+    kept(place / TEXT, partial(_describe, source), states=place.parent)
     folder = place / (f"{MODEL}-{dtype}" if dtype else MODEL)
-    return str(_made(source, folder, partial(_convert, dtype=dtype)))
+    return str(kept(folder, partial(_convert, source, dtype=dtype), states=place.parent))
 
 
 def _place(file: Path) -> Path:
@@ -98,43 +78,6 @@ def _place(file: Path) -> Path:
     path = file.resolve()
     name = hashlib.sha256(os.fsencode(path)).hexdigest()[:12]
     return cache_folder() / "gguf" / f"{path.stem}-{name}" / f"{FORM}-{status.st_size:x}-{status.st_mtime_ns:x}"
-
-
-def _made(source: str, folder: Path, make: Callable[[str, Path], None]) -> Path:
-    """``folder``, after ``make`` has filled it, here or in another process."""
-    if folder.is_dir():
-        return folder
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(folder.parent.parent):
-            if not folder.is_dir():
-                _sweep(folder.parent)
-                unfinished = Path(tempfile.mkdtemp(prefix=PARTIAL, dir=folder.parent))
-                try:
-                    make(source, unfinished)
-                    with contextlib.suppress(FileExistsError):
-                        unfinished.rename(folder)
-                finally:
-                    shutil.rmtree(unfinished, ignore_errors=True)
-    except OSError as error:
-        raise cache_problem(error) from error
-    return folder
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Wait until no other process converts this file: both together would take twice the memory."""
-    with (folder / "lock").open("w") as file:
-        with contextlib.suppress(OSError):  # a file system without locks: the last one to rename finds the folder there
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _sweep(place: Path) -> None:
-    """Remove what was made of the file before it changed, and half folders of processes that were killed."""
-    old = (other for other in place.parent.iterdir() if other.is_dir() and other != place)
-    for folder in (*old, *place.glob(f"{PARTIAL}*")):
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _read(source: str) -> Any:
@@ -159,6 +102,19 @@ def _value(reader: Any, key: str, default: Any = None) -> Any:
     return default if field is None else field.contents()
 
 
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """Let Transformers show no progress bars: what is converted is a part of a start that tells its own."""
+    from transformers.utils.logging import set_tqdm_hook
+
+    before = set_tqdm_hook(lambda bar, places, options: bar(*places, **{**options, "disable": True}))
+    try:
+        yield
+    finally:
+        set_tqdm_hook(before)
+
+
+@_without_bars()
 def _describe(source: str, folder: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
@@ -183,9 +139,10 @@ def _describe(source: str, folder: Path) -> None:
     ).save_pretrained(folder)
 
 
+@_without_bars()
 def _convert(source: str, folder: Path, dtype: str | None) -> None:
     """Write the weights beside what `_describe` has written."""
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM, GenerationConfig, GgufConfig
 
     shutil.copytree(folder.parent / TEXT, folder, dirs_exist_ok=True)
     reader, ends = _read(source), GenerationConfig.from_pretrained(folder)
@@ -193,8 +150,9 @@ def _convert(source: str, folder: Path, dtype: str | None) -> None:
     numbers = sum(int(tensor.n_elements) for tensor in reader.tensors)
     _check_room(source, folder, numbers, numbers * (4 if dtype == "float32" else 2))
     log.info("%s is dequantised once, to %s in %s", source, dtype, folder.parent)
+    given: dict[str, Any] = {**_given(source), "quantization_config": GgufConfig(dequantize=True)}
     with _explained(source, reader):
-        network, report = AutoModelForCausalLM.from_pretrained(**_given(source), dtype=dtype, output_loading_info=True)
+        network, report = AutoModelForCausalLM.from_pretrained(**given, dtype=dtype, output_loading_info=True)
     if missing := sorted(report["missing_keys"]):  # Transformers made them up
         raise ModelError(f"The GGUF file {source!r} lacks {len(missing)} weights of its model, such as {missing[0]}")
     if hasattr(network.config, "quantization_config"):

@@ -25,7 +25,7 @@ from cascade.engine.sampling.processors import report
 from cascade.engine.scoring import Packed, Report, scored
 from cascade.engine.threads import Pace, Threads, limited
 from cascade.engine.trees import run_trees
-from cascade.engine.weights import read
+from cascade.engine.weights import check_replaces, shape_of, unread
 from cascade.errors import ModelError, reason
 from cascade.params import SamplingParams
 from cascade.scorer import Row, Runs, Scored
@@ -104,10 +104,10 @@ class Model(Runs):
         known: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code, "layers": layers}
         return cls(load(source, dtype=dtype, device=device, **known), owned=True, **options)
 
-    def cut(self, layers: Sequence[int], *, cache_tokens: int | None = None) -> Self:
+    def cut(self, layers: Sequence[int]) -> Self:
         """A model of ``layers`` of this one, on the same weights; raises `ModelError` if it has not all of them.
 
-        There is memory for ``cache_tokens`` positions, by default for as many as this one has. Both may run at once.
+        There is memory for as many positions as this one has. Both may run at once.
         """
         other = copy.copy(self)
         other._network = cut(self._network, layers)
@@ -116,7 +116,6 @@ class Model(Runs):
         other._attention = Native(other._seen, self.dtype) if isinstance(self._attention, Native) else self._attention
         other._busy = threading.Lock()
         other._replay(probe_texts(self.vocab_size))
-        other.cache_tokens = cache_tokens or self.cache_tokens
         return other
 
     @property
@@ -218,28 +217,22 @@ class Model(Runs):
 
         Transformers does not load it: it changes PyTorch's default dtype meanwhile, also for a pass that runs.
         """
-        here, weights = self._network, read(converted(source))
+        here, head = self._network, self._network.get_output_embeddings()
         memo: dict[int, Any] = {id(part): part for part in (*here.parameters(), *here.buffers())}
         memo |= {id(kept): None for module in here.modules() if (kept := vars(module).get("forward")) is not None}
         network = copy.deepcopy(here, memo)
         for module in network.modules():
             vars(module).pop("forward", None)  # our kernels' forward, on the weights before
-        wanted = {name: part.shape for name, part in here.state_dict().items()}
-        given = {name: part.shape for name, part in weights.items()}
-        head = here.get_output_embeddings()
-        draft = isinstance(head, DraftHead)
-        if draft and draft_ids(converted(source)) != head.ids.tolist():
+        if (draft := isinstance(head, DraftHead)) and draft_ids(converted(source)) != head.ids.tolist():
             raise ModelError(f"The weights of {source!r} cannot take the place of others: they say other tokens")
-        if draft or here.config.tie_word_embeddings:
-            for name in ("lm_head.weight", "lm_head.known.weight"):
-                wanted.pop(name, None)
-                given.pop(name, None)
-        if wrong := next((name for name in (*wanted, *given) if wanted.get(name) != given.get(name)), None):
-            raise ModelError(f"The weights of {source!r} cannot take the place of others: {wrong} is not the same there")
-        held = {}
-        for name, part in weights.items():
-            held[name] = part.to(self.device, self.dtype)
-            pace.rest()
+        shared = {"lm_head.weight", "lm_head.known.weight"} if draft or here.config.tie_word_embeddings else ()
+        with unread(converted(source)) as weights:
+            wanted = {name: shape_of(part) for name, part in here.state_dict().items()}
+            check_replaces(source, wanted, {name: shape_of(part) for name, part in weights.items()}, shared)
+            held = {}
+            for name, part in weights.items():
+                held[name] = part[...].to(self.device, self.dtype)
+                pace.rest()
         network.load_state_dict(held, strict=False, assign=True)
         if draft:
             whole = held.get("lm_head.weight", network.get_input_embeddings().weight)

@@ -7,9 +7,8 @@ from typing import Any, TypeAlias
 import torch
 
 from cascade.drafters import DrafterSpec
-from cascade.engine.checkpoint import anatomy
 from cascade.engine.devices import UTILIZATION, cache_tokens
-from cascade.engine.loading import find_device, load
+from cascade.engine.loading import load
 from cascade.engine.model import Model
 from cascade.engine.threads import apart
 from cascade.engine.vllm.model import VllmModel
@@ -21,28 +20,27 @@ Loaded: TypeAlias = Model | VllmModel
 
 
 def load_all(parts: Sequence[Part], head: DrafterSpec | None, options: dict[str, Any]) -> list[Model]:
-    """Models of our own engine, bottom to top; caches are made when all weights are there, of what these leave.
+    """Models of our own engine, bottom to top; caches get what memory the weights of all leave.
 
     One that is layers of another one has no weights of its own.
     """
     if head is not None:
         raise ConfigError(f"drafter is {head.kind!r}, which only vLLM can do: set engine to 'vllm', or remove it")
-    known = {"trust_remote_code": options["trust_remote_code"]}
     full, _ = parts[-1]
-    device = find_device(full, options["device"])
     shared = {source for source, layers in parts if not layers}
     networks = {
         place: apart(partial(load, source, layers=layers, draft=source != full, **options))
         for place, (source, layers) in enumerate(parts)
         if not (layers and source in shared)
     }
-    room = common_room(parts, device, dtype=options["dtype"], **known)
-    made = {place: apart(partial(Model, network, owned=True, cache_tokens=room)) for place, network in networks.items()}
+    made = {place: apart(partial(Model, network, owned=True)) for place, network in networks.items()}
     whole = {parts[place][0]: model for place, model in made.items() if not parts[place][1]}
-    return [
-        made[place] if place in made else apart(partial(whole[source].cut, layers, cache_tokens=room))
+    models = [
+        made[place] if place in made else apart(partial(whole[source].cut, layers))
         for place, (source, layers) in enumerate(parts)
     ]
+    share_memory(models)
+    return models
 
 
 def load_on_vllm(parts: Sequence[Part], head: DrafterSpec | None, options: dict[str, Any]) -> list[VllmModel]:
@@ -67,12 +65,10 @@ def load_on_vllm(parts: Sequence[Part], head: DrafterSpec | None, options: dict[
     return loaded
 
 
-def common_room(parts: Sequence[Part], device: torch.device, **options: Any) -> int | None:
-    """Positions that each of the models, whose weights are on a GPU already, may hold there.
-
-    ``None`` on a host, where each has a share by itself. ``options`` are those of `cascade.engine.checkpoint.anatomy`.
-    """
-    if device.type != "cuda":
-        return None
-    sizes = [anatomy(source, layers=layers, **options).cache_bytes_per_token for source, layers in parts]
-    return cache_tokens(device, sum(sizes), UTILIZATION)
+def share_memory(models: Sequence[Model]) -> None:
+    """Let models whose weights are on one GPU hold as many positions each; on a host each has a share by itself."""
+    device = models[-1].device
+    if device.type == "cuda":
+        room = cache_tokens(device, sum(model.bytes_per_token for model in models), UTILIZATION)
+        for model in models:
+            model.cache_tokens = room

@@ -1,7 +1,7 @@
 """Tokenizers as models were published with them, made by Transformers, and kept so that other processes need not import it.
 
 Files of tokenizers have many forms, and which class reads them depends on the model, so only Transformers knows what they mean.
-What it makes of them lies below `cascade.engine.gguf.cache_folder` from then on: the tokenizer in the format of `tokenizers`,
+What it makes of them lies below `cascade.engine.kept.cache_folder` from then on: the tokenizer in the format of `tokenizers`,
 and the names of its special tokens with its chat template. Their place names the source, the content of its files, and the
 versions of the libraries.
 """
@@ -11,10 +11,9 @@ import hashlib
 import json
 import logging
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -22,7 +21,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from huggingface_hub import hf_hub_download
 from tokenizers import Tokenizer as FastTokenizer
 
-from cascade.engine.gguf import cache_folder, described
+from cascade.engine.gguf import described
+from cascade.engine.kept import cache_folder, kept
 from cascade.errors import ModelError, reason
 
 if TYPE_CHECKING:
@@ -61,7 +61,10 @@ def published(source: str, *, revision: str | None = None, trust_remote_code: bo
         # files of a model that was not on this machine are by now
         place = place or _place(source, revision, trust_remote_code)
         if place is not None:
-            _keep(place, *parts)
+            try:
+                kept(place, partial(_write, *parts), states=place.parent)
+            except Exception as error:  # the disk, or a tokenizer whose parts are Python
+                log.warning("A tokenizer cannot be kept in %s, so every start makes it anew: %s", place, error)
     parts[0].encode_special_tokens = parts[1].splits_special_tokens
     return parts
 
@@ -114,20 +117,6 @@ def _state(source: str, revision: str | None) -> Iterator[bytes]:
             return
 
 
-def _keep(place: Path, backend: FastTokenizer, facts: Facts) -> None:
-    """Write both, whole or not at all, in place of what was kept of the source before it changed."""
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix="partial-", dir=place.parent))
-        try:
-            backend.save(str(partial / BACKEND))
-            (partial / FACTS).write_text(json.dumps(asdict(facts)), encoding="utf-8")
-            old = [other for other in place.parent.iterdir() if not other.name.startswith("partial-")]
-            with contextlib.suppress(FileExistsError):  # another process was faster
-                partial.rename(place)
-            for other in old:
-                shutil.rmtree(other, ignore_errors=True)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-    except Exception as error:  # the disk, or a tokenizer whose parts are Python
-        log.warning("A tokenizer cannot be kept in %s, so every start makes it anew: %s", place, error)
+def _write(backend: FastTokenizer, facts: Facts, folder: Path) -> None:
+    backend.save(str(folder / BACKEND))
+    (folder / FACTS).write_text(json.dumps(asdict(facts)), encoding="utf-8")

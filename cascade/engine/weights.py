@@ -1,7 +1,8 @@
-"""The weights in the files of a checkpoint: whole, or their shapes from the headers."""
+"""The files of a checkpoint, and the weights in them: slices that are not read yet, or their shapes from the headers."""
 
+import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,13 @@ import torch
 from huggingface_hub import get_safetensors_metadata, snapshot_download
 from huggingface_hub.errors import NotASafetensorsRepoError
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
-from cascade.engine.checkpoint import INDEX, SINGLE, check_files, shards
 from cascade.engine.generation import CONFIG
 from cascade.engine.tokenizer import check_source, is_local
 from cascade.errors import ModelError, reason
 
-TORCH, SUFFIX = "pytorch_model.bin", ".safetensors"
+SINGLE, INDEX, TORCH = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 MAPS = ("d2t", "t2d")  # tensors of heads that are no weights
 
 
@@ -33,37 +32,41 @@ def model_errors(problem: str) -> Iterator[None]:
         raise ModelError(f"{problem}: {reason(error)}") from error
 
 
-def read(source: str) -> dict[str, Tensor]:
-    """All tensors of a path or hub id by name; raises `ModelError`."""
-    with model_errors(problem := f"No weights can be loaded from {source!r}"):
-        weights: dict[str, Tensor] = {}
-        for file in _files(fetched(source)):
-            weights |= load_file(file) if file.suffix == SUFFIX else torch.load(file, map_location="cpu", weights_only=True)
-    if not weights or not all(isinstance(tensor, Tensor) for tensor in weights.values()):
-        raise ModelError(f"{problem}: it holds none")
-    return weights
-
-
 @contextmanager
 def unread(source: str, revision: str | None = None) -> Iterator[dict[str, Any]]:
     """All tensors of a path or hub id by name, of safetensors files as slices that are not read yet; raises `ModelError`."""
     weights: dict[str, Any] = {}
     with ExitStack() as opened:
         with model_errors(f"No weights can be loaded from {source!r}"):
-            for file in _files(fetched(source, revision)):
-                if file.suffix == SUFFIX:
-                    parts = opened.enter_context(safe_open(file, framework="pt"))
-                    weights |= {name: parts.get_slice(name) for name in parts.keys()}  # noqa: SIM118  # no mapping
-                else:
-                    weights |= torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            folder = _fetched(source, revision)
+            for file in shards(folder):
+                parts = opened.enter_context(_opened(file))
+                weights |= {name: parts.get_slice(name) for name in parts.keys()}  # noqa: SIM118  # no mapping
+            if not weights and (folder / TORCH).is_file():
+                weights = torch.load(folder / TORCH, map_location="cpu", weights_only=True, mmap=True)
+            if not weights:
+                raise ModelError(f"No weights can be loaded from {str(folder)!r}: it has none of the files {SINGLE}, {TORCH}")
         yield weights
 
 
-def shapes(source: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors of a path or hub id by name, from the headers of its files; raises `ModelError`."""
-    with model_errors(f"The weights of {source!r} cannot be read"):
-        found = {name: shape for file in _files(fetched(source)) for name, shape in _shapes_in(file).items()}
-    return found
+def shape_of(part: Any) -> list[int]:
+    """The shape of a tensor, or of a slice that is not read yet."""
+    return [*part.shape] if isinstance(part, Tensor) else [*part.get_shape()]
+
+
+def shapes(source: str) -> dict[str, list[int]]:
+    """Shapes of all tensors of a path or hub id by name; raises `ModelError`."""
+    with unread(source) as weights:
+        return {name: shape_of(part) for name, part in weights.items()}
+
+
+def check_replaces(source: str, here: Mapping[str, list[int]], there: Mapping[str, list[int]], spare: Collection[str]) -> None:
+    """Raise `ModelError` unless weights of the shapes ``there``, those of ``source``, can take the place of those ``here``.
+
+    Weights whose names are ``spare`` may be left out.
+    """
+    if wrong := next((name for name in sorted({*here, *there} - {*spare}) if here.get(name) != there.get(name)), None):
+        raise ModelError(f"The weights of {source!r} cannot take the place of others: {wrong} is not the same there")
 
 
 def num_weights(source: str, counted: Callable[[str], bool] = lambda name: True) -> int | None:
@@ -84,34 +87,48 @@ def num_weights(source: str, counted: Callable[[str], bool] = lambda name: True)
     return sum(size for name, size in sizes.items() if name not in MAPS and counted(name))
 
 
-def _shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors of a file by name; of a safetensors file from its header."""
-    if file.suffix != SUFFIX:
-        loaded: dict[str, Tensor] = torch.load(file, map_location="meta", weights_only=True)
-        return {name: tuple(tensor.shape) for name, tensor in loaded.items()}
-    with safe_open(file, framework="pt") as opened:
-        return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118  # no mapping
+def check_files(folder: Path) -> None:
+    """Check that the safetensors files of a checkpoint are there and whole, by their headers; raises `ModelError`."""
+    for file in shards(folder):
+        _opened(file)
 
 
-def fetched(source: str, revision: str | None = None) -> Path:
-    """The folder of a path, or of a hub id's files, which are fetched; raises `ModelError` if one is damaged."""
+def _opened(file: Path) -> Any:
+    """A safetensors file, once its header says that it is whole; raises `ModelError`."""
+    if not file.is_file():
+        raise ModelError(f"The checkpoint {str(file.parent)!r} lacks its file {file.name}: download it again")
+    try:
+        return safe_open(file, framework="pt")
+    except Exception as error:  # safetensors raises what it likes
+        raise ModelError(
+            f"The file {file.name} of the checkpoint {str(file.parent)!r} is damaged ({reason(error)}): download it again"
+        ) from error
+
+
+def shards(folder: Path) -> Iterator[Path]:
+    """The safetensors files of a checkpoint, by its index if it has one; raises `ModelError` if that is damaged."""
+    if (folder / INDEX).is_file():
+        try:
+            names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ModelError(f"The index {INDEX} of the checkpoint {str(folder)!r} is damaged: download it again") from None
+        yield from (folder / name for name in sorted(names))
+    elif (folder / SINGLE).is_file():
+        yield folder / SINGLE
+
+
+def _fetched(source: str, revision: str | None) -> Path:
+    """The folder of a path, or of a hub id's files, which are fetched; raises `ModelError`."""
     check_source(source)
-    folder = Path(source) if is_local(source) else _downloaded(source, revision, [CONFIG, INDEX, SINGLE])
-    if not is_local(source):
-        others = [file.name for file in shards(folder) if file.name != SINGLE]
-        if others or not (folder / SINGLE).is_file():  # weights may lie in the hub in other forms, too, as large as these
-            folder = _downloaded(source, revision, others or [TORCH])
-    check_files(folder)
+    if is_local(source):
+        return Path(source)
+    folder = _downloaded(source, revision, [CONFIG, INDEX, SINGLE])
+    others = [file.name for file in shards(folder) if file.name != SINGLE]
+    if others or not (folder / SINGLE).is_file():  # weights may lie in the hub in other forms, too, as large as these
+        folder = _downloaded(source, revision, others or [TORCH])
     return folder
 
 
 def _downloaded(source: str, revision: str | None, names: Sequence[str]) -> Path:
     """The folder in the hub's cache after those of these files that are there have been downloaded."""
     return Path(snapshot_download(source, revision=revision, allow_patterns=[*names]))
-
-
-def _files(folder: Path) -> list[Path]:
-    """Those that hold the weights; raises `ModelError` if there are none."""
-    if found := [*shards(folder)] or [file for file in [folder / TORCH] if file.is_file()]:
-        return found
-    raise ModelError(f"No weights can be loaded from {str(folder)!r}: it has none of the files {SINGLE}, {TORCH}")

@@ -10,7 +10,7 @@ import os
 from functools import partial
 from pathlib import Path
 
-from cascade.engine.gguf import cache_problem, converted, is_gguf
+from cascade.engine.gguf import converted, is_gguf
 from cascade.errors import ModelError
 
 MODEL = "SmolLM2-135M-Instruct"  # the name under which the full model is served
@@ -42,10 +42,7 @@ def path(name: str) -> str:
     from cascade.family.packed import unpacked  # with PyTorch
 
     tokenizer = [file for file in map(Path(full()).joinpath, TOKENIZER) if file.exists()]
-    try:
-        return str(unpacked(packed, tokenizer))
-    except OSError as error:
-        raise cache_problem(error) from error
+    return str(unpacked(packed, tokenizer))
 
 
 def full() -> str:

@@ -1,17 +1,16 @@
 """Models that ship in half the space: matrices in 8 bits with a scale for each row, unpacked to a cache folder on first use."""
 
 import hashlib
-import os
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from cascade.engine.draft_vocab import FILE
-from cascade.engine.gguf import cache_folder
+from cascade.engine.kept import cache_folder, kept
 
 WEIGHTS = "model.safetensors"
 SCALE = ".scale"
@@ -38,27 +37,19 @@ def pack(folder: Path, out: Path) -> None:
 def unpacked(packed: Path, beside: Sequence[Path] = ()) -> Path:
     """The folder of a packed model as Transformers reads it, in bfloat16, with copies of the files ``beside``.
 
-    It is made once for each user and content below `cascade.engine.gguf.cache_folder`, whole or not at all.
+    It is made once for each user and content, see `kept`, which raises `ModelError` if it cannot be written.
     """
     digest = hashlib.sha256()
     for file in (*sorted(packed.iterdir()), *beside):
         digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
     place = cache_folder() / "family" / f"{packed.name}-{digest.hexdigest()[:16]}"
-    if place.is_dir():
-        return place
-    place.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f"{place.name}-", dir=place.parent))
-    try:
-        for file in (*(file for file in packed.iterdir() if file.name != WEIGHTS), *beside):
-            shutil.copy(file, partial)
-        save_file(widened(load_file(packed / WEIGHTS)), partial / WEIGHTS, metadata={"format": "pt"})
-        os.rename(partial, place)
-    except OSError:
-        if not place.is_dir():  # else another process was faster
-            raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return place
+    return kept(place, partial(_unpack, packed, beside))
+
+
+def _unpack(packed: Path, beside: Sequence[Path], folder: Path) -> None:
+    for file in (*(file for file in packed.iterdir() if file.name != WEIGHTS), *beside):
+        shutil.copy(file, folder)
+    save_file(widened(load_file(packed / WEIGHTS)), folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def widened(packed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

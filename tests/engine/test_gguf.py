@@ -98,6 +98,14 @@ def test_reading_what_a_model_is_makes_no_weights(tmp_path: Path, cache: Path, m
             converted(source)
 
 
+def test_nothing_is_printed_while_a_file_is_converted(tmp_path: Path) -> None:
+    """Guards a newcomer's first start: advice on packed weights, which nobody asked for, and a bar of weights."""
+    source = small.gguf(tmp_path / "tiny.gguf", "Q4_1")
+    code = "import sys; from cascade.engine.gguf import converted; converted(sys.argv[1], 'bfloat16')"
+    done = subprocess.run([sys.executable, "-c", code, source], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
 def test_a_file_is_converted_once(tmp_path: Path, cache: Path) -> None:
     """Guards the cache: no half after a kill is taken for all weights or fills the disk, tiers that start at once convert once,
     and a changed file replaces the old model.

@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from cascade import ModelError, SamplingParams
 from cascade.cli.main import main
 from cascade.cli.screen import console
-from cascade.engine.checkpoint import INDEX, anatomy
+from cascade.engine.checkpoint import anatomy
 from cascade.engine.model import Model
 from cascade.engine.model_config import read_config
 from cascade.engine.tokenizer import Tokenizer, check_source
+from cascade.engine.weights import INDEX
 from cascade.scorer import Row
 from cascade.settings.check import needs
 from tests import small

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cascade.engine.network.survey import Survey
+from cascade.engine.weights import shape_of
 
 UNUSED = "rotary_emb.inv_freq"  # ends the name of what old checkpoints hold beside weights
 
@@ -158,7 +159,7 @@ class Plain(nn.Module):
         wanted = {name: [*part.shape] for name, part in self.state_dict().items()}
         if self.config.tie_word_embeddings:
             del wanted["lm_head.weight"]
-        if wanted != {name: _shape(part) for name, part in given.items()}:
+        if wanted != {name: shape_of(part) for name, part in given.items()}:
             return False
         if head is not None and not torch.equal(head[:], given["model.embed_tokens.weight"][:]):
             return False
@@ -233,8 +234,3 @@ def kind_of(network: Any) -> str:
 def head_size(config: Any) -> int:
     """Numbers of a query, a key or a value of one head."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def _shape(part: Any) -> list[int]:
-    """Of a tensor, or of a slice that is not read yet."""
-    return [*part.shape] if isinstance(part, Tensor) else [*part.get_shape()]

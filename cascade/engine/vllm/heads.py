@@ -6,7 +6,6 @@ end of a chunk, or changes, after a correction from above, one entry of the head
 a little worse.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,9 +20,10 @@ from cascade.draft import Draft
 from cascade.drafters import WITHIN, DrafterSpec
 from cascade.drafters.in_pass import MOST_STEPS
 from cascade.engine.devices import sent
+from cascade.engine.generation import CONFIG, read_json
 from cascade.engine.layers import shown
 from cascade.engine.sampling.own_tokens import Choice, own_tokens_and_next, runner_ups
-from cascade.engine.weights import fetched, num_weights, shapes
+from cascade.engine.weights import num_weights, shapes
 from cascade.errors import ConfigError, ModelError
 from cascade.scorer import UNREAD, Row, Scored, gap_byte
 
@@ -138,8 +138,7 @@ def speculative_config(drafter: DrafterSpec, source: str, layers: Sequence[int] 
 
 
 def _config(source: str) -> dict[str, Any]:
-    file = fetched(source) / "config.json"
-    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    config = read_json(source, CONFIG)
     return config.get("text_config") or config
 
 
@@ -169,7 +168,7 @@ def _missing(kind: str, sizes: Mapping[str, Any]) -> str:
     return "" if lacking is None else f"it lacks the tensor {lacking}.weight of the kind {kind!r}"
 
 
-def _unlike(kind: str, sizes: Mapping[str, tuple[int, ...]], head: Mapping[str, Any], model: Mapping[str, Any]) -> str:
+def _unlike(kind: str, sizes: Mapping[str, list[int]], head: Mapping[str, Any], model: Mapping[str, Any]) -> str:
     """Why a head is not for a model, in words; "" if it may be."""
     size, vocab = model.get("hidden_size"), model.get("vocab_size")
     lengths = (shape[0] for end in ("t2d", "embed_tokens.weight") for name, shape in sizes.items() if name.endswith(end))

@@ -23,7 +23,7 @@ from cascade.engine.vllm.blocks import RESERVED, Blocks, PagedCache
 from cascade.engine.vllm.engine import check_options, pass_options, shut_down, start
 from cascade.engine.vllm.heads import readers, reading, with_drafts
 from cascade.engine.vllm.worker import Batch, Facts, HostCopy
-from cascade.engine.weights import shapes
+from cascade.engine.weights import check_replaces, shapes
 from cascade.errors import InvalidRequest, ModelError, reason
 from cascade.scorer import Row, Runs, Scored
 
@@ -168,9 +168,7 @@ class VllmModel(Runs):
         changed; or if vLLM cannot read them: some may be changed then, and the tier drafts worse until it gets whole weights.
         """
         source = converted(source)
-        here, there = shapes(self._source), shapes(source)
-        if wrong := next((name for name in sorted({*here, *there} - TIED) if here.get(name) != there.get(name)), None):
-            raise ModelError(f"The weights of {source!r} cannot take the place of others: {wrong} is not the same there")
+        check_replaces(source, shapes(self._source), shapes(source), TIED)
         if self._draft_vocab is not None and draft_ids(source) != self._draft_vocab:
             raise ModelError(f"The weights of {source!r} cannot take the place of others: they say other tokens")
         try:

@@ -20,7 +20,6 @@ from numba import float32, int32
 from torch import Tensor
 
 from cascade.cpu.jit import (
-    BRIEF,
     Step,
     bits,
     floats,
@@ -85,31 +84,31 @@ def _finite(x: float) -> Any:
 
 
 @inlined
+def _put(address: int, place: int, number: float, short: int) -> None:
+    """Store a number, clamped as `_finite` does, among float32 or, if ``short``, bfloat16."""
+    if short:
+        halves(address)[place] = rounded(_finite(number))
+    else:
+        floats(address)[place] = _finite(number)
+
+
+@inlined
 def _store_head(given: int, span: int, head: int) -> None:
     """Store the new keys and values of one head of a span."""
     key_size, value_size, capacity = integer(given, _KEY_SIZE), integer(given, _VALUE_SIZE), integer(span, _CAPACITY)
     blocks = (value_size + LANES - 1) // LANES
     new_keys, new_values = floats(integer(given, _NEW_KEYS)), floats(integer(given, _NEW_VALUES))
-    keys, values = floats(integer(span, _KEYS)), floats(integer(span, _VALUES))
-    short_keys, short_values, short = halves(integer(span, _KEYS)), halves(integer(span, _VALUES)), integer(given, _SHORT)
+    keys, values, short = integer(span, _KEYS), integer(span, _VALUES), integer(given, _SHORT)
     for token in range(integer(span, _TOKENS)):
         position, at = integer(span, _START) + token - integer(span, _ORIGIN), integer(span, _FIRST) + token
         source = head * integer(given, _KEY_HEAD) + at * integer(given, _KEY_TOKEN)
         to = (head * (capacity // LANES) + position // LANES) * key_size * LANES + position % LANES
         for place in range(key_size):
-            number = _finite(new_keys[source + place])
-            if short:
-                short_keys[to + place * LANES] = rounded(number)
-            else:
-                keys[to + place * LANES] = number
+            _put(keys, to + place * LANES, new_keys[source + place], short)
         source = head * integer(given, _VALUE_HEAD) + at * integer(given, _VALUE_TOKEN)
         for place in range(value_size):
             to = ((head * blocks + place // LANES) * capacity + position) * LANES + place % LANES
-            number = _finite(new_values[source + place])
-            if short:
-                short_values[to] = rounded(number)
-            else:
-                values[to] = number
+            _put(values, to, new_values[source + place], short)
 
 
 @inlined
@@ -226,9 +225,6 @@ def _store(given: int) -> None:
 def _attend(given: int) -> None:
     spans, heads, group = integer(given, _SPANS), integer(given, _KV_HEADS), integer(given, _GROUP)
     here, threads = thread_num(), num_threads()
-    if threads == 1:
-        for task in range(integer(given, _NUM_ROWS) * heads):
-            _store_head(given, spans + task // heads * FIELDS * 8, task % heads)
     scratch, turn = integer(given, _SCRATCH) + here * integer(given, _SCRATCH_BYTES), 0
     for task in range(integer(given, _NUM_ROWS) * heads):
         span, head = spans + task // heads * FIELDS * 8, task % heads
@@ -275,13 +271,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, spans: Spans, kind: Kind) 
     heads, tokens, key_size = query.shape
     kv_heads, _, value_size = value.shape
     out = query.new_zeros(tokens, heads * value_size)  # tokens of no row must be finite, too
-    threads, sizes = torch.get_num_threads(), Sizes(heads, kv_heads, key_size, value_size)
-    scratch = query.new_empty(threads * scratch_of(spans, sizes))
+    sizes = Sizes(heads, kv_heads, key_size, value_size)
+    scratch = query.new_empty(torch.get_num_threads() * scratch_of(spans, sizes))
     given = (heads_of(query), heads_of(key), heads_of(value))
     step = attend_step(given, out.data_ptr(), scratch.data_ptr(), spans, sizes, kind)
     work = tokens * heads * spans.longest * (key_size + value_size)
-    if threads > 1 and work >= BRIEF:  # every row is stored before any thread attends
-        run_step(store_step(step), work)
+    run_step(store_step(step), work)
     run_step(step, work)
     return out
 
@@ -322,7 +317,7 @@ def of_pass(spans: Spans, window: int | None, scratch: int, size: int) -> tuple[
 def attend_step(given: Sequence[Heads], out: int, scratch: int, spans: Spans, sizes: Sizes, kind: Kind) -> Step:
     """The step that does what `attend` does, to ``[total_tokens, heads * value_size]`` at the address ``out``.
 
-    With several threads its `store_step` must run before.
+    Its `store_step` must run before.
     """
     heads, kv_heads, key_size, value_size = sizes
     queries, keys, values = given

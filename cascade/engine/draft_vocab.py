@@ -33,13 +33,13 @@ class DraftHead(nn.Module):
         super().__init__()
         self.vocab_size = len(whole)
         weight = whole.detach()[ids]
-        self.known = Linear(weight.shape[1], len(ids), bias=False, device="meta")
-        self.known.weight = nn.Parameter(weight, requires_grad=False)
+        self.linear = Linear(weight.shape[1], len(ids), bias=False, device="meta")
+        self.linear.weight = nn.Parameter(weight, requires_grad=False)
         self.register_buffer("ids", ids, persistent=False)
 
     def forward(self, states: Tensor) -> Tensor:
         """Logits ``[..., vocab_size]``: those of tokens that are not predicted are the least number of their dtype."""
-        logits: Tensor = self.known(states)
+        logits: Tensor = self.linear(states)
         out = logits.new_full((*logits.shape[:-1], self.vocab_size), torch.finfo(logits.dtype).min)
         out[..., self.ids] = logits
         return out

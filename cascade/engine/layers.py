@@ -26,17 +26,17 @@ def numbers(given: Layers) -> tuple[int, ...]:
     if isinstance(given, int) and not isinstance(given, bool) and given > 0:
         return tuple(range(given))
     parts = given.split(",") if isinstance(given, str) else given if isinstance(given, list | tuple) else []
-    found: list[int] = []
+    chosen: list[int] = []
     for part in parts:
         span = SPAN.fullmatch(str(part))
         if span is None or int(span[2] or span[1]) < int(span[1]):
             raise ConfigError(f"{part!r} are no layers: give numbers from 0 on and spans of them, such as [0-11, 20-31]")
-        if found and int(span[1]) <= found[-1]:
+        if chosen and int(span[1]) <= chosen[-1]:
             raise ConfigError(f"{part!r} overlaps with layers before it, or stands behind later ones: give each once, in order")
-        found += range(int(span[1]), int(span[2] or span[1]) + 1)
-    if not found:
+        chosen += range(int(span[1]), int(span[2] or span[1]) + 1)
+    if not chosen:
         raise ConfigError("there are no layers: give those to keep, such as [0-11, 20-31], or how many of the first")
-    return tuple(found)
+    return tuple(chosen)
 
 
 def shown(layers: Sequence[int]) -> str:
@@ -61,9 +61,9 @@ def cut_config(config: "PreTrainedConfig", layers: Sequence[int]) -> "PreTrained
 
 def renamed(name: str, layers: Sequence[int]) -> str | None:
     """What a weight of the whole model is called in one of ``layers``; ``None`` if it belongs to a layer that is left out."""
-    found = NUMBERED.search(name)
-    if found is None or ELSEWHERE.search(name):
+    match = NUMBERED.search(name)
+    if match is None or ELSEWHERE.search(name):
         return name
-    if (number := int(found[1])) not in layers:
+    if (number := int(match[1])) not in layers:
         return None
-    return f"{name[: found.start(1)]}{layers.index(number)}{name[found.end(1) :]}"
+    return f"{name[: match.start(1)]}{layers.index(number)}{name[match.end(1) :]}"

@@ -49,8 +49,8 @@ def load(
     if dtype is not None and dtype not in DTYPES:
         raise ModelError(f"dtype is {dtype!r}: it must be one of {', '.join(DTYPES)}")
     place, chosen = find_device(source, device), DTYPES[dtype] if dtype else None
-    known: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    model = anatomy(source, dtype=dtype, device=place, layers=layers, **known)
+    hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    model = anatomy(source, dtype=dtype, device=place, layers=layers, **hub)
     need, free = model.weight_bytes, free_bytes(place)
     if need > free:
         raise ModelError(
@@ -62,16 +62,14 @@ def load(
     try:
         options = {"output_loading_info": True, "device_map": {"": place}}
         ours = place.type == "cpu" and model.dtype in llama.DTYPES and not trainable
-        if ours and (plain := _plain(source, layers, known, model.dtype)) is not None:
+        if ours and (plain := _plain(source, layers, hub, model.dtype)) is not None:
             network, report = plain, dict[str, Any]()
         elif layers:
-            network, report = _some(source, layers, known, dtype=model.dtype, **options)
+            network, report = _some(source, layers, hub, dtype=model.dtype, **options)
         else:
             from transformers import AutoModelForCausalLM
 
-            network, report = AutoModelForCausalLM.from_pretrained(
-                converted(source), dtype=chosen or "auto", **options, **known
-            )
+            network, report = AutoModelForCausalLM.from_pretrained(converted(source), dtype=chosen or "auto", **options, **hub)
     except torch.OutOfMemoryError as error:
         raise ModelError(f"The weights of {source!r} do not fit into the memory of {place}: {_ADVICE}") from error
     except ModelError:
@@ -85,29 +83,29 @@ def load(
     return network
 
 
-def _plain(source: str, layers: Sequence[int], known: dict[str, Any], dtype: torch.dtype) -> Plain | None:
+def _plain(source: str, layers: Sequence[int], hub: dict[str, Any], dtype: torch.dtype) -> Plain | None:
     """The network of these layers; None if it is none of the Llama family, or the files hold other weights than it has."""
-    config = read_config(source, layers=layers, **known)
+    config = read_config(source, layers=layers, **hub)
     if not isinstance(config, FamilyConfig):
         return None
     network = Plain(config)
-    with _weights(source, layers, known) as weights:
+    with _weights(source, layers, hub) as weights:
         return network if network.fill(weights, dtype) else None
 
 
-def _some(source: str, layers: Sequence[int], known: dict[str, Any], **options: Any) -> "tuple[PreTrainedModel, Any]":
+def _some(source: str, layers: Sequence[int], hub: dict[str, Any], **options: Any) -> "tuple[PreTrainedModel, Any]":
     """Transformers' network of these layers, and what it tells of loading it."""
-    config = read_config(source, layers=layers, published=True, **known)
-    kind = type(skeleton(config, source, known["trust_remote_code"]))
-    with _weights(source, layers, known) as weights:
+    config = read_config(source, layers=layers, published=True, **hub)
+    kind = type(skeleton(config, source, hub["trust_remote_code"]))
+    with _weights(source, layers, hub) as weights:
         network, report = kind.from_pretrained(None, config=config, state_dict=weights, **options)
     return network, report
 
 
 @contextmanager
-def _weights(source: str, layers: Sequence[int], known: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _weights(source: str, layers: Sequence[int], hub: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Weights of these layers by their names in a model of them, all if none are given; see `unread`."""
-    with unread(converted(source), known["revision"]) as weights:
+    with unread(converted(source), hub["revision"]) as weights:
         names = {name: renamed(name, layers) if layers else name for name in weights}
         yield {place: weights[name] for name, place in names.items() if place is not None}
 

@@ -86,23 +86,10 @@ class Model(Runs):
 
     @classmethod
     def from_pretrained(
-        cls,
-        source: str,
-        *,
-        dtype: str | None = None,
-        device: str | None = None,
-        revision: str | None = None,
-        trust_remote_code: bool = False,
-        layers: Sequence[int] = (),
-        **options: Any,
+        cls, source: str, *, cache_tokens: int | None = None, num_threads: int | None = None, **loading: Any
     ) -> Self:
-        """Load from a path or the hub, to the GPU if there is one; raises `ModelError`.
-
-        ``dtype`` is the checkpoint's, or float32 on processors without bfloat16, see `load`, as for ``layers``; ``options``
-        are the model's own.
-        """
-        known: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code, "layers": layers}
-        return cls(load(source, dtype=dtype, device=device, **known), owned=True, **options)
+        """Load from a path or the hub, to the GPU if there is one; ``loading`` are options of `load`. Raises `ModelError`."""
+        return cls(load(source, **loading), owned=True, cache_tokens=cache_tokens, num_threads=num_threads)
 
     def cut(self, layers: Sequence[int]) -> Self:
         """A model of ``layers`` of this one, on the same weights; raises `ModelError` if it has not all of them.
@@ -225,7 +212,7 @@ class Model(Runs):
             vars(module).pop("forward", None)  # our kernels' forward, on the weights before
         if (draft := isinstance(head, DraftHead)) and draft_ids(converted(source)) != head.ids.tolist():
             raise ModelError(f"The weights of {source!r} cannot take the place of others: they say other tokens")
-        shared = {"lm_head.weight", "lm_head.known.weight"} if draft or here.config.tie_word_embeddings else ()
+        shared = {"lm_head.weight", "lm_head.linear.weight"} if draft or here.config.tie_word_embeddings else ()
         with unread(converted(source)) as weights:
             wanted = {name: shape_of(part) for name, part in here.state_dict().items()}
             check_replaces(source, wanted, {name: shape_of(part) for name, part in weights.items()}, shared)
@@ -264,13 +251,13 @@ class Model(Runs):
         self.vocab_size = int(expected.shape[-1])
         try:
             self._choose_attention()
-            found = self._replay(texts)
+            logits = self._replay(texts)
             assert self._attention is not None
             promised = self._attention.same_bits and keeps_bits(network, self.dtype)  # the probe may miss what experts do
             self.same_bits &= promised and self._repeats(texts)
         except (RuntimeError, TypeError, AttributeError, LookupError, ValueError) as error:
             raise ModelError(f"it does not take packed rows ({reason(error)})") from error
-        if not agree(network, found, expected):
+        if not agree(network, logits, expected):
             raise ModelError("its logits change when rows are packed into one input")
 
     def _choose_attention(self) -> None:

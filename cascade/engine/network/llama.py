@@ -129,7 +129,7 @@ class Llama:
         self._cos, self._sin = self._angles(1)
         self.angles = self._cos.shape[1]  # the number of angles of a position
         self._head = network.lm_head  # a drafter beside it shares it
-        linear: Any = self._head.known if isinstance(self._head, DraftHead) else self._head
+        linear: Any = self._head.linear if isinstance(self._head, DraftHead) else self._head
         linear.forward = Linear(linear.weight)
         if owned and linear.weight is not self._embedding:
             linear.to("meta")
@@ -187,8 +187,7 @@ class Llama:
             given = [Heads(part.address, size, part.stride) for part in (q, k, v)]
             kind = Kind(layer.scaling, planned.windows[layer.number])
             attend = attend_step(given, r.attended.address, 0, planned.spans[layer.number], layer.sizes, kind)
-            if torch.get_num_threads() > 1:  # all is stored before any thread looks
-                yield store_step(attend)
+            yield store_step(attend)
             yield attend
             yield from layer.o.steps(r.attended, r.ordered, tokens, r.projected)
             yield add_step(x.address, r.projected, r.residual.address, shape)

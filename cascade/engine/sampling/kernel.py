@@ -35,9 +35,9 @@ def own_tokens(logits: Tensor, noises: Sequence[tuple[int, int, float]], number:
     position, the mixed seed, and the temperature, 0 for the likeliest token. Nobody waits for the GPU.
     """
     rows, size = logits.shape
-    found = torch.empty(1 + 2 * number, rows, dtype=torch.int64, device=logits.device)
+    out = torch.empty(1 + 2 * number, rows, dtype=torch.int64, device=logits.device)
     if not rows:
-        return found
+        return out
     positions, seeds, temperatures = zip(*noises, strict=True)
     bits = np.array(temperatures, dtype=np.float32).view(np.int32).tolist()
     given, highest = sent([positions, seeds, bits], logits.device), logits.amax(-1)
@@ -45,8 +45,8 @@ def own_tokens(logits: Tensor, noises: Sequence[tuple[int, int, float]], number:
     best = torch.empty(rows, blocks * kept, dtype=torch.int64, device=logits.device)
     with torch.cuda.device_of(logits):
         _of_blocks[(rows, blocks)](logits, logits.stride(0), highest, given, best, rows, size, kept, BLOCK, **ROUNDING)
-        _of_rows[(rows,)](best, found, rows, blocks * kept, number, triton.next_power_of_2(blocks * kept), **ROUNDING)
-    return found
+        _of_rows[(rows,)](best, out, rows, blocks * kept, number, triton.next_power_of_2(blocks * kept), **ROUNDING)
+    return out
 
 
 @triton.jit
@@ -128,18 +128,18 @@ def _of_blocks(
 
 @triton.jit(do_not_specialize=["rows", "number"])
 def _of_rows(
-    best: tl.tensor, found: tl.tensor, rows: tl.tensor, count: tl.tensor, number: tl.tensor, WIDTH: tl.constexpr
+    best: tl.tensor, out: tl.tensor, rows: tl.tensor, count: tl.tensor, number: tl.tensor, WIDTH: tl.constexpr
 ) -> None:
     """Write a row's own token, runner-ups and bits of their gaps, given the ``count`` first of its blocks."""
     row = tl.program_id(0)
     places = tl.arange(0, WIDTH)
     orders = tl.load(best + row.to(tl.int64) * count + places, mask=places < count, other=LEAST)
     own = tl.max(orders)
-    tl.store(found + row, _token(own))
+    tl.store(out + row, _token(own))
     following = own
     for rank in range(number):
         orders = tl.where(orders == following, LEAST, orders)
         following = tl.max(orders)
         gap = _score(own) - _score(following)
-        tl.store(found + (1 + rank) * rows + row, _token(following))
-        tl.store(found + (1 + number + rank) * rows + row, gap.to(tl.int32, bitcast=True).to(tl.int64))
+        tl.store(out + (1 + rank) * rows + row, _token(following))
+        tl.store(out + (1 + number + rank) * rows + row, gap.to(tl.int32, bitcast=True).to(tl.int64))

@@ -141,13 +141,10 @@ def _best_by_bounds(scores: Tensor, noises: Sequence[tuple[int, int]], number: i
     if not number and all(count == 1 for count in counts):  # as nearly always
         return tokens[:, 0][None]
     perturbed = kept + gumbel(bits)
-    if number:
-        values, order = perturbed.sort(dim=-1, descending=True, stable=True)  # the first of equal ones, as argmax
-        values, order = values[:, : 1 + number], order[:, : 1 + number]
-        gaps = (values[:, :1] - values[:, 1:]).view(torch.int32).long()
-        best = torch.cat([tokens.gather(1, order), gaps], 1).T
-    else:
-        best = tokens.gather(1, perturbed.argmax(-1, keepdim=True)).T
+    values, order = perturbed.sort(dim=-1, descending=True, stable=True)  # the first of equal ones, as argmax
+    values, order = values[:, : 1 + number], order[:, : 1 + number]
+    gaps = (values[:, :1] - values[:, 1:]).view(torch.int32).long()
+    best = torch.cat([tokens.gather(1, order), gaps], 1).T
     for row, count in enumerate(counts):
         if not 0 < count <= tokens.shape[1]:  # too many are close, or the scores are not numbers
             position, seed = noises[row]

@@ -55,11 +55,11 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise ConfigError("engine is 'vllm', which is not installed here: pip install '.[vllm]', or leave engine out")
     from vllm import EngineArgs
 
-    known = {field.name for field in fields(EngineArgs)}
+    names = {field.name for field in fields(EngineArgs)}
     for name in options:
         if name in OURS:
             raise ConfigError(f"{name} is an engine argument of vLLM that a tier has no use for: remove it from engine_kwargs")
-        if name not in known:
+        if name not in names:
             raise ConfigError(f"{name} is no engine argument of this vLLM: see vllm.EngineArgs for their names")
 
 
@@ -151,8 +151,7 @@ def pass_options(max_pass_tokens: int, max_sessions: int, options: Mapping[str, 
 def weight_bytes(source: str, options: Mapping[str, Any], layers: Sequence[int], drafter: DrafterSpec | None) -> int:
     """Bytes of the weights on each rank, those of a head among them, told from headers of files. Raises `ModelError`."""
     dtype = options["dtype"] if options.get("dtype") in DTYPES else None  # "auto" is the checkpoint's
-    known: dict[str, Any] = {"dtype": dtype, "quantization": options.get("quantization"), "layers": layers}
-    sizes = anatomy(source, sizes_only=True, **known)
+    sizes = anatomy(source, sizes_only=True, dtype=dtype, quantization=options.get("quantization"), layers=layers)
     head = 0
     if drafter is not None:
         head = head_weights(drafter, source, read_config(source).get_text_config().num_hidden_layers) or 0

@@ -9,17 +9,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cascade.cpu.attention import FIELDS, Spans, blocks_of
+from cascade.cpu.attention import FIELDS, Sizes, Spans, blocks_of
 from cascade.cpu.tile import LANES
 from cascade.scorer import TILE, grown_capacity, tiled
-
-
-class Shape(NamedTuple):
-    """Key heads of a layer, and the sizes of keys and values."""
-
-    kv_heads: int
-    key_size: int
-    value_size: int
 
 
 class BlockedCache:
@@ -33,7 +25,7 @@ class BlockedCache:
     position = 0  # first one that it holds
     origin = 0  # position of its first block
 
-    def __init__(self, shapes: Mapping[int, Shape], dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, shapes: Mapping[int, Sizes], dtype: torch.dtype = torch.float32) -> None:
         """``shapes`` by layer, in the order of layers."""
         self.shapes = shapes
         self.dtype = dtype
@@ -65,7 +57,7 @@ class BlockedCache:
 
     def _sizes(self, capacity: int) -> Iterator[int]:
         """Elements of the keys of a layer, of its values, of the keys of the next layer, and so on."""
-        for heads, key_size, value_size in self.shapes.values():
+        for _, heads, key_size, value_size in self.shapes.values():
             yield heads * capacity * key_size
             yield heads * capacity * blocks_of(value_size) * LANES
 
@@ -150,7 +142,7 @@ class Span(NamedTuple):
     start: int
 
 
-def tables(rows: Sequence[Span], shapes: Mapping[int, Shape]) -> dict[int, Spans]:
+def tables(rows: Sequence[Span], shapes: Mapping[int, Sizes]) -> dict[int, Spans]:
     """The `Spans` of a pass by layer."""
     ends = [start + end - begin for _, begin, end, start in rows]
     for row, end in zip(rows, ends, strict=True):  # before any address is read, for spans of forks have those of their bases

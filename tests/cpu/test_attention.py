@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cascade.cpu.attention import Kind, attend
-from cascade.cpu.cache import BlockedCache, Shape, Span, tables
+from cascade.cpu.attention import Kind, Sizes, attend
+from cascade.cpu.cache import BlockedCache, Span, tables
 from tests.cases import crossed, examples
 from tests.forks import TEXTS, Piece, check_forks
 
@@ -27,14 +27,14 @@ KINDS = {
 HEADS = {"grouped": (4, 32, 32), "each its own": (12, 24, 40), "one": (1, 64, 16)}  # of keys; sizes of keys and values
 
 
-def texts(shape: Shape, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def texts(shape: Sizes, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     noise = torch.Generator().manual_seed(seed)
     sizes = ((12, shape.key_size), (shape.kv_heads, shape.key_size), (shape.kv_heads, shape.value_size))
     query, key, value = (torch.randn(heads, LENGTH, size, generator=noise) * 2 for heads, size in sizes)
     return query, key, value
 
 
-def score(cache: BlockedCache, shape: Shape, text: tuple[Tensor, ...], start: int, end: int, kind: Kind) -> Tensor:
+def score(cache: BlockedCache, shape: Sizes, text: tuple[Tensor, ...], start: int, end: int, kind: Kind) -> Tensor:
     """A row of a pass: what comes out for positions ``start`` to ``end``."""
     parts = (part[:, start:end].transpose(0, 1).contiguous().transpose(0, 1) for part in text)
     return attend(*parts, tables([Span(cache, 0, end - start, start)], {0: shape})[0], kind)
@@ -61,7 +61,7 @@ FORMS = {f"{heads}, {dtype}": (heads, dtype) for heads in HEADS for dtype in (to
 def test_attention_is_what_is_written_out(kind: str, form: tuple[str, torch.dtype]) -> None:
     """Guards the numbers, also where keys and values are held in 16 bits. Their bits are held below."""
     heads, dtype = form
-    shape = Shape(*HEADS[heads])
+    shape = Sizes(12, *HEADS[heads])
     query, *held = text = texts(shape)
     expected = written_out((query, *(part.to(dtype).float() for part in held)), KINDS[kind])
     found = score(BlockedCache({0: shape}, dtype), shape, text, 0, LENGTH, KINDS[kind])
@@ -72,7 +72,7 @@ def test_attention_is_what_is_written_out(kind: str, form: tuple[str, torch.dtyp
 @given(rng=st.randoms(use_true_random=False), heads=st.sampled_from(sorted(HEADS)), kind=st.sampled_from(sorted(KINDS)))
 def test_forks_are_texts_of_their_own(rng: random.Random, heads: str, kind: str) -> None:
     """Guards trees of guesses: a fork that sees what its base wrote after it, or whose bits depend on where it begins."""
-    shape = Shape(*HEADS[heads])
+    shape = Sizes(12, *HEADS[heads])
     many = [torch.stack(parts) for parts in zip(*(texts(shape, seed) for seed in range(TEXTS)), strict=True)]
 
     def score(pieces: Sequence[Piece]) -> Sequence[Tensor]:
@@ -92,7 +92,7 @@ def test_forks_are_texts_of_their_own(rng: random.Random, heads: str, kind: str)
 
 def test_forks_take_little_memory() -> None:
     """Guards memory: a fork holds the blocks that its positions lie in, wherever it begins, and none before it is written."""
-    shape, kind = Shape(4, 32, 32), KINDS["full"]
+    shape, kind = Sizes(12, 4, 32, 32), KINDS["full"]
     text, base = texts(shape), BlockedCache({0: shape})
     score(base, shape, text, 0, 100, kind)
     each, fork = base.nbytes // base.capacity, base.fork(79)

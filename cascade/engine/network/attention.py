@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from cascade.cpu.attention import Kind, Spans
 from cascade.cpu.attention import attend as attend_spans
-from cascade.cpu.cache import BlockedCache, Shape, Span, tables
+from cascade.cpu.cache import BlockedCache, Span, tables
 from cascade.engine.network.survey import Survey
 
 ATTENTION = "cascade"  # our attention function's name at Transformers
@@ -81,7 +81,7 @@ class Native:
     def __init__(self, survey: Survey, dtype: torch.dtype) -> None:
         """Keys and values are held in bfloat16 if that is the network's ``dtype``, and in float32 otherwise."""
         self._dtype = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
-        self._shapes = {layer: Shape(*heads[1:]) for layer, heads in survey.heads.items()}
+        self._shapes = survey.heads
 
     def new_cache(self) -> BlockedCache:
         return BlockedCache(self._shapes, self._dtype)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cascade.cpu.attention import Sizes
 from cascade.engine.network.survey import Survey
 from cascade.engine.weights import shape_of
 
@@ -196,7 +197,7 @@ class Plain(nn.Module):
     def survey(self) -> Survey:
         """What its layers attend to."""
         size = head_size(self.config)
-        heads = self.config.num_attention_heads, self.config.num_key_value_heads, size, size
+        heads = Sizes(self.config.num_attention_heads, self.config.num_key_value_heads, size, size)
         return Survey(self.windows, heads=dict.fromkeys(range(self.config.num_hidden_layers), heads))
 
     # as Transformers' networks

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
+from cascade.cpu.attention import Sizes
 from cascade.errors import ModelError
 
 if TYPE_CHECKING:
@@ -27,8 +28,7 @@ class Survey:
 
     windows: dict[int, int | None] = field(default_factory=dict)
     strange: bool = False  # some layer's mask is neither causal nor a sliding window
-    # query heads, key heads, the sizes of a key and of a value
-    heads: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)
+    heads: dict[int, Sizes] = field(default_factory=dict)
 
     @classmethod
     def of(cls, network: "PreTrainedModel") -> Self:
@@ -68,7 +68,8 @@ def survey(
     window = -1 if attention_mask is None else int(attention_mask.flatten()[0])
     cascade_pass.strange |= window < 0
     cascade_pass.windows[module.layer_idx] = window or None  # type: ignore[index]
-    cascade_pass.heads[module.layer_idx] = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])  # type: ignore[index]
+    sizes = Sizes(query.shape[1], key.shape[1], key.shape[3], value.shape[3])
+    cascade_pass.heads[module.layer_idx] = sizes  # type: ignore[index]
     return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 

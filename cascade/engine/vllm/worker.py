@@ -54,16 +54,14 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """Own tokens of a pass on their way to the host."""
+    """Own tokens of a pass on their way from a GPU to the host."""
 
     values: Tensor  # int64 on the host, void until ``done``
-    done: torch.cuda.Event | None  # None: they are there already
+    done: torch.cuda.Event
 
     @classmethod
     def begin(cls, values: Tensor) -> Self:
-        """Begin to copy ``values`` of a device; nobody waits."""
-        if values.device.type != "cuda":
-            return cls(values, None)
+        """Begin to copy ``values``, without a wait."""
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
@@ -71,8 +69,7 @@ class HostCopy:
 
     def read(self) -> list[list[int]]:
         """Wait for them."""
-        if self.done is not None:
-            self.done.synchronize()
+        self.done.synchronize()
         values: list[list[int]] = self.values.tolist()
         return values
 
@@ -129,7 +126,7 @@ class CascadeWorker:
             if batch.choices is None:
                 return logits if ranks.world_size == 1 else logits.cpu()
             own = own_tokens_and_next(logits, batch.choices, batch.runner_ups)
-            return HostCopy.begin(own) if ranks.world_size == 1 else own.tolist()
+            return HostCopy.begin(own) if ranks.world_size == 1 and own.is_cuda else own.tolist()
 
     @torch.inference_mode()
     def cascade_propose(self, reading: Reading) -> list[list[list[int]]]:

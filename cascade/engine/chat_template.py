@@ -59,23 +59,12 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A copy of what JSON has; of anything else only the name of its type, for templates are strangers' programs."""
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    match value:
-        case str():  # of a kind of its own, such as an enum's
-            return str.__str__(value)
-        case int():
-            return int.__int__(value)
-        case float():
-            return float.__float__(value)
-        case Mapping():
-            return {_plain(name): _plain(item) for name, item in value.items()}
-        case list():
-            return [_plain(item) for item in value]
-        case tuple():
-            return tuple(_plain(item) for item in value)
-    return f"<{type(value).__name__}>"
+    """A copy as JSON has it; of anything else only the name of its type, for templates are strangers' programs."""
+    return json.loads(json.dumps(value, ensure_ascii=False, default=_strange))
+
+
+def _strange(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else f"<{type(value).__name__}>"
 
 
 def _marked(message: dict[str, Any], source: str) -> str:

@@ -2,16 +2,14 @@
 
 import hashlib
 import json
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from huggingface_hub import constants
+from huggingface_hub.utils import get_session
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import DecodeStream
@@ -173,13 +171,10 @@ def check_source(source: str) -> None:
 
 
 def _hub_answers() -> bool:
-    """Whether a connection to the hub can be made; its library would try for half a minute. Proxies are not tried."""
-    hub, proxies = urlsplit(constants.ENDPOINT), getproxies()
-    if proxies.get(hub.scheme) or proxies.get("all"):
-        return True
+    """Whether the hub answers a request at all; its library would try for half a minute."""
     try:
-        socket.create_connection((hub.hostname or "", hub.port or (443 if hub.scheme == "https" else 80)), CONNECT_S).close()
-    except OSError:
+        get_session().head(constants.ENDPOINT, timeout=CONNECT_S)
+    except Exception:  # network, proxy or a wrong address
         return False
     return True
 

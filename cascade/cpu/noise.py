@@ -26,7 +26,7 @@ _FIELDS = 9  # arguments before those of rows
 _LEAST = -3.4028235e38  # the lowest score that is not filtered
 _MARGIN = 2.0**-9  # hundreds of times what logarithms in float32, here and by the caller, are rounded by
 _PER_BIT = math.log(2) * 2.0**-23  # the bits of a float32 are its logarithm to base 2, up to 0.09
-_NO_BITS = (127 + 31) * math.log(2) + _MARGIN  # what `_bound` is where they are all 0
+_NO_BITS = (127 + 31) * math.log(2) + _MARGIN  # `_bound` of bits that are all 0
 
 
 @inlined

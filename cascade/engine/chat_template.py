@@ -115,7 +115,8 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)  # what is set inside stays there
+        # variables that the block sets stay inside it
+        return nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
 
     def _content(self, caller: Callable[[], str]) -> str:
         return caller()

@@ -64,7 +64,8 @@ def anatomy(
     plain = isinstance(config, FamilyConfig)
     network: Network = Plain(config) if plain else skeleton(config, source, trust_remote_code)
     chosen = DTYPES[dtype] if dtype else saved
-    if dtype is None and device is not None and getattr(config, "quantization_config", None) is None:  # which needs its own
+    quantised = getattr(config, "quantization_config", None) is not None  # then its weights have dtypes of their own
+    if dtype is None and device is not None and not quantised:
         chosen = held_dtype(saved, device)
     if not sizes_only and (problem := unlike_attention(config)):
         raise ModelError(f"{kind_of(network)} cannot be served: {problem}")

@@ -49,7 +49,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def sent(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """A tensor of ``values`` on ``device``. Nobody waits for a GPU: it copies from pinned memory by itself."""
+    """A tensor of ``values`` on ``device``. This does not wait for a GPU, which copies from pinned memory by itself."""
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 

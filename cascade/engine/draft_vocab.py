@@ -1,4 +1,4 @@
-"""A draft model that says only a part of its tokens: the product for all others is most of a small model's pass.
+"""A draft model that predicts only a part of its tokens: the product for all others is most of a small model's pass.
 
 The ids stand in `FILE` beside the weights, and their number in the config as ``draft_vocab_size``. What does not know of them
 runs the whole model. Zhao et al., FR-Spec, arXiv 2502.14856.
@@ -46,7 +46,7 @@ class DraftHead(nn.Module):
 
 
 def restrict(network: PreTrainedModel, source: str, *, revision: str | None = None) -> None:
-    """Let ``network``, loaded from ``source``, say its draft vocabulary alone, if it has one.
+    """Let ``network``, loaded from ``source``, predict only its draft vocabulary, if it has one.
 
     Raises `ModelError` if the ids are not there or do not fit.
     """
@@ -57,7 +57,7 @@ def restrict(network: PreTrainedModel, source: str, *, revision: str | None = No
 
 
 def tokens(config: PreTrainedConfig, source: str, *, revision: str | None = None) -> Tensor | None:
-    """The draft vocabulary ``[n]`` int64 of a model, None if it says all tokens; raises as `restrict` does."""
+    """The draft vocabulary ``[n]`` int64 of a model, None if it predicts all tokens; raises as `restrict` does."""
     size, vocab_size = getattr(config, "draft_vocab_size", None), config.get_text_config().vocab_size
     if size is None:
         return None

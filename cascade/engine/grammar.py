@@ -282,7 +282,7 @@ def _regex(pattern: str) -> str:
 
 
 def _escape(text: str) -> str:
-    """A regular expression that matches ``text`` alone."""
+    """A regular expression that matches only ``text``."""
     return "".join(char if char.isascii() and char.isalnum() else rf"\x{{{ord(char):x}}}" for char in text)
 
 

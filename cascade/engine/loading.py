@@ -41,10 +41,10 @@ def load(
     On a CPU a model of the Llama family is a `Plain` one, which takes seconds less to load. All others, and those that are to
     be ``trainable``, are networks of Transformers.
 
-    ``dtype`` is by default the checkpoint's, or float32 for float16 on a CPU; ``device`` the GPU if there
-    is one. Weights of other layers than ``layers`` are not read; by default all are. A ``draft`` model says its draft
-    vocabulary alone, if it has one, see `cascade.engine.draft_vocab`. Raises `ModelError`, before any weight is read if the
-    checkpoint is damaged, is no causal language model, or does not fit into the memory of the device.
+    ``dtype`` is by default the checkpoint's, or float32 for float16 on a CPU; ``device`` the GPU if there is one. Weights of
+    other layers than ``layers`` are not read; by default all are. A ``draft`` model predicts only its draft vocabulary, if it
+    has one, see `cascade.engine.draft_vocab`. Raises `ModelError`, before any weight is read if the checkpoint is damaged, is
+    no causal language model, or does not fit into the memory of the device.
     """
     if dtype is not None and dtype not in DTYPES:
         raise ModelError(f"dtype is {dtype!r}: it must be one of {', '.join(DTYPES)}")

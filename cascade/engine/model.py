@@ -15,7 +15,7 @@ from cascade.engine.loading import load
 from cascade.engine.model_config import context_len, unlike_attention
 from cascade.engine.network.attention import ATTENTION, Native, register
 from cascade.engine.network.contiguous import Attention, Contiguous
-from cascade.engine.network.cut import cut, stack
+from cascade.engine.network.cut import copied, cut, stack
 from cascade.engine.network.llama import Llama, is_written_out
 from cascade.engine.network.plain import Plain, kind_of
 from cascade.engine.network.products import keeps_bits, multiply_row_by_row
@@ -59,7 +59,7 @@ class Model(Runs):
         There is memory for ``cache_tokens`` positions of keys and values; by default for as many as the device has room for,
         see `cascade.engine.devices.cache_tokens`. ``attention`` is the device's by default; models do not share one. Passes on
         a CPU take ``num_threads``; by default as many of PyTorch's as they are worth, see `cascade.engine.threads`. A
-        network that is ``owned``, used by nobody else, loses the weights that are held in another order.
+        network that is ``owned``, which nothing else uses, loses the weights that are held in another order.
         """
         self._network: Any = network.eval()
         self.device: torch.device = network.device
@@ -205,9 +205,7 @@ class Model(Runs):
         Transformers does not load it: it changes PyTorch's default dtype meanwhile, also for a pass that runs.
         """
         here, head = self._network, self._network.get_output_embeddings()
-        memo: dict[int, Any] = {id(part): part for part in (*here.parameters(), *here.buffers())}
-        memo |= {id(kept): None for module in here.modules() if (kept := vars(module).get("forward")) is not None}
-        network = copy.deepcopy(here, memo)
+        network = copied(here)
         for module in network.modules():
             vars(module).pop("forward", None)  # our kernels' forward, on the weights before
         if (draft := isinstance(head, DraftHead)) and draft_ids(converted(source)) != head.ids.tolist():

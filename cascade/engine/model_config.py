@@ -34,7 +34,7 @@ SIZES = (
     "rms_norm_eps",
 )
 CHANGES = ("auto_map", "quantization_config", "partial_rotary_factor", "per_layer_config")  # keys of models that are changed
-DEFAULTS = {"hidden_act": "silu", "tie_word_embeddings": False}  # of all configurations of the family
+DEFAULTS = {"hidden_act": "silu", "tie_word_embeddings": False}  # where a configuration does not say
 LAYER_TYPES = {"full_attention", "sliding_attention"}  # the types that are served
 
 

@@ -34,7 +34,7 @@ class Spelling:
 
 
 def _spelled(tokenizer: Tokenizer) -> list[bytes]:
-    """Of each token; of kinds of tokenizers that llguidance does not know what decoding makes of the token alone."""
+    """The bytes of each token; where llguidance does not know the kind of tokenizer, those that decoding makes of the token."""
     ids = range(tokenizer.num_ids)
     try:
         vocabulary = LLTokenizer(tokenizer.backend.to_str(), eos_token=sorted(tokenizer.end_ids) or None)

@@ -1,4 +1,4 @@
-"""Networks of some layers of another one, on the same weights."""
+"""Networks on the weights of another one: copies, and networks of some of its layers."""
 
 import copy
 from collections.abc import Sequence
@@ -21,11 +21,16 @@ def stack(network: Any) -> nn.ModuleList:
     raise ModelError(f"{type(network).__name__} has no list of its {total} layers, of which some could be left out")
 
 
+def copied(network: Network) -> Network:
+    """Another network, whose weights and kernels are the same objects."""
+    kernels = [kernel for module in network.modules() if (kernel := vars(module).get("forward")) is not None]
+    memo: dict[int, Any] = {id(part): part for part in (*network.parameters(), *network.buffers(), *kernels)}
+    return copy.deepcopy(network, memo)
+
+
 def cut(network: Network, layers: Sequence[int]) -> Network:
     """Another network of ``layers`` of this one, whose weights are the same tensors; raises `ModelError`."""
-    memo: dict[int, Any] = {id(part): part for part in (*network.parameters(), *network.buffers())}
-    memo |= {id(made): made for module in network.modules() if (made := vars(module).get("forward")) is not None}
-    other = copy.deepcopy(network, memo)
+    other = copied(network)
     every = stack(other)
     cut_config(other.config, layers)
     kept = [every[layer] for layer in layers]

@@ -113,7 +113,7 @@ class Llama:
 
     @torch.no_grad()
     def __init__(self, network: Any, *, owned: bool = False, rest: Callable[[], object] = lambda: None) -> None:
-        """With ``owned`` the layers of ``network``, which nobody else uses, lose their weights one after the other.
+        """With ``owned`` the layers of ``network``, which nothing else uses, lose their weights one after the other.
 
         ``rest`` is called after each matrix.
         """

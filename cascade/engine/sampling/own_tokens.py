@@ -104,7 +104,7 @@ def by_kernel(kernel: Kernel, logits: Tensor, noisy: Sequence[Sampled], number: 
     if filtering := [(place, params) for place, params, _ in noisy if _filters(params, logits.shape[-1])]:
         places, some = zip(*filtering, strict=True)
         index = sent(places, logits.device)
-        logits = logits.to(torch.float32, copy=True)  # what the model said is still to be reported
+        logits = logits.to(torch.float32, copy=True)  # `report` still reads the model's own
         logits[index] = adjust(logits[index], some)
         for place in places:
             noises[place] = (*noises[place][:2], 1.0)  # the highest score is 0 then: the kernel changes none

@@ -64,8 +64,8 @@ class VllmModel(Runs):
 
         ``cache_tokens`` positions of keys and values fit into memory; if ``None``, as many as vLLM finds room for. ``adapters``
         are paths or hub ids of LoRA adapters, by the names that `SamplingParams.adapter` has. Those of ``folder`` are loaded by
-        the first pass that needs them, ``most`` at a time, from the folder's copies. A ``draft`` model says its draft
-        vocabulary alone, and scores rows of an adapter that it has not without one. ``drafter`` is a head that guesses after
+        the first pass that needs them, ``most`` at a time, from the folder's copies. A ``draft`` model predicts only its
+        draft vocabulary, and scores rows of an adapter that it has not without one. ``drafter`` is a head that guesses after
         its texts. Weights of other layers than ``layers`` are not read. Graphs are captured for passes of ``max_pass_tokens``
         and ``max_sessions``, see `pass_options`. ``options`` are vLLM's engine arguments by their own names (``dtype``,
         ``quantization``, ``max_model_len``, ...), see `check_options`.
@@ -114,7 +114,7 @@ class VllmModel(Runs):
             self._add(name, adapter)
 
     def _restrict(self, revision: str | None, trust_remote_code: bool) -> None:
-        """Let a draft model say its draft vocabulary alone, if it has one; raises `ModelError` if its ids do not fit."""
+        """Let a draft model predict only its draft vocabulary, if it has one; raises `ModelError` if its ids do not fit."""
         config = read_config(self._source, revision=revision, trust_remote_code=trust_remote_code)
         if (ids := draft_tokens(config, self._source, revision=revision)) is not None:
             self._draft_vocab = ids.tolist()

@@ -98,7 +98,7 @@ class CascadeWorker:
         )
 
     def cascade_restrict(self, ids: list[int]) -> None:
-        """Let the model predict ``ids``, its draft vocabulary, alone."""
+        """Let the model predict only ``ids``, its draft vocabulary."""
         excluded = torch.ones(self.vllm_config.model_config.get_vocab_size(), dtype=torch.bool)
         excluded[ids] = False
         self._excluded = excluded.to(self.model_runner.device)
@@ -116,7 +116,7 @@ class CascadeWorker:
     def cascade_score(self, batch: Batch) -> Tensor | HostCopy | list[list[int]] | None:
         """One forward: logits ``[len(keep), vocab_size]``, or what `own_tokens_and_next` says of them; None on other ranks.
 
-        With one rank nobody waits for a GPU here.
+        With one rank this does not wait for a GPU.
         """
         ranks = self.vllm_config.parallel_config
         with _PASSING:

@@ -8,8 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import constants
-from huggingface_hub.utils import get_session
+from huggingface_hub import constants, get_session
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import DecodeStream

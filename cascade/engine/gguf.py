@@ -104,14 +104,17 @@ def _value(reader: Any, key: str, default: Any = None) -> Any:
 
 @contextlib.contextmanager
 def _without_bars() -> Iterator[None]:
-    """Let Transformers show no progress bars: what is converted is a part of a start that tells its own."""
+    """Let Transformers show no progress bars: a conversion is a part of a start, which tells its own progress."""
+    from transformers import modeling_gguf_pytorch_utils as older  # has a bar of its own, which no public hook reaches
     from transformers.utils.logging import set_tqdm_hook
 
-    before = set_tqdm_hook(lambda bar, places, options: bar(*places, **{**options, "disable": True}))
+    hook = set_tqdm_hook(lambda bar, places, options: bar(*places, **{**options, "disable": True}))
+    bar, older.tqdm = older.tqdm, partial(older.tqdm, disable=True)
     try:
         yield
     finally:
-        set_tqdm_hook(before)
+        set_tqdm_hook(hook)
+        older.tqdm = bar
 
 
 @_without_bars()

@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import compress, count
 from operator import ne
 
@@ -37,7 +38,7 @@ class Draft:
         assert len(self.confidences) in (0, size)
         if self.parents:
             assert len(self.parents) == size
-            self.trunk_size = next(compress(count(), map(ne, self.parents, count(-1))), size)
+            self.trunk_size = _trunk_size(self.parents)
             if self.trunk_size == size:
                 self.parents = ()
 
@@ -128,7 +129,8 @@ class Draft:
             return self
         if not size:
             return NO_DRAFT
-        return Draft(self.tokens[:size], self.origins[:size], self.confidences[:size], self.parents[:size])
+        parents = self.parents[:size] if size > self.trunk_size else ()
+        return Draft(self.tokens[:size], self.origins[:size], self.confidences[:size], parents)
 
     def pick(self, nodes: Sequence[int]) -> "Draft":
         """The draft of ``nodes`` alone, which ascend and come with their parents."""
@@ -212,6 +214,11 @@ class Draft:
             if self.parents[child] == node and self.tokens[child] == token:
                 return child
         return None
+
+
+@lru_cache(2**12)  # many trees are alike
+def _trunk_size(parents: tuple[int, ...]) -> int:
+    return next(compress(count(), map(ne, parents, count(-1))), len(parents))
 
 
 NO_DRAFT = Draft()

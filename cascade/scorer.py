@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from cascade.draft import NO_DRAFT, Draft
 from cascade.messages import Logprobs
@@ -156,13 +156,8 @@ class Runs:
         return self.collect(self.launch(rows))
 
 
-class Query(NamedTuple):
-    """A text to guess after, see `Guesser.guess`."""
-
-    guesser: Any  # the text's
-    text: Sequence[int]
-    since: int
-    most: int
+# a guesser, and the arguments of its `Guesser.guess`
+Query: TypeAlias = tuple[Any, Sequence[int], int, int]
 
 
 class Guesser(Protocol):
@@ -171,7 +166,7 @@ class Guesser(Protocol):
     @classmethod
     def guess_all(cls, queries: Sequence[Query]) -> Sequence[Draft]:
         """`guess` of all texts of a pass whose guessers are of this class."""
-        return [query.guesser.guess(*query[1:]) for query in queries]
+        return [guesser.guess(text, since, most) for guesser, text, since, most in queries]
 
     @property
     def wants(self) -> int:

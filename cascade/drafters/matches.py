@@ -5,7 +5,7 @@ of its chain. Places are removed in reverse order, which leaves the chains as if
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 from numba import int32, uint32
@@ -18,7 +18,7 @@ LONGEST = 64  # tokens that are compared at most
 MOST = 64  # tokens after the longest match, at most
 BESIDE = 4  # the same of the other one
 HEAD = 4  # numbers of a result before its tokens, see `follow`
-FIELDS, OTHERS = 14, 9  # numbers of a query, see `follow`, and where those of the other texts begin
+FIELDS = 8  # numbers of a search, see `follow`
 TOKEN_BYTES, NUMBER_BYTES = 4, 8
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -42,7 +42,7 @@ def _add(index: int, start: int, end: int) -> None:
 @kernel
 def _learn(given: int) -> None:
     """Add places to the chains."""
-    _add(given, integer(given, 4), integer(given, 5))
+    _add(integer(given, 0), integer(given, 1), integer(given, 2))
 
 
 @inlined
@@ -111,16 +111,15 @@ def _write(tokens: Any, place: int, end: int, most: int, repeats: bool, out: Any
 
 
 @inlined
-def _continue(query: int, end: int, most: int, out: Any) -> None:
+def _continue(index: int, end: int, most: int, others: int, others_end: int, out: Any) -> None:
     """Find the end of a text in the text itself and in others, and write what came after the two best matches."""
     out[0], out[1], out[2], out[3] = 0, 0, 0, 0
     size = min(LONGEST, end)
     if size < GRAM or most <= 0:
         return
-    others = query + NUMBER_BYTES * OTHERS
-    own_tokens, other_tokens, others_end = integers32(integer(query, 0)), integers32(integer(others, 0)), integer(others, 4)
-    last = integers32(integer(query, 0) + TOKEN_BYTES * (end - size))
-    best, other, best_size, other_size = _search(query, end, last, size)
+    own_tokens, other_tokens = integers32(integer(index, 0)), integers32(integer(others, 0))
+    last = integers32(integer(index, 0) + TOKEN_BYTES * (end - size))
+    best, other, best_size, other_size = _search(index, end, last, size)
     best_there, other_there, best_there_size, other_there_size = _search(others, others_end, last, size)
     places = (best, other, best_there, other_there)
     sizes = (best_size, other_size, best_there_size, other_there_size)
@@ -146,13 +145,13 @@ def _continue(query: int, end: int, most: int, out: Any) -> None:
 def _follow(given: int) -> None:
     """See `follow`."""
     num, results, width = integer(given, 0), integer(given, 1), integer(given, 2)
-    queries = given + NUMBER_BYTES * 3
-    tokens = queries + NUMBER_BYTES * FIELDS * num
+    searches = given + NUMBER_BYTES * 3
+    tokens = searches + NUMBER_BYTES * FIELDS * num
     for i in range(num):
-        query = queries + NUMBER_BYTES * FIELDS * i
-        start, last_end, end, most = integer(query, 4), integer(query, 5), integer(query, 6), integer(query, 7)
-        _replace(query, start, last_end, end, integers(tokens + NUMBER_BYTES * integer(query, 8)))
-        _continue(query, end, most, integers(results + NUMBER_BYTES * width * i))
+        search = integers(searches + NUMBER_BYTES * FIELDS * i)
+        index, end = search[0], search[3]
+        _replace(index, search[1], search[2], end, integers(tokens + NUMBER_BYTES * search[5]))
+        _continue(index, end, search[4], search[6], search[7], integers(results + NUMBER_BYTES * width * i))
 
 
 class Matches:
@@ -163,6 +162,7 @@ class Matches:
 
     def __init__(self, limit: int = 2**30) -> None:
         self.size = 0  # tokens
+        self.room = 0  # tokens that there is room for
         self._limit = limit
         self._tokens: Ints = np.empty(0, np.int32)
         self._before: Ints = np.empty(0, np.int32)
@@ -190,33 +190,29 @@ class Matches:
         self.reserve(end)
         self._tokens[start:end] = tokens
         self.size = end
-        _learn.brief(arguments(*self.addresses, start, self.size))
+        _learn.brief(arguments(self.address, start, self.size))
 
     def reserve(self, size: int) -> None:
         """Make room for so many tokens."""
-        if size <= len(self._tokens):
+        if size <= self.room:
             return
-        room = 2 * size
+        self.room = room = 2 * size
         tokens: Ints = np.empty(room, np.int32)
         tokens[: self.size] = self._tokens[: self.size]
         buckets = 1 << (room - 1).bit_length()
         self._tokens, self._before, self._heads = tokens, np.full(room, -1, np.int32), np.full(buckets, -1, np.int32)
-        self.addresses = (*(part.ctypes.data for part in (self._tokens, self._before, self._heads)), buckets - 1)
-        _learn.brief(arguments(*self.addresses, 0, self.size))
+        parts = self._tokens, self._before, self._heads
+        self._index = np.array([*(part.ctypes.data for part in parts), buckets - 1], np.int64)
+        self.address = int(self._index.ctypes.data)
+        _learn.brief(arguments(self.address, 0, self.size))
 
 
-class Search(NamedTuple):
-    """A text keeps its first ``start`` tokens, and ``new`` ones stand after them. Its end is looked for there and in others."""
-
-    text: Matches  # without a limit
-    start: int
-    new: Sequence[int]
-    most: int  # tokens that a result has after the longest match
-    others: Matches
+# a text without a limit, how many tokens it keeps, those after these, how many tokens a result has, and other texts
+Search: TypeAlias = tuple[Matches, int, Sequence[int], int, Matches]
 
 
 def follow(searches: Sequence[Search]) -> list[list[int]]:
-    """Bring texts up to date and find the end of each: one call of a kernel.
+    """Bring texts up to date and find the end of each in itself and in others: one call of a kernel.
 
     A result has `HEAD` numbers: how many tokens come after the longest match, and how many, up to `BESIDE`, after the longest
     one after which another token came; then the lengths of both matches. Then come the tokens. The latest `TRIES` places of the
@@ -229,13 +225,13 @@ def follow(searches: Sequence[Search]) -> list[list[int]]:
     width = HEAD + BESIDE
     for text, start, new, most, others in searches:
         end, most = start + len(new), min(most, MOST)
-        text.reserve(end)
-        given += (*text.addresses, start, text.size, end, most, len(tokens), *others.addresses, others.size)
+        if end > text.room:
+            text.reserve(end)
+        given += (text.address, start, text.size, end, most, len(tokens), others.address, others.size)
         tokens += new
+        text.size = end
         width = max(width, HEAD + BESIDE + most)
     results = np.empty((len(searches), width), np.int64)
     _follow.brief(arguments(len(searches), results.ctypes.data, width, *given, *tokens))
-    for text, start, new, _, _ in searches:
-        text.size = start + len(new)
     listed: list[list[int]] = results.tolist()
     return listed

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from cascade.draft import NO_DRAFT, Draft
-from cascade.drafters.matches import GRAM, Matches, Search, follow
+from cascade.drafters.matches import GRAM, HEAD, Matches, Search, follow
 from cascade.messages import origin
 from cascade.scorer import Guesser, Query
 
@@ -66,16 +66,16 @@ class Matcher(Guesser):
         searches: list[Search] = []
         for guesser, text, since, most in queries:
             start = min(since, guesser.own.size)
-            searches.append(Search(guesser.own, start, text[start:], most, guesser._others))
+            searches.append((guesser.own, start, text[start:], most, guesser._others))
         drafts: list[Draft] = []
-        for query, (trunk, beside, same, same_beside, *tokens) in zip(queries, follow(searches), strict=True):
-            nodes = trunk + beside
-            shape = _shape(query.guesser._level, trunk, beside, same, same_beside)
-            drafts.append(Draft(tuple(tokens[:nodes]), *shape) if nodes else NO_DRAFT)
+        for (guesser, *_), result in zip(queries, follow(searches), strict=True):
+            trunk, beside, same, same_beside = result[:HEAD]
+            shape = _shape(guesser._level, trunk, beside, same, same_beside)
+            drafts.append(Draft(tuple(result[HEAD : HEAD + trunk + beside]), *shape) if trunk else NO_DRAFT)
         return drafts
 
     def guess(self, text: Sequence[int], since: int, most: int) -> Draft:
-        return self.guess_all([Query(self, text, since, most)])[0]
+        return self.guess_all([(self, text, since, most)])[0]
 
     def close(self, text: Sequence[int]) -> None:
         if self._keeps:

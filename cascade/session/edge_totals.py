@@ -1,12 +1,9 @@
 """Totals of a session's edge and of those below it, over every drafter that it ever had."""
 
 from collections.abc import Sequence
-from typing import TypeAlias
 
 from cascade.draft import Draft
 from cascade.messages import MAX_POSITIONS, MAX_RANKS, Edge, add_edges
-
-Passed: TypeAlias = tuple[Draft, int, Sequence[int], int, Sequence[str]]  # arguments of `EdgeTotals.passed`
 
 
 class EdgeTotals:
@@ -19,23 +16,13 @@ class EdgeTotals:
         self.current = self._edge("")  # the edge to the tier below
         self._below: tuple[Edge, ...] = ()  # the latest totals that the tier below has sent of its own edges
         self._below_past: dict[tuple[str, str], Edge] = {}  # the same of tiers that drafted before
-        self._passed: list[Passed] = []  # not counted yet
 
     def passed(self, draft: Draft, num_scored: int, path: Sequence[int], num_new: int, drafters: Sequence[str] = ()) -> None:
-        """A pass scored the first nodes of a draft, accepted those of ``path``, and gave ``num_new`` tokens. See `settle`.
+        """A pass scored the first nodes of a draft, accepted those of ``path``, and gave ``num_new`` tokens.
 
         ``drafters`` names the drafter inside the tier that guessed a node, "" for the tier below; empty if that guessed all.
         The pass itself counts for the tier below; without one for a drafter inside, if there is any.
         """
-        self._passed.append((draft, num_scored, path, num_new, drafters))
-
-    def settle(self) -> None:
-        """Count the passes since the last call."""
-        for passed in self._passed:
-            self._count(*passed)
-        self._passed.clear()
-
-    def _count(self, draft: Draft, num_scored: int, path: Sequence[int], num_new: int, drafters: Sequence[str]) -> None:
         current = whose = self.current
         if not num_scored:
             current.undrafted_passes += 1
@@ -44,13 +31,14 @@ class EdgeTotals:
             if names and not self._drafter and "" not in names:
                 whose = self._inner(min(names))
             depths, ranks = draft.depths, draft.ranks
+            edges = {name: self._inner(name) for name in {*names}}
             for node in range(num_scored):
-                edge = self._inner(names[node]) if names else current
+                edge = edges[names[node]] if names else current
                 edge.proposed += 1
                 _count(edge.proposed_by_position, depths[node], MAX_POSITIONS)
                 _count(edge.proposed_by_rank, ranks[node], MAX_RANKS)
             for node in path:
-                edge = self._inner(names[node]) if names else current
+                edge = edges[names[node]] if names else current
                 edge.accepted += 1
                 _count(edge.accepted_by_position, depths[node], MAX_POSITIONS)
                 _count(edge.accepted_by_rank, ranks[node], MAX_RANKS)
@@ -78,7 +66,6 @@ class EdgeTotals:
 
     def change_drafter(self, drafter: str) -> None:
         """Another tier below from now on, or none."""
-        self.settle()
         self._below_past = add_edges(self._below_past, self._below)
         self._drafter, self._below = drafter, ()
         self.current = self._edge(drafter)
@@ -86,7 +73,6 @@ class EdgeTotals:
     @property
     def all(self) -> tuple[Edge, ...]:
         """Totals per edge, this tier's first. Edges on which nothing happened are left out."""
-        self.settle()
         nothing = Edge("", self._tier)
         own = (edge + nothing for edge in self._by_drafter.values() if edge.passes or edge.proposed or edge.waited_s)
         return (*own, *add_edges(self._below_past, self._below).values())
@@ -95,5 +81,6 @@ class EdgeTotals:
 def _count(counts: list[int], place: int, most: int) -> None:
     """Add one at a place, unless ``most`` places come before it."""
     if place < most:
-        counts += [0] * (place + 1 - len(counts))
+        if place >= len(counts):
+            counts += [0] * (place + 1 - len(counts))
         counts[place] += 1

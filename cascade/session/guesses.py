@@ -70,15 +70,16 @@ def usable_nodes(pool: Pool, depth: int, ends: Set[int], most: int) -> tuple[Seq
         nodes = sorted(usable)[1:]
         chances = tuple([chances[node] for node in nodes])
     if len(nodes) > most:
-        places = _likeliest(chances, max(0, most))
-        return [nodes[place] for place in places], [chances[place] for place in places]
+        places, chances = _likeliest(chances, max(0, most))
+        nodes = places if isinstance(nodes, range) else [nodes[place] for place in places]
     return nodes, chances
 
 
 @lru_cache(2**10)  # many drafts of a pass are alike
-def _likeliest(chances: tuple[float, ...], most: int) -> Sequence[int]:
-    """Places of the greatest chances, in ascending order; the first of equal ones, so that no node is without its parent."""
-    return sorted(sorted(range(len(chances)), key=chances.__getitem__, reverse=True)[:most])
+def _likeliest(chances: tuple[float, ...], most: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Places of the greatest chances, in ascending order, and these; the first of equal ones, so parents come with nodes."""
+    places = sorted(sorted(range(len(chances)), key=chances.__getitem__, reverse=True)[:most])
+    return tuple(places), tuple([chances[place] for place in places])
 
 
 class Guesses:

@@ -107,7 +107,9 @@ class Session:
         self._sent_len = len(self.text)  # positions of the text that the tier above has been sent
         self._sent_below = len(self.text)  # the same of the tier below
         self._without_totals = TOTALS_EVERY  # proposals since the last one with totals of edges
-        self._origins = bytearray(len(self.text))  # parallel to text
+        self._origins = bytearray(len(self.text))  # parallel to text, but for the passes that are not counted yet
+        # of these the rows, own tokens scored, new tokens of the text, nodes that say the same, and all guesses at hand
+        self._passes: list[tuple[Work, int, Sequence[int], Sequence[int], Draft]] = []
         self._limit = spec.prompt_len + spec.params.max_tokens
         self.done = False  # the text is at its end, unless the tier above corrects it
         self.window = spec.window  # tokens that it runs ahead of what is committed
@@ -226,31 +228,37 @@ class Session:
         assert 1 <= len(scored.own) <= work.num_own + len(work.draft.tokens)
         draft, own, start = work.draft, scored.own, len(self.text)
         new, path = draft.walk(own, self.spec.ends)
-        accepted = path[: len(new) - 1]  # a guess that says the last new token is not used: nothing was scored after it
-        guesses, pool = self.guesses, self.guesses.pool.draft
-        right = path if draft is pool else pool.find(new)
-        self.totals.passed(draft, len(own) - 1, accepted, len(new), work.drafters)
-        guesses.advance(start, new, right if pool is guesses.draft else guesses.draft.find(new))
+        guesses = self.guesses
+        self._passes.append((work, len(own) - 1, new, path, guesses.pool.draft))
+        guesses.advance(start, new, path if draft is guesses.draft else guesses.draft.find(new))
         if self.branches is not None:
             margins = [Margin.of(others) for others in scored.runner_ups] or [UNKNOWN] * len(own)
-            for node in (-1, *accepted):
+            for node in (-1, *path[: len(new) - 1]):
                 self.branches.append(margins[1 + node])
             self.branches.keep_rejected(start, draft, own, margins, path)
         self.changed_from = min(self.changed_from, start)
         self.text += new
-        trunk = isinstance(right, range)
-        self._origins += pool.origins[: len(right)] if trunk else bytes([pool.origins[node] for node in right])
-        if len(right) < len(new):
-            wrong = next(iter(pool.children(right[-1] if right else -1)), None)
-            self._origins.append(origin(self.level, None if wrong is None else origin_level(pool.origins[wrong])))
         self.kv_len = len(self.text) - 1
         self._measure()
         return len(new)
 
     def settle(self) -> None:
         """Count and learn what the passes since the last call have said: nothing in the next one waits for it."""
-        self.totals.settle()
+        self._count()
         self.guesses.settle()
+
+    def _count(self) -> None:
+        """Count the passes since the last call, and note whose guesses their tokens were."""
+        for work, num_scored, new, path, pool in self._passes:
+            accepted = path[: len(new) - 1]  # a guess that says the last new token is not used: nothing was scored after it
+            self.totals.passed(work.draft, num_scored, accepted, len(new), work.drafters)
+            right = path if work.draft is pool else pool.find(new)
+            trunk = isinstance(right, range)
+            self._origins += pool.origins[: len(right)] if trunk else bytes([pool.origins[node] for node in right])
+            if len(right) < len(new):
+                wrong = next(iter(pool.children(right[-1] if right else -1)), None)
+                self._origins.append(origin(self.level, None if wrong is None else origin_level(pool.origins[wrong])))
+        self._passes.clear()
 
     def _advance_branch(self, branch: Branch, work: Work, scored: Scored) -> None:
         assert self.branches is not None
@@ -291,6 +299,7 @@ class Session:
         branch = branches.correct(cut - self.committed, rest) if branches is not None else None
         prepared = tuple(branch.tokens[len(rest) :]) if branch is not None else ()  # what had been written after the correction
         self.text[cut:] = rest + prepared
+        self._count()
         self._origins[cut:] = bytes(len(rest)) + bytes([origin(self.level)]) * len(prepared)
         if prepared and all_sent:
             self._sent_len = len(self.text)
@@ -324,6 +333,7 @@ class Session:
         if not (worth_it or (branches is not None and branches.unsent)):
             return None
         self._sent_len = len(self.text)
+        self._count()
         tokens, origins = self.text[self.committed :], bytes(self._origins[self.committed :])
         self._without_totals += 1
         has_totals = self.done or self._without_totals >= TOTALS_EVERY
@@ -349,6 +359,7 @@ class Session:
     @property
     def edges(self) -> tuple[Edge, ...]:
         """Totals per edge, this tier's first, over every drafter the session ever had."""
+        self._count()
         return self.totals.all
 
     # the tier below
@@ -372,6 +383,7 @@ class Session:
         return closing
 
     def _change_drafter(self, drafter: str, session: str) -> None:
+        self._count()
         self.totals.change_drafter(drafter)
         self.guesses.change_drafter()
         self.drafter, self.drafter_session = drafter, session

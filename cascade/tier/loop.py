@@ -220,7 +220,7 @@ class Loop(Generic[U]):
             if slot.drafters and not session.stalled:
                 most = min(session.max_depth, policy.max_guesses, session.spec.draft_window)
                 for drafter in slot.drafters:
-                    query = Query(drafter.guesser, session.text, session.changed_from, most)
+                    query = drafter.guesser, session.text, session.changed_from, most
                     queries[drafter.name].append((slot, drafter, query))
         hints: dict[Slot[U], list[Hint]] = {}
         for name, rows in queries.items():
@@ -235,7 +235,8 @@ class Loop(Generic[U]):
         for slot, of_slot in hints.items():
             slot.session.hint(of_slot)
         for slot in slots:
-            self._drafting.turn(slot, policy, self._profile)
+            if slot.attached:
+                self._drafting.turn(slot, policy, self._profile)
 
     def _fork(self, slot: Slot[U], work: Work) -> bool:
         """Give a branch a place in memory, and hold it no longer if there is none; whether it has one."""

@@ -5,7 +5,7 @@ from itertools import cycle, islice, takewhile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cascade.drafters.matches import BESIDE, GRAM, LONGEST, TRIES, Matches, Search, follow
+from cascade.drafters.matches import BESIDE, GRAM, LONGEST, TRIES, Matches, follow
 
 MOST_AFTER = 9
 Match = tuple[int, list[int]]  # its length, and the tokens after it
@@ -59,7 +59,7 @@ def test_the_longest_matches_are_found_after_any_cut(changes: list[list[tuple[in
     matches, texts, held = [Matches() for _ in changes], [list[int]() for _ in changes], of(others)
     for step in zip(*changes, strict=False):
         searches = [
-            Search(mine, min(kept, len(text)), more, MOST_AFTER, held)
+            (mine, min(kept, len(text)), more, MOST_AFTER, held)
             for mine, text, (kept, more) in zip(matches, texts, step, strict=True)
         ]
         results = follow(searches)
@@ -80,7 +80,7 @@ def test_memory_is_bounded() -> None:
         held.extend([text] * 90)
         assert held.size <= 1000
     assert held.tokens[-90:].tolist() == [49] * 90
-    [result] = follow([Search(Matches(), 0, [48, 48], 1, held)])
+    [result] = follow([(Matches(), 0, [48, 48], 1, held)])
     assert result[:6] == [1, 1, GRAM, GRAM, 49, 48]
     held.extend(list(range(5000)))
     assert held.tokens.tolist()[-500:] == list(range(4500, 5000)), "of a text that is too long its end is held"

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = options(arguments)
     models = [path(size) for size in PAIR]
     for part in chosen.only:
-        problems, kinds, tokens = QUICK if chosen.quick else {"agreement": AGREEMENT, "long": LONG}.get(part, SPEED)
+        problems, kinds, tokens = QUICK if chosen.quick else {"agreement": AGREEMENT, "devices": AGREEMENT, "long": LONG}.get(part, SPEED)
         prompts = asked(problems, kinds)
         add = partial(added, chosen.results, models, part, {"prompts": len(prompts), "tokens": tokens})
         if part == "agreement":

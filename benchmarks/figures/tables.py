@@ -253,13 +253,12 @@ def ranks(family: Document) -> str:
 
 
 def apart(family: Document) -> str:
-    """The pair with a device for each model, simulated: by the price of passes, at temperature 0."""
-    cells = dict(_cells(family, "devices")).get("t0", {})
-    lines = [
-        [price, f"{cell['over_alone']:.2f}", f"{cell['planner']:.2f}", f"{cell['prepared']:.2f}"]
-        for price, cell in cells.items()
-    ]
-    return rows(("passes", "over alone", "planner", "corrections with a prepared guess"), lines)
+    """The pair with a device for each model, simulated: over alone, and corrections that were prepared, by prices of passes."""
+    cells = {
+        key: {price: f"{shares['over_alone']:.2f}, {shares['prepared']:.2f}" for price, shares in cell.items()}
+        for key, cell in _cells(family, "devices")
+    }
+    return by_temperature("passes", cells)
 
 
 def ways(family: Document) -> str:

@@ -24,9 +24,9 @@ from cascade import family
 
 PARTS = ("agreement", "devices", *speed.CONTESTS, "long")
 TEMPERATURES = (0.0, 0.7, 1.0)
-AGREEMENT = 8, 1, 64  # problems of HumanEval, chats of each kind, tokens of an answer at most
-SPEED = 6, 0, 64
-LONG = 3, 0, 48
+SIZES = {"agreement": (8, 1, 64), "long": (3, 0, 48)}  # problems of HumanEval, chats of each kind, tokens of an answer at most
+SIZES["devices"] = SIZES["agreement"]  # whose recordings it reads
+SPEED = 6, 0, 64  # of the other parts
 QUICK = 1, 1, 8
 
 
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = options(arguments)
     models = [path(size) for size in PAIR]
     for part in chosen.only:
-        problems, kinds, tokens = QUICK if chosen.quick else {"agreement": AGREEMENT, "devices": AGREEMENT, "long": LONG}.get(part, SPEED)
+        problems, kinds, tokens = QUICK if chosen.quick else SIZES.get(part, SPEED)
         prompts = asked(problems, kinds)
         add = partial(added, chosen.results, models, part, {"prompts": len(prompts), "tokens": tokens})
         if part == "agreement":

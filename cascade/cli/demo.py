@@ -60,7 +60,8 @@ def demo(model: str | None, drafts: tuple[str, ...]) -> None:
     name = f"cascade-demo-{secrets.token_hex(3)}"  # on a cluster that is joined others may run
     config = configured(model, drafts)
     with started(config, port=0, name=name) as server, connected(server.address) as served:
-        console.print("Five questions to a cascade on this machine, then the same work without drafts and with drafts.")
+        console.print("Five questions to a cascade on this machine, then the same with drafts and without.")
+        console.print(roles(served.names, len(config.tiers)))
         console.print(screen.legend(served.names))
         answers = {kind: answer(served, kind, question) for kind, question in QUESTIONS.items()}
         console.print()
@@ -72,6 +73,18 @@ def demo(model: str | None, drafts: tuple[str, ...]) -> None:
     show(rows)
     if not all(row.same for row in rows):
         raise click.exceptions.Exit(1)
+
+
+def roles(names: Sequence[str], num_tiers: int) -> str:
+    """What stands behind the names of a cascade: drafters that need no model, and tiers, bottom to top."""
+    *smaller, full = names[-num_tiers:]
+    readers = names[:-num_tiers]
+    kinds = {"guesses without a model": readers, "smaller models": smaller, "the model itself, which has the last word": [full]}
+    return "; ".join(f"{', '.join(group)}: {kind}" for kind, group in kinds.items() if group) + "."
+
+
+def listed(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names)
 
 
 def answer(served: Local | Served, kind: str, question: str) -> Completion:
@@ -95,7 +108,7 @@ def explained(names: Sequence[str], answers: Sequence[Completion]) -> str:
     others = [name for name in names[:-1] if name not in used]
     tokens = sum(completion.stats.completion_tokens for completion in answers)
     passes = sum(completion.stats.full_passes for completion in answers)
-    guessed = f"{', '.join(used) or 'nobody'} guessed" + (f", and the planner left out {', '.join(others)}" if others else "")
+    guessed = f"{listed(used) or 'nobody'} guessed" + (f", and the planner left out {listed(others)}" if others else "")
     return f"{tokens} tokens took {passes} passes of the full model; {guessed}."
 
 
@@ -120,7 +133,7 @@ def compared(served: Local | Served, what: str, conversations: Sequence[Sequence
     texts = {mode: [completion.token_ids for completion in answers[mode]] for mode in MODES}
     alone, cascade = (sum(map(len, texts[mode])) / seconds[mode] for mode in MODES)
     note = explained(served.names, answers["cascade"])
-    return Row(f"{what}, this machine", alone, cascade, note, texts["full model alone"] == texts["cascade"])
+    return Row(what, alone, cascade, note, texts["full model alone"] == texts["cascade"])
 
 
 def timed(
@@ -149,12 +162,12 @@ def on_devices(sources: Mapping[str, str], answers: Mapping[str, Completion]) ->
         outcome = simulated(sources, texts, PARAMS, list(answers), tokenizer.num_ids)
     panes(outcome, texts, tokenizer)
     alone, cascade = outcome.speeds
-    shares = " and ".join(f"{name} in {share:.2f}" for name, share in outcome.agreement.items())
+    shares = listed([f"{name} in {share:.2f}" for name, share in outcome.agreement.items()])
     note = (
-        f"not measured on GPUs, but computed for passes as long as those of {', '.join(outcome.models)} on an H100 each; the "
-        f"drafts' own tokens along these answers are real, and agree with the full model's: {shares} of positions."
+        f"computed, not measured, for passes as long as those of {listed(outcome.models)} on an H100 each; guesses are those "
+        f"of the models here, which agree with the full one along these answers: {shares} of tokens."
     )
-    return Row(f"{len(texts)} questions, a GPU for each tier (simulated)", alone, cascade, note)
+    return Row(f"{len(texts)} questions, simulated GPUs", alone, cascade, note)
 
 
 def show(rows: Sequence[Row]) -> None:

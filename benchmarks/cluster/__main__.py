@@ -66,7 +66,7 @@ def measure(parts: Sequence[str], *, quick: bool) -> dict[str, Any]:
         found["map"] = timed("A trio of the map", lambda: one.measure(toys, trio, mapped, console.print))
         console.print(one.table(found["map"]))
     if "pair" in parts:
-        found["pair"] = timed("The published pair", lambda: _pair(single, tell=console.print))
+        found["pair"] = timed("The published pair", lambda: _pair(single, console.print))
         console.print(one.table(found["pair"]))
     made = stamp()
     dates = {name: dict.fromkeys(found, made[of]) for name, of in STAMPS.items()}
@@ -75,10 +75,10 @@ def measure(parts: Sequence[str], *, quick: bool) -> dict[str, Any]:
     return {"head": head(found)} | found | sizes | {"devices": devices} | made | dates
 
 
-def _pair(size: one.Size, tell: Callable[[str], object]) -> dict[str, Any]:
+def _pair(size: one.Size, report: Callable[[str], object]) -> dict[str, Any]:
     """The published pair, as tiny and full."""
     setup = Setup(size.stretch, recording=PAIR, sources={"tiny": path("0.5B"), "full": path("1.5B")})
-    return {"model": MODEL} | one.measure(Recording.load(PAIR), setup, size, tell)
+    return {"model": MODEL} | one.measure(Recording.load(PAIR), setup, size, report)
 
 
 def _recorded(prompts: int, tokens: int) -> Recording:

@@ -64,59 +64,59 @@ def crowd(client: AsyncClient, mode: Mode, tokens: int, setup: Setup, prompts: S
     return ToldCrowd(client.stream, mode, params, prompts, full=setup.models()[-1])
 
 
-def measure(recording: Path, size: Size, tell: Callable[[str], object]) -> dict[str, Any]:
+def measure(recording: Path, size: Size, report: Callable[[str], object]) -> dict[str, Any]:
     """Every load, on a server for each number of replicas; ``tell`` is called with a line for each."""
-    found = {}
+    figures = {}
     for replicas in size.replicas:
         setup = Setup(size.stretch, replicas, recording)
         with Server.start(setup.values, port=0, num_gpus=setup.num_gpus) as server:
-            found[named(replicas)] = asyncio.run(_measure(server.address, setup, size, tell))
-    return found
+            figures[named(replicas)] = asyncio.run(_measure(server.address, setup, size, report))
+    return figures
 
 
 def named(replicas: Sequence[int]) -> str:
     return "/".join(map(str, replicas))
 
 
-async def _measure(address: str, setup: Setup, size: Size, tell: Callable[[str], object]) -> dict[str, Any]:
+async def _measure(address: str, setup: Setup, size: Size, report: Callable[[str], object]) -> dict[str, Any]:
     assert setup.recording is not None
     prompts = [text.prompt for text in Recording.load(setup.recording).texts]
-    found = {}
+    figures = {}
     async with AsyncClient(address) as client:
         for load in size.loads:
-            one: dict[str, Any] = {"same_text": True}
+            cell: dict[str, Any] = {"same_text": True}
             for mode in (ALONE, THREE, AUTO):
                 clients = crowd(client, mode, size.tokens, setup, prompts)
                 clients.grow(load)
                 await asyncio.sleep(size.stretch * size.warm_up_s)
-                one[mode.name] = round(await clients.rate(size.stretch * size.span_s), 2)
+                cell[mode.name] = round(await clients.rate(size.stretch * size.span_s), 2)
                 await clients.stop()
                 await asyncio.sleep(QUIET_S)
-                one["same_text"] &= clients.exact
-                tell(f"{named(setup.replicas)}, {load} at once, {mode.name}: {one[mode.name]:.2f} tokens/s")
-            found[str(load)] = one | {"ratios": {name: round(one[name] / one["alone"], 3) for name in ("three", "auto")}}
-    return found
+                cell["same_text"] &= clients.exact
+                report(f"{named(setup.replicas)}, {load} at once, {mode.name}: {cell[mode.name]:.2f} tokens/s")
+            figures[str(load)] = cell | {"ratios": {name: round(cell[name] / cell["alone"], 3) for name in ("three", "auto")}}
+    return figures
 
 
-def headline(found: Mapping[str, Any]) -> dict[str, Any]:
+def headline(figures: Mapping[str, Any]) -> dict[str, Any]:
     """Ratios to the full model alone; and most replicas with most requests over one with its share of these."""
-    line: dict[str, Any] = {name: {load: one["ratios"] for load, one in loads.items()} for name, loads in found.items()}
-    names = list(found)
+    line: dict[str, Any] = {name: {load: cell["ratios"] for load, cell in loads.items()} for name, loads in figures.items()}
+    names = list(figures)
     first, last = names[0], names[-1]
     times = int(last.split("/")[-1]) // int(first.split("/")[-1])
-    most = max(map(int, found[last]))
-    whole, share = found[last][str(most)], found[first].get(str(most // times), {})
+    most = max(map(int, figures[last]))
+    whole, share = figures[last][str(most)], figures[first].get(str(most // times), {})
     line["full_replicas"] = {
         str(times): {mode: round(whole[mode] / share[mode], 3) for mode in ("alone", "three") if mode in share}
     }
     return line
 
 
-def table(found: Mapping[str, Any]) -> Table:
+def table(figures: Mapping[str, Any]) -> Table:
     modes = ("alone", "three", "auto")
     result = Table("replicas", "requests at once", *(f"{mode}, tokens/s" for mode in modes), title="Many requests")
-    for name, loads in found.items():
-        for load, one in loads.items():
-            shown = (f"{one[mode]:.1f} ({one[mode] / one['alone']:.2f})" for mode in modes)
+    for name, loads in figures.items():
+        for load, cell in loads.items():
+            shown = (f"{cell[mode]:.1f} ({cell[mode] / cell['alone']:.2f})" for mode in modes)
             result.add_row(name, load, *shown)
     return result

@@ -70,7 +70,7 @@ class Run:
         }
 
 
-def measure(recording: Recording, setup: Setup, size: Size, tell: Callable[[str], object]) -> dict[str, Any]:
+def measure(recording: Recording, setup: Setup, size: Size, report: Callable[[str], object]) -> dict[str, Any]:
     """Every mode on every recorded prompt; ``tell`` is called with a line when a prompt is through."""
     texts, ends, tiers = recording.texts, setup.ends, setup.tiers()
     prompts, params = [text.prompt for text in texts], SamplingParams(max_tokens=size.tokens, temperature=0)
@@ -87,7 +87,7 @@ def measure(recording: Recording, setup: Setup, size: Size, tell: Callable[[str]
                 run.texts.append(completion.token_ids)
                 run.full_passes += completion.stats.full_passes
             speeds = ", ".join(f"{run.mode.name} {run.speed([number]):.2f}" for run in runs)
-            tell(f"{number + 1}/{len(prompts)} {texts[number].category}: {speeds} tokens/s")
+            report(f"{number + 1}/{len(prompts)} {texts[number].category}: {speeds} tokens/s")
     return figures(setup, runs, texts) | {"agreement": agreement(recording, [tier.name for tier in tiers])}
 
 
@@ -133,7 +133,7 @@ def figures(setup: Setup, runs: Sequence[Run], texts: Sequence[RecordedText]) ->
 
 def _recorded(run: Run, texts: Sequence[RecordedText]) -> bool:
     """Whether all answers are what the full model wrote when it was recorded, as far as they go."""
-    return all(said == text.output[: len(said)] for said, text in zip(run.texts, texts, strict=True))
+    return all(output == text.output[: len(output)] for output, text in zip(run.texts, texts, strict=True))
 
 
 def agreement(recording: Recording, names: Sequence[str]) -> dict[str, float]:
@@ -156,16 +156,16 @@ def ratios(speeds: Mapping[str, float]) -> dict[str, float]:
     return {name: round(value, 3) for name, value in ratios.items()}
 
 
-def headline(found: Mapping[str, Any]) -> dict[str, Any]:
+def headline(results: Mapping[str, Any]) -> dict[str, Any]:
     """Ratios that were measured; least, median and most of what speeds are over simulated ones, the planner's apart."""
-    off = [mode["measured_over_simulated"] for name, mode in found["modes"].items() if name != AUTO.name]
-    whole = found["measured"] | {"measured_over_simulated": [min(off), round(median(off), 3), max(off)]}
-    return {"all": whole, **found["by_category"], "agreement": found["agreement"]}
+    off = [mode["measured_over_simulated"] for name, mode in results["modes"].items() if name != AUTO.name]
+    whole = results["measured"] | {"measured_over_simulated": [min(off), round(median(off), 3), max(off)]}
+    return {"all": whole, **results["by_category"], "agreement": results["agreement"]}
 
 
-def table(found: Mapping[str, Any]) -> Table:
+def table(results: Mapping[str, Any]) -> Table:
     columns = ("mode", "tokens/s", "simulated", "measured over simulated", "tokens a full pass", "simulated")
-    result = Table(*columns, title=f"One request; a pass alone takes {found['overhead_ms']} ms more than the device")
-    for name, mode in found["modes"].items():
+    result = Table(*columns, title=f"One request; a pass alone takes {results['overhead_ms']} ms more than the device")
+    for name, mode in results["modes"].items():
         result.add_row(name, *(f"{value:g}" for value in mode.values()))
     return result

@@ -56,32 +56,34 @@ class Data:
 
     @classmethod
     def load(cls) -> "Data":
-        found = json.loads((Path(__file__).parent / "pipespec.json").read_text(encoding="utf-8"))
-        return cls(found["token_ms"], found["pass_ms"], found["right"])
+        figures = json.loads((Path(__file__).parent / "pipespec.json").read_text(encoding="utf-8"))
+        return cls(figures["token_ms"], figures["pass_ms"], figures["right"])
 
     def cost(self, model: str) -> Profile:
         return Profile([(int(tokens), ms / 1e3) for tokens, ms in self.pass_ms[model].items()])
 
-    def known(self) -> dict[str, list[list[bool]]]:
+    def verdicts(self) -> dict[str, list[list[bool]]]:
         """Whether drafts were right, for each model and answer, unknown positions drawn."""
         draw = random.Random(0)
-        found = {}
+        verdicts = {}
         for model, answers in self.right.items():
             pairs = [pair for answer in answers for pair in pairwise(answer)]
             after_right = [now == "1" for before, now in pairs if before == "1" and now != "?"]
             share = sum(after_right) / len(after_right)
-            found[model] = [[one == "1" or (one == "?" and draw.random() < share) for one in answer] for answer in answers]
-        return found
+            verdicts[model] = [
+                [mark == "1" or (mark == "?" and draw.random() < share) for mark in answer] for answer in answers
+            ]
+        return verdicts
 
 
 def recording(data: Data) -> Recording:
     """The answers, in tokens of `VOCAB`, and what each model says along them."""
-    known = data.known()
-    tiny_right, medium_right = ([one for answer in known[model] for one in answer] for model in NAMES[:-1])
+    verdicts = data.verdicts()
+    tiny_right, medium_right = ([mark for answer in verdicts[model] for mark in answer] for model in NAMES[:-1])
     # how often 1B says what 8B says, and that what 70B says
     shares = sum(map(eq, tiny_right, medium_right)) / len(medium_right), sum(medium_right) / len(medium_right)
     texts = []
-    for number, right in enumerate(zip(*(known[model] for model in NAMES[:-1]), strict=True)):
+    for number, right in enumerate(zip(*(verdicts[model] for model in NAMES[:-1]), strict=True)):
         prompt = tuple(mix(number * PROMPT + place) % VOCAB for place in range(PROMPT))
         places = []
         for position, (tiny, medium) in enumerate(zip(*right, strict=True)):
@@ -114,12 +116,12 @@ def tiers(data: Data, texts: Recording) -> list[SimTier]:
 def asynchronous(data: Data, texts: Recording, chain: Sequence[str]) -> float:
     """Milliseconds a token of a chain of tiers, prompts included, as the simulator has it."""
     chosen = tuple(tier for tier in tiers(data, texts) if tier.name in chain)
-    asked = tuple(
+    requests = tuple(
         Request(text.prompt, SamplingParams(max_tokens=len(text.output), temperature=0, seed=0), arrive_s=PAUSE_S * number)
         for number, text in enumerate(texts.texts)
     )
-    outcome = simulate(Scenario(chosen, asked, window=MOST, branches=0))
-    took = sum(end - request.arrive_s for end, request in zip(outcome.finish_s, asked, strict=True))
+    outcome = simulate(Scenario(chosen, requests, window=MOST, branches=0))
+    took = sum(end - request.arrive_s for end, request in zip(outcome.finish_s, requests, strict=True))
     return 1e3 * took / len(outcome.token_s)
 
 

@@ -65,7 +65,7 @@ def crowd(client: AsyncClient, mode: Mode, tokens: int, setup: Setup, prompts: S
 
 
 def measure(recording: Path, size: Size, report: Callable[[str], object]) -> dict[str, Any]:
-    """Every load, on a server for each number of replicas; ``tell`` is called with a line for each."""
+    """Every load, on a server for each number of replicas; ``report`` is called with a line for each."""
     figures = {}
     for replicas in size.replicas:
         setup = Setup(size.stretch, replicas, recording)

@@ -71,7 +71,7 @@ class Run:
 
 
 def measure(recording: Recording, setup: Setup, size: Size, report: Callable[[str], object]) -> dict[str, Any]:
-    """Every mode on every recorded prompt; ``tell`` is called with a line when a prompt is through."""
+    """Every mode on every recorded prompt; ``report`` is called with a line when a prompt is through."""
     texts, ends, tiers = recording.texts, setup.ends, setup.tiers()
     prompts, params = [text.prompt for text in texts], SamplingParams(max_tokens=size.tokens, temperature=0)
     requests = [Request(prompt, replace(params, seed=seed), ends) for seed, prompt in enumerate(prompts)]

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# which begin after Ray's
-LONGEST = ("test_page", "test_cli", "test_local", "test_gguf", "test_bits", "test_pass", "test_gpu_programme", "test_heads")
+# which begin after Ray's: what takes long and comes last has one process wait for the other
+LONGEST = (
+    *("test_page", "test_cli", "test_local", "test_gguf", "test_group", "test_layers", "test_bits", "test_pass"),
+    *("test_tools", "test_thoughts", "test_chat", "test_wires", "test_gpu_programme", "test_heads"),
+)
 FAKE_GPUS = 4  # that Ray is told of, for emulated devices
 
 # a shell lets what it starts with `&` ignore Ctrl-C, and so do the processes that tests start

@@ -139,10 +139,11 @@ def test_a_call_that_was_cut_goes_back(served: House) -> None:
 def test_empty_lists_are_none(served: House) -> None:
     """Guards clients that write out every field: `tool_calls: []` of a message, `tools: []` of a request."""
     turn = {"role": "assistant", "content": "x", "tool_calls": []}
+    dumped = turn | dict.fromkeys(("refusal", "annotations", "audio", "function_call"))  # as OpenAI's client has it
     plain = [ASKED, {"role": "assistant", "content": "x"}, ASKED]
     ids = ask(served, "/tokenize", {"messages": plain})[2]["tokens"]
-    assert ask(served, "/tokenize", {"messages": [ASKED, turn, ASKED], "tools": []})[2]["tokens"] == ids
-    body = {"messages": [ASKED, turn, ASKED], "tools": [], "max_tokens": 4}
+    assert ask(served, "/tokenize", {"messages": [ASKED, dumped, ASKED], "tools": []})[2]["tokens"] == ids
+    body = {"messages": [ASKED, dumped, ASKED], "tools": [], "max_tokens": 4}
     assert completed(served, "/v1/chat/completions", body)[1]["usage"]["prompt_tokens"] == len(ids)
     with Client(served.grpc) as client:
         assert client.chat([ASKED, turn], SamplingParams(max_tokens=1), tools=[]).calls == ()

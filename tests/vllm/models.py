@@ -1,17 +1,13 @@
-"""Small random models on vLLM and on our own engine. Skipped where vLLM is not installed."""
+"""Small random models on vLLM and on our own engine."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from cascade import SamplingParams
 from cascade.engine.model import Model
+from cascade.engine.vllm.model import VllmModel
 from tests.architectures import build
-
-pytest.importorskip("vllm")
-from cascade.engine.vllm.model import VllmModel  # needs vLLM beside it
 
 GREEDY = SamplingParams(temperature=0, seed=0)
 OPTIONS: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "block_size": 32}

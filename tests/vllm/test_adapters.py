@@ -14,15 +14,12 @@ from cascade import Cascade, ModelError, SamplingParams, Speculation
 from cascade.engine.adapter_folder import AdapterFolder
 from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer
+from cascade.engine.vllm.model import VllmModel
 from cascade.scorer import Row
 from tests import small
 from tests.architectures import build
 from tests.vllm.models import OPTIONS, WIDE, saved
 
-from cascade.engine.vllm.model import VllmModel  # isort: skip  # needs vLLM, which the line above asks for
-
-# vLLM and what it imports warn of themselves
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 NAMES = ("", "red", "blue")
 PROMPT = list(range(5, 45))
 

@@ -4,14 +4,8 @@ import re
 from pathlib import Path
 from typing import get_args
 
-import pytest
-
-from tests.vllm import models  # noqa: F401  # asks for vLLM
-
 PAGES = Path(__file__).parents[2] / "docs" / "reference"
 KNOWN = set(re.findall(r"`([^`]+)`", (PAGES / "comparison.md").read_text(encoding="utf-8")))
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM and what it imports warn of themselves
 
 
 def test_every_field_of_vllms_requests_has_a_row() -> None:

@@ -9,6 +9,7 @@ import torch
 
 from cascade import Cascade, SamplingParams
 from cascade.engine.tokenizer import Tokenizer
+from cascade.engine.vllm.worker import CascadeWorker
 from cascade.scorer import Row
 from cascade.tier import runner
 from deployments.links import uplink
@@ -16,11 +17,6 @@ from tests import small
 from tests.books import check_pages
 from tests.links.net import Net, Node, empty, leave_hanging, opening, tidy  # noqa: F401  # fixtures
 from tests.vllm.models import GREEDY, Pair
-
-from cascade.engine.vllm.worker import CascadeWorker  # isort: skip  # needs vLLM, which the line above asks for
-
-# vLLM and what it imports warn of themselves
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The programme for a GPU runs on CPUs. Skipped where vLLM is not installed."""
+"""The programme for a GPU runs on CPUs."""
 
 import json
 import subprocess
@@ -11,14 +11,11 @@ import pytest
 from benchmarks.figures import tables
 from benchmarks.gpu import engines, results
 from benchmarks.gpu.step import STEPS, Notes
-from tests.vllm import models  # noqa: F401  # asks for vLLM
-
-from cascade.engine.vllm.engine import CHOSEN  # isort: skip  # needs vLLM beside it
+from cascade.engine.vllm.engine import CHOSEN
 
 ROOT = Path(__file__).parents[2]
 
-# vLLM and what it imports warn of themselves
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 
 
 def run(out: Path, *steps: str) -> "subprocess.CompletedProcess[str]":

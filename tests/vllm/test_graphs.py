@@ -1,4 +1,4 @@
-"""Graphs of whole passes: which one a pass replays, and what lies where it reads. Skipped where vLLM is not installed."""
+"""Graphs of whole passes: which one a pass replays, and what lies where it reads."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +12,6 @@ from cascade.params import MAX_BRANCHES
 from tests.vllm.models import Pair
 from tests.vllm.test_laws import scores_alike
 
-# vLLM and what it imports warn of themselves
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 SIZES = [1, 2, 4, 8, 16, 24, 32]
 
 

@@ -20,6 +20,7 @@ from cascade.drafters import DrafterSpec
 from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer
 from cascade.engine.vllm.engine import weight_bytes
+from cascade.engine.vllm.model import VllmModel
 from cascade.engine.weights import shapes
 from cascade.errors import ModelError
 from cascade.family.packed import widened
@@ -30,12 +31,7 @@ from cascade.tier.tier import Tier
 from tests import small
 from tests.books import check_pages
 from tests.cases import rare
-
-vllm = pytest.importorskip("vllm")
-from cascade.engine.vllm.model import VllmModel  # noqa: E402  # needs vLLM beside it
-from tests.vllm.models import GREEDY, OPTIONS  # noqa: E402
-
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+from tests.vllm.models import GREEDY, OPTIONS
 
 LONG = "import json\nimport os\n\n\ndef main():\n" * 48  # more than a pass takes: it is read in chunks
 PROMPTS = ["def read(path):\n", "import os\n\nclass Shape:\n", "for name in", LONG]

@@ -1,19 +1,15 @@
-"""A model at the shapes of a larger one says what the small one says. Skipped where vLLM is not installed."""
+"""A model at the shapes of a larger one says what the small one says."""
 
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tests.architectures import VOCAB, build
-
-pytest.importorskip("vllm")
 from benchmarks.gpu import inflate
 from benchmarks.vllm import written
+from tests.architectures import VOCAB, build
 from tests.vllm.models import started
 
-# vLLM and what it imports warn of themselves
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 SMALL = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 96, "tie_word_embeddings": True}
 LARGE = inflate.Shape(hidden=192, layers=4, heads=12, kv_heads=3, inner=224)
 

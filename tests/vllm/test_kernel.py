@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).parents[2]
 COMPILE = """
 import sys

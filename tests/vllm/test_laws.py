@@ -1,4 +1,4 @@
-"""A tier on vLLM keeps the laws of a pass. Skipped where vLLM is not installed; `make test-vllm` installs its build for CPUs.
+"""A tier on vLLM keeps the laws of a pass.
 
 The bits of logits depend on what shares a pass there, so what is compared with our own engine is compared closely, and texts
 where no two tokens are as near as that.
@@ -22,6 +22,8 @@ from cascade.draft import Draft
 from cascade.engine.loading import load
 from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer
+from cascade.engine.vllm.engine import CHOSEN
+from cascade.engine.vllm.model import VllmModel
 from cascade.errors import ConfigError, ModelError
 from cascade.scorer import BLOCK, Row
 from cascade.settings.check import verify
@@ -30,15 +32,7 @@ from cascade.tier.tier import Tier
 from tests import small
 from tests.architectures import VOCAB, build
 from tests.books import check_pages
-
-vllm = pytest.importorskip("vllm")
-from cascade.engine.vllm.engine import CHOSEN  # noqa: E402  # needs vLLM beside it
-from cascade.engine.vllm.model import VllmModel  # noqa: E402
-from tests.vllm.models import ARCHITECTURES, GREEDY, OPTIONS, WIDE, Pair, saved, started  # noqa: E402
-
-# vLLM and what it imports warn of themselves
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
-
+from tests.vllm.models import ARCHITECTURES, GREEDY, OPTIONS, WIDE, Pair, saved, started
 
 PROMPTS = ["def read(path):\n", "import os\n\nclass Shape:\n", "for name in"]
 BITS = 1e-3  # nats by which logits of one text differ from engine to engine

@@ -10,16 +10,12 @@ from safetensors.torch import load_file, save_file
 from cascade import Cascade, ConfigError, SamplingParams, Speculation
 from cascade.drafters import DrafterSpec
 from cascade.engine.model import Model
+from cascade.engine.vllm.engine import CHOSEN
+from cascade.engine.vllm.model import VllmModel
 from tests import small
 from tests.architectures import build
-
-pytest.importorskip("vllm")
-from cascade.engine.vllm.engine import CHOSEN  # needs vLLM beside it
-from cascade.engine.vllm.model import VllmModel
 from tests.vllm.models import ARCHITECTURES, OPTIONS, Pair
 from tests.vllm.test_laws import scores_alike
-
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
 KEPT = (0, 2, 3)
 WINDOWS: dict[str, Any] = {

@@ -16,9 +16,7 @@ from deployments.ops.launch import APPLICATION, Server
 from tests import small
 from tests.waiting import LONG_S, wait_until
 
-pytest.importorskip("vllm")
-# vLLM and what it imports warn of themselves
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 PROMPTS = ("def read(path):\n", "import os\n\nclass Shape:\n", "for name in names:\n", "class Point:\n    def __init__")
 
 

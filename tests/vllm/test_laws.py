@@ -210,7 +210,7 @@ def others(folder: Path) -> str:
 def test_two_ranks_write_what_one_writes(tmp_path: Path, pair: Pair) -> None:
     """Guards tensor parallelism: rows and new weights reach all ranks, logits come from the first, sampled there or here."""
     with closing(started(saved("llama", tmp_path / "first"), tensor_parallel_size=2)) as model:
-        scores_alike(Pair(model, pair.own), seed=5, passes=8)  # which take long on as few cores as ranks
+        scores_alike(Pair(model, pair.own), seed=5, passes=4)  # which take long on as few cores as ranks
         for params in (GREEDY, SamplingParams(temperature=0.8, seed=5, top_p=0.9)):
             said = []
             for each in (model, pair.own):
@@ -220,7 +220,7 @@ def test_two_ranks_write_what_one_writes(tmp_path: Path, pair: Pair) -> None:
                 store.free()
             assert list(said[0].own) == list(said[1].own)
         model.renew(others(tmp_path / "others"))
-        scores_alike(Pair(model, own_model(str(tmp_path / "others"))), seed=6, passes=8)
+        scores_alike(Pair(model, own_model(str(tmp_path / "others"))), seed=6, passes=4)
 
 
 def test_renewed_weights_are_those_of_a_fresh_model(tmp_path: Path, pair: Pair) -> None:

@@ -80,8 +80,10 @@ def test_own_tokens_are_those_of_pytorch(size: int, dtype: torch.dtype) -> None:
     assert chosen(logits[:0], [(SamplingParams(seed=1), 5, 0)], 2).shape == (5, 0)
 
 
-@pytest.mark.parametrize("number", [1, 3, 64])
-@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_k": 50, "top_p": 0.9, "min_p": 0.01}])
+@pytest.mark.parametrize(
+    ("number", "filters"),
+    [(1, {}), (3, {"top_k": 3}), (8, {"top_p": 0.8}), (8, {"min_p": 0.1}), (64, {"top_k": 50, "top_p": 0.9, "min_p": 0.01})],
+)
 def test_rows_do_not_disturb_each_other(number: int, filters: dict[str, Any]) -> None:
     """Guards the places of rows in what is given and found: each has its own position, seed, temperature and filters; and the
     logits of the model, which are still to be reported."""

@@ -37,7 +37,7 @@ from cascade.engine.published_tokenizer import pretrained
 from cascade.engine.tokenizer import Tokenizer
 from cascade.prompts import BUILT_IN
 from cascade.settings.config import CascadeConfig
-from cascade.training.alignment import Outcome, Student, align, record, shards, student_of
+from cascade.training.alignment import Outcome, Student, TierStudent, align, record, shards
 from cascade.training.reservoir import Sample
 from cascade.training.versions import Versions
 from cascade.training.writing import Turns, end_tokens, given_prompts, write
@@ -108,9 +108,9 @@ def learn(size: Size, old: Sequence[Sample], new: Sequence[Sample], folder: Path
     for name in STUDENTS:
         verifier = folder / "medium" / "000001" if name == "tiny" else Path(family.path("full"))
         if name == "tiny":  # what the change has cost is judged by the verifier that it had then
-            before = student_of(family.path("medium"), family.path(name))
+            before = TierStudent(family.path("medium"), family.path(name))
             cost = [agreement(before, samples) for samples in (old, new)]
-        student = student_of(str(verifier), family.path(name))
+        student = TierStudent(str(verifier), family.path(name))
         rounds: list[Outcome] = []
         for _ in range(size.rounds):
             rounds.append(align(name, student, new, old, size.seconds[name] / size.rounds))

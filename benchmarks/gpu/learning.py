@@ -76,11 +76,14 @@ def train(notes: Notes) -> None:
     del teacher
     (work / SPENT).write_text(json.dumps({"text": 1e9}), encoding="utf-8")  # enough is written
     for name in ("medium", "tiny"):
-        start = Path(family.path(name))
         plan = Plan(
-            cost=0.1, hours=learning_s / 3600 / 0.6, rows=8 if notes.small else 256, max_len=128 if notes.small else LONGEST
+            cost=0.1,
+            hours=learning_s / 3600 / 0.6,
+            rows=8 if notes.small else 256,
+            max_len=128 if notes.small else LONGEST,
+            start=Path(family.path(name)),
         )
-        run = Distillation(family.full(), notes.folder / name, plan, work=work, start=start, device=device)
+        run = Distillation(family.full(), notes.folder / name, plan, work=work, device=device)
         begin = time.perf_counter()
         agreement = run.run()
         results = {"agreement": {str(at): round(share, 4) for at, share in agreement.items()}}

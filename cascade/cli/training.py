@@ -34,16 +34,7 @@ KEY_ENV = click.option("--key-env", help="Environment variable with the key of e
 @click.option("--rows", type=click.IntRange(1), default=128, show_default=True, help="Texts written at a time.")
 @click.option("--max-len", type=click.IntRange(64), default=512, show_default=True, help="Tokens of a text at most.")
 @click.option("--device", help="Such as cuda:0; by default the GPU if there is one.")
-def distill(
-    model: str,
-    out: Path,
-    layers: str | None,
-    data: tuple[Path, ...],
-    start: Path | None,
-    work: Path | None,
-    device: str | None,
-    **options: Any,
-) -> None:
+def distill(model: str, out: Path, layers: str | None, work: Path | None, device: str | None, **options: Any) -> None:
     """Cut a student out of MODEL, and train it on text that MODEL writes by itself, until it says the same as often as it can.
 
     It goes on where it was interrupted. Several students of one model share their text when they share --work.
@@ -55,8 +46,7 @@ def distill(
     from cascade.training import recipe
 
     plan = recipe.Plan(layers=() if layers is None else numbers(layers), **options)
-    work = work or out.with_name(out.name + ".work")
-    run = recipe.Distillation(model, out, plan, work=work, data=data, start=start, device=device)
+    run = recipe.Distillation(model, out, plan, work=work or out.with_name(out.name + ".work"), device=device)
     last = 0.0
     with console.status("") as status:
 
@@ -100,33 +90,22 @@ def align(
     """
     from cascade.settings.config import CascadeConfig
     from cascade.settings.file import load_config
-    from cascade.training import alignment
+    from cascade.training.alignment import Lesson
 
-    read = CascadeConfig.demo() if config is None else load_config(config)
+    served = CascadeConfig.demo() if config is None else load_config(config)
     settings = {"folder": str(folder), "students": [student], "on_disk": True, "key_env": key_env}
-    values = read.model_dump(mode="json")
+    values = served.model_dump(mode="json")
     whole = CascadeConfig.parse(values | {"alignment": (values["alignment"] or {}) | settings})
     assert whole.alignment is not None
     answers, versions = whole.alignment.reservoir(), whole.alignment.versions(student)
     if not len(answers):
         raise ConfigError(f"There are no answers in {folder}: set alignment.on_disk to true where the server runs")
-    verifier, source = whole.lesson(student)
-    learner = alignment.student_of(verifier, source, device=device)
+    lesson = Lesson(student, *whole.lesson(student), answers.newest, answers.older, seconds, versions.folder)
     with console.status("") as shown:
-        outcome = alignment.align(
-            student,
-            learner,
-            answers.newest,
-            answers.older,
-            seconds,
-            tell=lambda now: shown.update(f"{student}: {now.share:.0%} of the time, step {now.steps}"),
-        )
+        outcome = lesson.run(device, lambda now: shown.update(f"{student}: {now.share:.0%} of the time, step {now.steps}"))
     console.print(f"{outcome}.")
-    if outcome.problem:
-        return
-    version = versions.add(alignment.record(learner, outcome))
-    versions.choose(version)
-    console.print(f"Its latest weights are {version}.", soft_wrap=True)
+    if not outcome.problem:
+        console.print(f"Its latest weights are {versions.current}.", soft_wrap=True)
 
 
 @click.command()

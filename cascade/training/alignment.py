@@ -7,13 +7,12 @@ Weights that are worse by more than chance are dropped. Processes of a `group` s
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-from transformers import PreTrainedModel
 
 from cascade.engine import draft_vocab
 from cascade.engine.loading import load
@@ -33,7 +32,7 @@ SHORTEST = 8  # tokens of an answer with its prompt; shorter ones are skipped
 ABOUT = "alignment.json"  # beside new weights: the outcome of their round
 
 # Gentler than for an untrained student, and without Muon, whose steps take minutes on processors without bfloat16.
-RATES: Mapping[str, Any] = {"muon_lr": 0.0, "adam_lr": 4e-4, "weight_decay": 0.0, "warmup_steps": 5}
+SCHEDULE = Schedule(muon_lr=0.0, adam_lr=4e-4, warmup_steps=5)
 
 
 class Stopped(Exception):
@@ -60,17 +59,21 @@ class TierStudent:
 
     tokens = TOKENS
 
-    def __init__(self, verifier: PreTrainedModel, source: str) -> None:
-        """``source`` is the student's. Raises `ModelError` if it cannot be loaded, `ConfigError` if it cannot learn."""
-        student = load(source, dtype="float32", device=str(verifier.device), trainable=True)
+    def __init__(self, verifier: str, source: str, *, device: str | None = None) -> None:
+        """``source`` is the student's, ``verifier`` that of the tier above it.
+
+        Raises `ModelError` if one cannot be loaded, `ConfigError` if the student cannot learn.
+        """
+        teacher = load(verifier, device=device, trainable=True).requires_grad_(False).eval()
+        student = load(source, dtype="float32", device=str(teacher.device), trainable=True)
         if student.config.model_type not in FAMILY:
             raise ConfigError(f"{source!r} is a {student.config.model_type}: drafters that learn are {', '.join(FAMILY)}")
-        sizes = [network.config.get_text_config().vocab_size for network in (student, verifier)]
+        sizes = [network.config.get_text_config().vocab_size for network in (student, teacher)]
         if sizes[0] != sizes[1]:
             raise ConfigError(f"{source!r} has {sizes[0]} tokens and its verifier {sizes[1]}: it cannot learn from that")
-        verifier.set_attn_implementation(CAUSAL)
-        self._verifier, self._scored = verifier, dict[bytes, Shard]()  # shards by their tokens: each is scored once
-        self._run = Run(student.train(), draft_vocab.tokens(student.config, source), Schedule(**RATES))
+        teacher.set_attn_implementation(CAUSAL)
+        self._verifier, self._scored = teacher, dict[bytes, Shard]()  # shards by their tokens: each is scored once
+        self._run = Run(student.train(), draft_vocab.tokens(student.config, source), SCHEDULE)
 
     def learn(self, shard: Shard, progress: float) -> None:
         self._run.learn(self._score(shard), range(shard.num_texts), 1, progress)
@@ -87,12 +90,6 @@ class TierStudent:
         if key not in self._scored:
             self._scored[key] = score(self._verifier, shard)
         return self._scored[key]
-
-
-def student_of(verifier: str, source: str, *, device: str | None = None) -> TierStudent:
-    """The drafter at ``source``; ``verifier`` is where its verifier's weights are. Raises as `TierStudent`."""
-    network = load(verifier, device=device, trainable=True).requires_grad_(False).eval()
-    return TierStudent(network, source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +190,9 @@ class Lesson:
     def run(self, device: str | None, tell: Callable[[Progress], object]) -> Outcome:
         """Train, judge, and publish what is no worse; in a `group` the first process publishes.
 
-        Raises as `student_of` and `align`, and `Stopped` if ``tell`` does.
+        Raises as `TierStudent` and `align`, and `Stopped` if ``tell`` does.
         """
-        learner = student_of(self.verifier, self.source, device=device)
+        learner = TierStudent(self.verifier, self.source, device=device)
         outcome = align(self.student, learner, self.newest, self.older, self.seconds, tell=tell)
         if not outcome.problem and group.rank() == 0:
             versions = Versions(self.folder)

@@ -9,31 +9,71 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from cascade.engine import draft_vocab
 from cascade.engine.devices import product_dtype
-from cascade.training.learning import Learner, Rates, mixed_precision
+from cascade.errors import ConfigError
+from cascade.training import group
 from cascade.training.text import Shard, batches, held_out, padded
+from cascade.training.versions import replacing
 
 POSITIONS = 512  # positions whose logits are in memory at a time
 NUMBERS = ("step", "tokens", "seconds", "loss")  # a run's numbers in its checkpoint
 
-# Padding stands after the end of a row alone, so the kernel's own causal mode suffices: no mask is built.
+# Padding stands only after the end of a row, so the kernel's own causal mode suffices: no mask is built.
 CAUSAL = "cascade_causal"
 AttentionInterface.register(CAUSAL, sdpa_attention_forward)
 AttentionMaskInterface.register(CAUSAL, lambda *args, **kwargs: None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule(Rates):
+class Schedule:
     """How fast a student learns over a run that ends at a given time."""
 
-    adam_lr: float = 5e-4  # the rate of embeddings and norms
-    weight_decay: float = 0.0
+    muon_lr: float = 0.01  # the rate of hidden matrices, no side of which are tokens; 0: AdamW trains them, too
+    adam_lr: float = 5e-4  # the rate of all other parameters
+    warmup_steps: int = 20
+    decay_share: float = 0.4  # the last part of the run, in which the rates fall to 0
     tokens: int = 4096  # tokens of a step, padding included
+
+    def factor(self, step: int, progress: float) -> float:
+        """The factor of both rates; ``progress`` is the share of the run that has passed."""
+        return min(1.0, (step + 1) / self.warmup_steps, max(0.0, 1 - progress) / self.decay_share)
+
+
+class Learner:
+    """The optimizers of ``module``. A matrix with a side of ``vocab_size`` is no hidden one.
+
+    Processes of a `group` begin alike and take the same steps, on the mean of their gradients.
+    """
+
+    def __init__(self, module: nn.Module, schedule: Schedule, vocab_size: int) -> None:
+        self._schedule = schedule
+        self._parameters = parameters = [p for p in module.parameters() if p.requires_grad]
+        group.equalize(parameters)
+        hidden = [p for p in parameters if schedule.muon_lr and p.ndim == 2 and min(p.shape) > 1 and vocab_size not in p.shape]
+        rest = [p for p in parameters if all(p is not other for other in hidden)]
+        # each with its rate
+        self.optimizers: list[tuple[torch.optim.Optimizer, float]] = [
+            (torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0), schedule.adam_lr)
+        ]
+        if hidden:
+            muon = torch.optim.Muon(hidden, weight_decay=0.0, adjust_lr_fn="original")
+            self.optimizers.insert(0, (muon, schedule.muon_lr))
+
+    def learn(self, loss: Tensor, step: int, progress: float) -> None:
+        """Take a step down the gradient of ``loss``; see `Schedule.factor`."""
+        loss.backward()
+        group.average(self._parameters)
+        nn.utils.clip_grad_norm_(self._parameters, 1.0)
+        for optimizer, rate in self.optimizers:
+            for settings in optimizer.param_groups:
+                settings["lr"] = rate * self._schedule.factor(step, progress)
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 @dataclass(slots=True)
@@ -57,7 +97,7 @@ class Run:
         self.predicted = (torch.arange(vocab_size) if self.draft_ids is None else self.draft_ids).to(self.student.device)
         self._places = torch.full((vocab_size,), -1, device=self.predicted.device)
         self._places[self.predicted] = torch.arange(len(self.predicted), device=self.predicted.device)
-        self.learner = Learner(self.student, self.schedule, [vocab_size])
+        self.learner = Learner(self.student, self.schedule, vocab_size)
 
     def learn(self, shard: Shard, texts: Sequence[int], opening: int, progress: float) -> float:
         """Take one step; returns its loss in nats a token. The first ``opening`` tokens of each text are context only."""
@@ -95,11 +135,26 @@ class Run:
 
     def save(self, path: Path) -> None:
         """Write a checkpoint to go on from; a kill meanwhile leaves the one before."""
-        self.learner.save(path, {name: getattr(self, name) for name in NUMBERS})
+        state = {
+            "numbers": {name: getattr(self, name) for name in NUMBERS},
+            "module": self.student.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer, _ in self.learner.optimizers],
+        }
+        with replacing(path) as file:
+            torch.save(state, file)
 
     def resume(self, path: Path) -> None:
         """Go on from a checkpoint; raises `ConfigError` if it is of another student."""
-        for name, value in self.learner.resume(path).items():
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        own, saved = (
+            {name: part.shape for name, part in weights.items()} for weights in (self.student.state_dict(), state["module"])
+        )
+        if own != saved:
+            raise ConfigError(f"{path} is the training of another student: choose another folder, or remove that file")
+        self.student.load_state_dict(state["module"])
+        for (optimizer, _), values in zip(self.learner.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(values)
+        for name, value in state["numbers"].items():
             setattr(self, name, value)
 
     def write(self, folder: Path) -> None:
@@ -112,7 +167,8 @@ class Run:
 
     def _states(self, ids: Tensor) -> Tensor:
         """Last hidden states ``[rows, n, width]`` after ``ids`` ``[rows, n]``."""
-        with mixed_precision(ids.device):
+        dtype = product_dtype(ids.device)
+        with torch.autocast(ids.device.type, dtype, enabled=dtype is torch.bfloat16):
             states: Tensor = self.student.base_model(ids, use_cache=False).last_hidden_state
         return states.float()
 

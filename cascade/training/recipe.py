@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, GenerationConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from cascade.engine import draft_vocab
 from cascade.engine.devices import product_dtype
@@ -38,7 +38,7 @@ BEFORE_ANSWERS = 2 / 3  # the share of the learning that is done before answers 
 MAX_SHARDS = 400  # 20 M tokens and 4 GB with what the teacher says of them
 JUDGED_SHARDS = 4  # shards whose held-out texts tell the agreement
 SHORTEST_ANSWER = 4  # tokens
-# of a student that has learnt before, or is layers of its teacher: larger steps, and Muon, made it worse at first (docs/log.md)
+# for students that have learnt before, or are layers of their teacher: larger steps, and Muon, made them worse (docs/log.md)
 TRAINED_ON = Schedule(adam_lr=1e-4, muon_lr=0.0, tokens=1024, warmup_steps=10, decay_share=0.6)
 SPENT = "spent.json"  # seconds of writing into each folder of the work folder
 
@@ -53,6 +53,8 @@ class Plan:
     hours: float = 8.0
     max_len: int = 512  # tokens of a text
     rows: int = 128  # texts written at a time
+    data: tuple[Path, ...] = ()  # files of text to learn from, in place of the teacher's own
+    start: Path | None = None  # an earlier student, to go on with it
 
     def __post_init__(self) -> None:
         if (self.cost is None) != bool(self.layers):
@@ -81,24 +83,13 @@ Tell = Callable[[Progress], object]
 class Distillation:
     """One run: a teacher, its text in ``work``, a student in ``out``."""
 
-    def __init__(
-        self,
-        source: str,
-        out: Path,
-        plan: Plan,
-        *,
-        work: Path,
-        data: Sequence[Path] = (),
-        start: Path | None = None,
-        device: str | None = None,
-    ) -> None:
+    def __init__(self, source: str, out: Path, plan: Plan, *, work: Path, device: str | None = None) -> None:
         self.tokenizer = pretrained(source)
         dtype = str(product_dtype(find_device(source, device))).removeprefix("torch.")
         self.teacher = load(source, dtype=dtype, device=device, trainable=True).requires_grad_(False).eval()
         self.teacher.set_attn_implementation(CAUSAL)
         self.plan, self._out, self._work, self._source = plan, out, work, source
-        self._data, self._start = data, start
-        self.shape = self._planned(plan) if start is None else self._shape_of(start)
+        self.shape = self._shape()
         self._texts, self._answers = work / "text", work / f"{out.name}.answers"
         self._checkpoint = work / f"{out.name}.pt"
         self._check_work()
@@ -122,7 +113,7 @@ class Distillation:
         """Let the teacher write text, or take that of files, and score it."""
         number = len(self._files(self._texts))
         first = number * 1009  # far behind those of an earlier run
-        if not self._data:
+        if not self.plan.data:
             texts = self._written(self.teacher, own_prompts(self.turns, skip=first), seed=first)
             self._store(self._texts, texts, "writing", WRITING, 0.0, tell)
         elif not number:
@@ -131,7 +122,7 @@ class Distillation:
     def _given(self) -> Iterator[Written]:
         """The text of files, cut into pieces. Raises `ConfigError` if there is not enough to judge and to learn."""
         most, pieces = self.plan.max_len, list[Written]()
-        for tokens in read(self.tokenizer, self._data):
+        for tokens in read(self.tokenizer, self.plan.data):
             pieces += [Written(tokens[begin : begin + most], 1, 0.0) for begin in range(0, len(tokens) - SHORTEST_ANSWER, most)]
         if len(pieces) < 2:
             raise ConfigError(f"data has too little text: give more than {most} tokens")
@@ -139,7 +130,7 @@ class Distillation:
 
     def _answer(self, run: Run, tell: Tell) -> None:
         """Let the student answer prompts of the text, and score its answers. Files have no prompts."""
-        if not self.turns.answering or self._data:
+        if not self.turns.answering or self.plan.data:
             return
         network = copy.deepcopy(run.student).to(self.teacher.dtype).requires_grad_(False)
         if run.draft_ids is not None:
@@ -209,12 +200,10 @@ class Distillation:
 
     def _begin(self) -> Run:
         shards = self._judged()
-        if self._start is not None:
-            student: PreTrainedModel = LlamaForCausalLM.from_pretrained(self._start, dtype=torch.float32).to(
-                self.teacher.device
-            )
-        elif self.plan.layers:
-            device, layers = str(self.teacher.device), self.plan.layers
+        layers, device = self.plan.layers, str(self.teacher.device)
+        if self.plan.start is not None:
+            student = load(str(self.plan.start), dtype="float32", device=device, trainable=True)
+        elif layers:
             student = load(self._source, dtype="float32", device=device, layers=layers, trainable=True)
         else:
             texts = next(batches(shards[0], range(shards[0].num_texts), 16_384))
@@ -223,19 +212,19 @@ class Distillation:
         predicted = self._predicted_tokens() if self.shape.vocab_size < student.config.vocab_size else None
         if predicted is not None:
             student.config.draft_vocab_size = len(predicted)
-        new = self._start is None and not self.plan.layers
+        new = self.plan.start is None and not layers
         run = Run(student.train(), predicted, Schedule() if new else TRAINED_ON)
         if self._checkpoint.exists():
             run.resume(self._checkpoint)
         return run
 
-    def _planned(self, plan: Plan) -> Shape:
-        if plan.cost is not None:
-            return Shape.costing(self.teacher.config, plan.cost)
-        return replace(Shape.whole(self.teacher.config), layers=plan.layers)
-
-    def _shape_of(self, start: Path) -> Shape:
-        """The shape of an earlier student; which layers it began as is not known any more."""
+    def _shape(self) -> Shape:
+        """The student's. Which layers an earlier student began as cannot be told any more."""
+        start, cost = self.plan.start, self.plan.cost
+        if start is None and cost is not None:
+            return Shape.costing(self.teacher.config, cost)
+        if start is None:
+            return replace(Shape.whole(self.teacher.config), layers=self.plan.layers)
         config = AutoConfig.from_pretrained(start)
         if config.model_type != "llama" or config.vocab_size != self.teacher.config.vocab_size:
             raise ConfigError(
@@ -248,8 +237,8 @@ class Distillation:
     def _predicted_tokens(self) -> Tensor:
         """The tokens that the student predicts, increasing ``[n]`` int64: chosen once, by how often the teacher says them."""
         path = self._work / f"{self._out.name}.{draft_vocab.FILE}"
-        if self._start is not None:
-            path = self._start / draft_vocab.FILE
+        if self.plan.start is not None:
+            path = self.plan.start / draft_vocab.FILE
         elif not path.exists():
             often = likelihood(self._shards(self._texts), self.teacher.config.vocab_size)
             often[[*self.turns.ends]] = np.inf
@@ -299,8 +288,8 @@ Made by `cascade distill` to guess what {Path(name).name} says. It is no assista
 | share of the teacher's weights that a pass reads | {cost(self.teacher.config, shape):.3f} |
 | tokens that it says | {shape.vocab_size:,} of {config.vocab_size:,} |
 | width, neurons, layers | {config.hidden_size}, {config.intermediate_size}, {config.num_hidden_layers} |
-| it began as | {"an earlier student" if self._start else f"layers {', '.join(map(str, shape.layers))} of the teacher"} |
-| text | {written:,} tokens {"of the given files" if self._data else "that the teacher wrote itself"} |
+| it began as | {"an earlier student" if self.plan.start else f"layers {', '.join(map(str, shape.layers))} of the teacher"} |
+| text | {written:,} tokens {"of the given files" if self.plan.data else "that the teacher wrote itself"} |
 | tokens learnt, repetitions included | {run.tokens:,} |
 | steps, hours of training | {run.step:,}, {run.seconds / 3600:.2f} |
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cascade.training.alignment import Lesson, Outcome, Progress, Stopped
-from cascade.training.learning import Learner, Rates
+from cascade.training.distillation import Learner, Schedule
 from cascade.training.reservoir import Sample
 from cascade.training.versions import Versions
 from tests import small
@@ -28,7 +28,7 @@ def steps(rank: int, size: int) -> Tensor:
     """The weights of a linear module after three steps on the rows of this process."""
     torch.manual_seed(rank)  # it is the first one's weights that count
     module = nn.Linear(6, 4)
-    learner = Learner(module, Rates(muon_lr=0.0, adam_lr=0.1, warmup_steps=1), [])
+    learner = Learner(module, Schedule(muon_lr=0.0, adam_lr=0.1, warmup_steps=1), 0)
     rows = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(9))[rank::size]
     for step in range(3):
         learner.learn((module(rows) ** 2).mean(), step, 0.0)

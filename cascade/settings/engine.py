@@ -18,6 +18,13 @@ NOT_VLLMS = {  # vLLM's engine arguments that no tier takes, and what is in thei
     "kv_transfer_config": "a replica computes the prompt and the answer, and no keys and values travel",
     "enable_lora": "lora_modules or lora_path say so",
 }
+# what only vLLM can do; a plug-in knows about the last two itself
+ONLY_VLLM = ("drafter", "lora_path", "lora_modules", "tensor_parallel_size", "quantization")
+APART = {  # what does not go together
+    "lora_modules": ("lora_path",),
+    "drafter": ("lora_path", "lora_modules", "tensor_parallel_size"),
+    "layers": ("drafter", "engine", "hf_overrides", "load_format", "lora_path", "lora_modules"),
+}
 EMBEDDED = "embedded:"  # prefix of sources of the demonstration family, such as embedded:tiny
 
 
@@ -130,73 +137,49 @@ class EngineKwargs(Section):
 
     @model_validator(mode="after")
     def _belongs_together(self) -> Self:
-        if self.lora_modules and self.lora_path:
-            raise ValueError(f"lora_modules are given and lora_path is {self.lora_path!r}: remove one of the two")
-        if (head := head_of(self.drafters)) and (beside := self._unlike_heads):
-            raise ValueError(f"drafter is {head.kind!r} and {beside}, which do not go together: remove one of the two")
-        if self.layers and (beside := self._unlike_layers):
-            raise ValueError(f"layers are {shown(self.layers)} and {beside}, which do not go together: remove one of the two")
-        if self.plugin:  # a plug-in knows what else it takes
-            if head:
-                raise ValueError(f"drafter is {head.kind!r}, which only vLLM can do: set engine to 'vllm', or remove it")
-            if self._adapted:
-                raise ValueError(f"{self._adapted}, which only vLLM can serve: set engine to 'vllm', or remove it")
+        given, extra = self._given, self.model_extra or {}
+        for name, others in APART.items():
+            if name in given and (other := next((other for other in others if other in given), None)):
+                raise ValueError(f"{given[name]} and {given[other]}, which do not go together: remove one of the two")
+        only_vllm = next((given[name] for name in (ONLY_VLLM[:3] if self.plugin else ONLY_VLLM) if name in given), None)
+        problem = f"{only_vllm}, which only vLLM can do: set engine to 'vllm', or remove it"
+        if self.plugin:
+            if only_vllm:
+                raise ValueError(problem)
             return self
-        for name in sorted(NOT_VLLMS.keys() & (self.model_extra or {}).keys()):
+        for name in sorted(NOT_VLLMS.keys() & extra.keys()):
             raise ValueError(f"{name} is given: {NOT_VLLMS[name]}; remove it")
         if self.engine == "vllm":
-            if self._only_ours:
-                raise ValueError(f"{self._only_ours} is for our own engine: remove it, or set engine to 'cascade'")
-        elif self.model_extra:
-            name = min(self.model_extra)
-            mend = did_you_mean(name, type(self).model_fields) or "; remove it, mend its spelling, or set engine to 'vllm'"
-            raise ValueError(f"{name} is not a known key{mend}")
-        elif self._only_vllms and (self.engine is not None or self._prefers_ours):
-            problem = f"{self._only_vllms}, which only vLLM can do"
-            raise ValueError(f"{problem}: set engine to 'vllm', and remove what only our own engine takes")
+            if self.device:
+                raise ValueError("device is for our own engine: remove it, or set engine to 'cascade'")
+        elif extra:
+            near = did_you_mean(min(extra), type(self).model_fields)
+            way_out = near or "; remove it, mend its spelling, or set engine to 'vllm'"
+            raise ValueError(f"{min(extra)} is not a known key{way_out}")
+        elif only_vllm and (self.engine is not None or self._prefers_ours):
+            raise ValueError(problem)
         return self
 
     @property
-    def _adapted(self) -> str:
-        """The adapters that are given, in words; "" if none are."""
-        if self.lora_path:
-            return f"lora_path is {self.lora_path!r}"
-        return f"lora_modules are {', '.join(self.lora_modules)}" if self.lora_modules else ""
-
-    @property
-    def _unlike_heads(self) -> str:
-        """What is given that no tier with a head has, in words; "" if nothing is."""
-        ranks = f"tensor_parallel_size is {self.tensor_parallel_size}" if self.tensor_parallel_size > 1 else ""
-        return self._adapted or ranks
-
-    @property
-    def _unlike_layers(self) -> str:
-        """What is given that no tier of some of a model's layers has, in words; "" if nothing is."""
-        if head := head_of(self.drafters):
-            return f"drafter is {head.kind!r}"
-        if self.plugin:
-            return f"engine is {self.engine!r}"
-        name = next((name for name in ("hf_overrides", "load_format") if name in (self.model_extra or {})), None)
-        return self._adapted or (f"{name} is given" if name else "")
-
-    @property
-    def _only_ours(self) -> str:
-        """What is given that vLLM cannot do, in words; "" if nothing is."""
-        return "device" if self.device else ""
-
-    @property
-    def _only_vllms(self) -> str:
-        """What is given that our own engine cannot do, in words; "" if nothing is."""
-        if head := head_of(self.drafters):
-            return f"drafter is {head.kind!r}"
-        if self.tensor_parallel_size > 1:
-            return f"tensor_parallel_size is {self.tensor_parallel_size}"
-        return f"quantization is {self.quantization!r}" if self.quantization else self._adapted
+    def _given(self) -> dict[str, str]:
+        """What is given that not every tier can have: fields, and their values in words."""
+        head = head_of(self.drafters)
+        words = {
+            "drafter": f"drafter is {head.kind!r}" if head else "",
+            "lora_path": f"lora_path is {self.lora_path!r}" if self.lora_path else "",
+            "lora_modules": f"lora_modules are {', '.join(self.lora_modules)}" if self.lora_modules else "",
+            "tensor_parallel_size": f"tensor_parallel_size is {ranks}" if (ranks := self.tensor_parallel_size) > 1 else "",
+            "quantization": f"quantization is {self.quantization!r}" if self.quantization else "",
+            "layers": f"layers are {shown(self.layers)}" if self.layers else "",
+            "engine": f"engine is {self.engine!r}" if self.plugin else "",
+        }
+        words |= {name: f"{name} is given" for name in self.model_extra or {}}
+        return {name: phrase for name, phrase in words.items() if phrase}
 
     @property
     def _prefers_ours(self) -> bool:
         """Whether anything is given that means our own engine where none is named."""
-        return any((self._only_ours, self.num_threads))
+        return bool(self.device or self.num_threads)
 
     @property
     def plugin(self) -> bool:
@@ -211,7 +194,7 @@ class EngineKwargs(Section):
         if self.engine is not None:
             return self.engine
         prefers_vllm = gpu and not self._prefers_ours and vllm.installed()
-        return "vllm" if self._only_vllms or prefers_vllm else "cascade"
+        return "vllm" if prefers_vllm or not self._given.keys().isdisjoint(ONLY_VLLM) else "cascade"
 
     @property
     def vllm_options(self) -> dict[str, Any]:

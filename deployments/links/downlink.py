@@ -87,7 +87,7 @@ class Downlink(Link):
         for message in messages:
             if isinstance(message, Open):
                 opened = self._routes[message.session] = Route(message.spec.tier)
-                opened.opening = self._start(self._open(message, self._spans.asked(message), opened))
+                opened.opening = self._start(self._open(message, self._spans.opened(message), opened))
             elif (route := self._routes.get(message.session)) is None:
                 continue
             elif isinstance(message, Close):

@@ -67,7 +67,7 @@ def tracing(component: str, model: str = "") -> Tracing:
     """
     if names := exporters():
         _provide(component, names)
-    elif not isinstance(trace.get_tracer_provider(), TracerProvider):  # nor has Ray Serve, or who started us, set one up
+    elif not isinstance(trace.get_tracer_provider(), TracerProvider):  # neither Ray Serve nor the caller has set one up
         return UNTRACED
     return Tracing(trace.get_tracer("cascade", version("cascade-serve")), replica_name() or str(os.getpid()), model)
 
@@ -86,16 +86,16 @@ def exporters() -> tuple[str, ...]:
 
 @functools.cache  # a process has one provider, whatever runs in it
 def _provide(component: str, names: tuple[str, ...]) -> None:
-    known = {entry.name: entry for entry in entry_points(group="opentelemetry_traces_exporter")}
-    if unknown := next((name for name in names if name not in known), None):
+    installed = {entry.name: entry for entry in entry_points(group="opentelemetry_traces_exporter")}
+    if unknown := next((name for name in names if name not in installed), None):
         raise ConfigError(
-            f"OTEL_TRACES_EXPORTER asks for {unknown!r}, which is not installed (there are {', '.join(sorted(known))}): "
+            f"OTEL_TRACES_EXPORTER asks for {unknown!r}, which is not installed (there are {', '.join(sorted(installed))}): "
             "pip install '.[tracing]' where routers and tiers run, or set it to none"
         )
     named = Resource.create().merge(Resource({SERVICE_NAME: f"cascade-{component}"})).merge(OTELResourceDetector().detect())
     provider = TracerProvider(resource=named)
     for name in names:
-        provider.add_span_processor(BatchSpanProcessor(known[name].load()()))
+        provider.add_span_processor(BatchSpanProcessor(installed[name].load()()))
     trace.set_tracer_provider(provider)
 
 
@@ -133,104 +133,83 @@ class Trace(NamedTuple):
 # a router's spans
 
 
-@dataclass(frozen=True, slots=True)
-class RequestTrace:
-    """The span of a request."""
-
-    tracing: Tracing = UNTRACED
-    span: Span = INVALID_SPAN
-
-    @classmethod
-    def begin(cls, tracing: Tracing, headers: Iterable[tuple[str, object]], since: float) -> "RequestTrace":
-        """Of a request that came at ``since``, of `time.monotonic`, and is admitted now; ``headers`` say where it belongs."""
-        if tracing.tracer is None:
-            return cls()
-        came = time.time_ns() - int((time.monotonic() - since) * 1e9)
-        attributes = {"cascade.replica": tracing.replica}
-        # without a word of the client's, it belongs where Ray Serve's own tracing has put this task
-        span = tracing.span("cascade.request", parent_of_headers(headers) or None, SpanKind.SERVER, attributes, since_ns=came)
-        span.add_event("admitted")
-        return cls(tracing, span)
-
-    def end(self, summary: Mapping[str, object]) -> None:
-        """It is over; ``summary`` is what the log says of it."""
-        said = {"cascade.request_id": summary["request_id"], "cascade.outcome": summary["outcomes"]}
-        self.span.set_attributes({name: str(value) for name, value in said.items()})
-        self.span.end()
+def request_span(tracing: Tracing, headers: Iterable[tuple[str, object]], since: float) -> Span:
+    """A request's, which came at ``since``, of `time.monotonic`, and is admitted now; ``headers`` say where it belongs."""
+    if tracing.tracer is None:
+        return INVALID_SPAN
+    came = time.time_ns() - int((time.monotonic() - since) * 1e9)
+    attributes = {"cascade.replica": tracing.replica}
+    # without a word of the client's, it belongs where Ray Serve's own tracing has put this task
+    span = tracing.span("cascade.request", parent_of_headers(headers) or None, SpanKind.SERVER, attributes, since_ns=came)
+    span.add_event("admitted")
+    return span
 
 
-class AnswerTrace:
-    """The span of an answer."""
+def answer_span(tracing: Tracing, request: Span, spec: SessionSpec, index: int) -> Span:
+    """An answer's, below that of its ``request``."""
+    if tracing.tracer is None:
+        return INVALID_SPAN
+    params = spec.params
+    attributes: dict[str, str | int | float] = {
+        "cascade.index": index,
+        "cascade.prompt_tokens": spec.prompt_len,
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "cascade",
+        "gen_ai.request.model": params.adapter or tracing.model,
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.top_k": params.top_k,
+        "gen_ai.usage.input_tokens": spec.prompt_len,
+    }
+    return tracing.span("cascade.answer", request, attributes=attributes)
 
-    def __init__(self, request: RequestTrace, spec: SessionSpec, index: int) -> None:
-        tracing, params = request.tracing, spec.params
-        said: dict[str, str | int | float] = {
-            "cascade.index": index,
-            "cascade.prompt_tokens": spec.prompt_len,
-            "gen_ai.operation.name": "text_completion",
-            "gen_ai.provider.name": "cascade",
-            "gen_ai.request.model": params.adapter or tracing.model,
-            "gen_ai.request.max_tokens": params.max_tokens,
-            "gen_ai.request.temperature": params.temperature,
-            "gen_ai.request.top_p": params.top_p,
-            "gen_ai.request.top_k": params.top_k,
-            "gen_ai.usage.input_tokens": spec.prompt_len,
+
+def end_answer(span: Span, outcome: str, output_tokens: int) -> None:
+    """The answer is over, with so many tokens."""
+    span.set_attributes(
+        {
+            "cascade.outcome": outcome,
+            "cascade.tokens": output_tokens,
+            "gen_ai.usage.output_tokens": output_tokens,
+            "gen_ai.response.finish_reasons": [outcome],
         }
-        self._span = tracing.span("cascade.answer", request.span, attributes=said)
-        self.context = Trace() if tracing.tracer is None else Trace.of(self._span)  # its sessions' context
-
-    def turn(self) -> None:
-        """It has waited for its turn, and is being written."""
-        self._span.add_event("turn")
-
-    def first_piece(self) -> None:
-        self._span.add_event("first_token")
-
-    def end(self, outcome: str, output_tokens: int) -> None:
-        """The answer is over, with so many tokens."""
-        self._span.set_attributes(
-            {
-                "cascade.outcome": outcome,
-                "cascade.tokens": output_tokens,
-                "gen_ai.usage.output_tokens": output_tokens,
-                "gen_ai.response.finish_reasons": [outcome],
-            }
-        )
-        if outcome not in FINE:
-            self._span.set_status(Status(StatusCode.ERROR, outcome))
-        self._span.end()
+    )
+    if outcome not in FINE:
+        span.set_status(Status(StatusCode.ERROR, outcome))
+    span.end()
 
 
 # spans of sessions, at both ends of a link
 
 
 class SessionSpans:
-    """Spans of the sessions that a process opens at tiers below, or serves for tiers above; of traced requests alone."""
+    """Spans of the sessions that a process opens at tiers below, or serves for tiers above; only of traced requests."""
 
     def __init__(self, tracing: Tracing) -> None:
         self._tracing = tracing
         self._spans: dict[str, Span] = {}
 
-    def asked(self, opening: Open) -> Trace:
+    def opened(self, opening: Open) -> Trace:
         """A session is to be opened below; its span, for that tier."""
         return self._begin(opening, "open", SpanKind.CLIENT, {})
 
     def served(self, opening: Open) -> Open:
         """A session begins here; the message for its tier, whose sessions below are parts of its span."""
         spec = opening.spec
-        said: dict[str, str | int] = {
+        attributes: dict[str, str | int] = {
             "cascade.replica": self._tracing.replica,
             "cascade.prompt_tokens": spec.prompt_len,
             "cascade.known_tokens": len(spec.tokens) - spec.prompt_len,
         }
-        return Open(opening.session, spec, Routing("", *self._begin(opening, "session", SpanKind.SERVER, said)))
+        return Open(opening.session, spec, Routing("", *self._begin(opening, "session", SpanKind.SERVER, attributes)))
 
-    def _begin(self, opening: Open, verb: str, kind: SpanKind, said: Mapping[str, str | int]) -> Trace:
+    def _begin(self, opening: Open, verb: str, kind: SpanKind, more: Mapping[str, str | int]) -> Trace:
         above = Trace(opening.routing.traceparent, opening.routing.tracestate)
         if self._tracing.tracer is None or not above.traceparent:
             return above
         tier, parent = opening.spec.tier, PROPAGATOR.extract({PARENT: above.traceparent, STATE: above.tracestate})
-        attributes = {"cascade.tier": tier, "cascade.session": opening.session, **said}
+        attributes = {"cascade.tier": tier, "cascade.session": opening.session, **more}
         span = self._spans[opening.session] = self._tracing.span(f"cascade.{verb} {tier}", parent, kind, attributes)
         return Trace.of(span)
 

@@ -22,12 +22,13 @@ from cascade.v1 import serving_pb2_grpc
 from deployments.ops import tracing as export
 from deployments.ops.tracing import (
     UNTRACED,
-    AnswerTrace,
-    RequestTrace,
     SessionSpans,
+    Trace,
     Tracing,
+    answer_span,
     exporters,
     parent_of_headers,
+    request_span,
     tracing,
 )
 from tests.doors import House, house
@@ -250,9 +251,9 @@ def test_off_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*export.ENDPOINTS, "OTEL_TRACES_EXPORTER"):
         monkeypatch.delenv(name, raising=False)
     assert tracing("router").tracer is None
-    asked = AnswerTrace(RequestTrace.begin(UNTRACED, [("traceparent", GIVEN)], 0.0), opening().spec, 0)
+    context = Trace.of(answer_span(UNTRACED, request_span(UNTRACED, [("traceparent", GIVEN)], 0.0), opening().spec, 0))
     spans = SessionSpans(UNTRACED)
-    assert spans.asked(Open("s", opening().spec, Routing("", *asked.context))) == asked.context == ("", "")
+    assert spans.opened(Open("s", opening().spec, Routing("", *context))) == context == ("", "")
     assert not spans._spans
 
 

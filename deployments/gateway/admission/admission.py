@@ -8,6 +8,8 @@ import time
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from opentelemetry.trace import INVALID_SPAN, Span
+
 from cascade.answer import Chunk
 from cascade.errors import CascadeError, InvalidRequest
 from cascade.messages import Routing, SessionSpec, mint
@@ -19,7 +21,7 @@ from deployments.gateway.admission.lifetime import Lifetime
 from deployments.gateway.admission.metrics import LEFT, RouterMetrics
 from deployments.gateway.admission.places import Places
 from deployments.gateway.admission.status import Refusal
-from deployments.ops.tracing import AnswerTrace, RequestTrace, tracing
+from deployments.ops.tracing import Trace, Tracing, answer_span, end_answer, request_span, tracing
 
 log = logging.getLogger(__name__)
 access = logging.getLogger("deployments.access")
@@ -54,7 +56,7 @@ class ActiveRequest:
     outcomes: list[str] = field(default_factory=list)  # one for each answer that is over
     num_read: int = 0  # tokens of prompts
     num_written: int = 0
-    trace: RequestTrace = field(default_factory=RequestTrace)
+    span: Span = INVALID_SPAN
 
     @property
     def summary(self) -> dict[str, object]:
@@ -115,13 +117,15 @@ class Admission:
         lifetime.check()
         with account.admitted(num_answers), self.places.admitted(num_answers):
             self._active.add(request)
-            request.trace = RequestTrace.begin(self.tracing, headers, since)
+            request.span = request_span(self.tracing, headers, since)
             try:
                 yield request
             finally:
                 self._active.discard(request)
                 summary = request.summary
-                request.trace.end(summary)
+                names = {"cascade.request_id": "request_id", "cascade.outcome": "outcomes"}
+                request.span.set_attributes({name: str(summary[key]) for name, key in names.items()})
+                request.span.end()
                 access.info(" ".join(f"{name}={value}" for name, value in summary.items()), extra=summary)
 
     def refused(self, refused: Refusal, id: str | None, account: Account | None) -> None:
@@ -155,7 +159,8 @@ class Admission:
     @contextlib.asynccontextmanager
     async def answering(self, spec: SessionSpec, request: ActiveRequest, index: int) -> AsyncIterator["AnswerRecord"]:
         """Wait for the turn of an answer, and hold it; count, charge, log and trace what becomes of the answer."""
-        record, account, read = AnswerRecord(spec, request, index, self.metrics), request.account, len(spec.tokens)
+        record = AnswerRecord(spec, request, index, self.metrics, self.tracing)
+        account, read = request.account, len(spec.tokens)
         account.charge(read)
         known = read - spec.prompt_len  # tokens of the answer that the client has
         if known:
@@ -165,7 +170,7 @@ class Admission:
             turn = self.places.turn(request.lifetime, account.name, account.limits.weight, read, most, rank)
             async with turn as record.ticket:
                 self.metrics.observe["request_queue_time_seconds"](time.monotonic() - request.since)
-                record.trace.turn()
+                record.span.add_event("turn")
                 yield record
         except (GeneratorExit, asyncio.CancelledError):  # a client that leaves after the last piece has its answer
             record.outcome = LEFT if record.outcome == "failed" else record.outcome
@@ -178,7 +183,7 @@ class Admission:
             request.outcomes.append(record.outcome)
             request.num_read += spec.prompt_len
             request.num_written += len(record.tokens)
-            record.trace.end(record.outcome, len(record.tokens))
+            end_answer(record.span, record.outcome, len(record.tokens))
 
 
 class AnswerRecord:
@@ -186,9 +191,9 @@ class AnswerRecord:
 
     ticket: Ticket
 
-    def __init__(self, spec: SessionSpec, request: ActiveRequest, index: int, metrics: RouterMetrics) -> None:
-        self.trace = AnswerTrace(request.trace, spec, index)
-        self.routing = Routing("", *self.trace.context, request.affinity, request.train)
+    def __init__(self, spec: SessionSpec, request: ActiveRequest, index: int, metrics: RouterMetrics, tracing: Tracing) -> None:
+        self.span = answer_span(tracing, request.span, spec, index)
+        self.routing = Routing("", *Trace.of(self.span), request.affinity, request.train)
         self.tokens: list[int] = []  # sent
         self.outcome = "failed"
         self._request = request
@@ -199,7 +204,7 @@ class AnswerRecord:
         """The next piece is about to be sent."""
         now, since_last = time.monotonic(), "inter_token_latency_seconds"
         if not self.tokens:
-            self.trace.first_piece()
+            self.span.add_event("first_token")
             since_last = "time_to_first_token_seconds"
         self._metrics.observe[since_last](now - self._last)
         self.tokens += chunk.token_ids

@@ -35,8 +35,8 @@ class LayerSearch:
 
     def __init__(self, source: str, prompts: Sequence[Prompt], params: SamplingParams, dtype: str | None = None) -> None:
         """Raises `ModelError` if the model cannot be loaded, `ConfigError` if it does not write two answers."""
-        asked = [replace(params, seed=seed) for seed in range(len(prompts))]
-        texts = [(text, own) for text, own in zip(written(source, prompts, asked, dtype), asked, strict=True) if text[1]]
+        seeded = [replace(params, seed=seed) for seed in range(len(prompts))]
+        texts = [(text, own) for text, own in zip(written(source, prompts, seeded, dtype), seeded, strict=True) if text[1]]
         if len(texts) < LEAST:
             raise ConfigError(f"{source} wrote {len(texts)} answers: give more prompts")
         self._read, self._judged = texts[::2], texts[1::2]
@@ -51,14 +51,14 @@ class LayerSearch:
         if not 0 < kept < whole:
             least, most = ((count * self._layer + self._head) / total for count in (1, whole - 1))
             raise ConfigError(f"share is {share:g}: some of the {whole} layers take from {least:.2f} to {most:.2f} of a pass")
-        best, right = max(((one, self._right(one)) for one in self._beginnings(kept, tell)), key=lambda pair: pair[1])
+        best, right = max(((layers, self._right(layers)) for layers in self._beginnings(kept, tell)), key=lambda pair: pair[1])
         rng = random.Random(0)
         for trial in range(trials):
             tell(f"{kept} of {whole} layers, swap {trial + 1} of {trials}: {right / self._positions:.2f}")
             out, new = rng.choice(best), rng.choice([layer for layer in range(whole) if layer not in best])
             other = tuple(sorted({*best, new} - {out}))
-            if (found := self._right(other)) >= right:
-                best, right = other, found
+            if (count := self._right(other)) >= right:
+                best, right = other, count
         return Found(best, (kept * self._layer + self._head) / total, self.agreement(best))
 
     def agreement(self, layers: Sequence[int]) -> float:
@@ -69,7 +69,7 @@ class LayerSearch:
         everything = range(self.num_layers)
         for layer in everything[len(self._alone) :]:
             tell(f"without layer {layer} of {self.num_layers}")
-            self._alone.append(self._right([one for one in everything if one != layer]))
+            self._alone.append(self._right([other for other in everything if other != layer]))
         needed = sorted(everything, key=lambda layer: self._alone[layer])[:kept]
         return spread(self.num_layers, kept), tuple(sorted(needed))
 
@@ -80,6 +80,6 @@ class LayerSearch:
     def _right(self, layers: Sequence[int], texts: Sequence[tuple[Written, SamplingParams]] = ()) -> int:
         """Positions of ``texts``, by default those to search by, where these layers say what stands there."""
         chosen = texts or self._read
-        found = ranked(self._model.cut(layers), [text for text, _ in chosen], [own for _, own in chosen])
-        pairs = zip(found, chosen, strict=True)
+        own_tokens = ranked(self._model.cut(layers), [text for text, _ in chosen], [own for _, own in chosen])
+        pairs = zip(own_tokens, chosen, strict=True)
         return sum(near[0].token == token for own, (text, _) in pairs for near, token in zip(own, text[1], strict=True))

@@ -11,10 +11,10 @@ import click
 
 from cascade.answer import Completion
 from cascade.cli import screen
-from cascade.cli.connection import DEFAULT_ADDRESS, Local, Message, Piece, Served, connected
+from cascade.cli.connection import DEFAULT_ADDRESS, Backend, Message, Piece, connected
 from cascade.cli.options import parameters, sampling_options
 from cascade.cli.screen import console
-from cascade.errors import CascadeError, InvalidRequest, ModelError
+from cascade.errors import CascadeError, InvalidRequest
 from cascade.params import Handling, SamplingParams, Speculation
 
 HELP = """\
@@ -42,8 +42,6 @@ def chat(models: tuple[str, ...], address: str | None, system: str, plain: bool,
         raise click.UsageError("--address names a server and MODELS run here: give one of them")
     sampled, speculation = parameters(options)
     with connected(address, models) as backend:
-        if not backend.has_template():
-            raise ModelError("The model has no chat template and holds no conversations: `cascade generate` goes on with texts")
         if not plain:
             console.print(screen.legend(backend.names))
         console.print("/help lists what can be typed.\n", style="dim")
@@ -54,7 +52,7 @@ def chat(models: tuple[str, ...], address: str | None, system: str, plain: bool,
 class Conversation:
     """Turns of the user and the assistant, and how the next answer is asked for."""
 
-    backend: Local | Served
+    backend: Backend
     params: SamplingParams
     speculation: Speculation
     system: str

@@ -1,13 +1,12 @@
 """Who answers: a server, or models in this process."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from cascade.answer import Chunk
 from cascade.cli.screen import console
-from cascade.errors import InvalidRequest
 from cascade.params import Handling, SamplingParams, Speculation
 
 if TYPE_CHECKING:  # one needs PyTorch, the other gRPC, and both start slowly
@@ -26,60 +25,46 @@ class Piece(NamedTuple):
     message: Message | None = None
 
 
-class Local:
+class Backend(NamedTuple):
+    """Who answers."""
+
+    names: tuple[str, ...]  # drafters and tiers, bottom to top
+    default_params: SamplingParams
+    # a text and a conversation go on, with parameters, speculation and handling; both raise `InvalidRequest`
+    stream: Callable[[str, SamplingParams, Speculation, Handling], Iterator[Chunk]]
+    stream_chat: Callable[[Sequence[Message], SamplingParams, Speculation, Handling], Iterator[Piece]]
+
+
+def local(cascade: "Cascade") -> Backend:
     """Models in this process."""
+    from cascade.chat.template import ChatTemplate
+    from cascade.llm import prompt_of
 
-    def __init__(self, cascade: "Cascade") -> None:
-        from cascade.chat.template import ChatTemplate
-
-        self._cascade = cascade
-        self._template = ChatTemplate(cascade.tokenizer)
-        self.names = cascade.names
-        self.default_params = cascade.default_params
-        self.stream = cascade.stream
-
-    def has_template(self) -> bool:
-        return self._cascade.tokenizer.chat_template is not None
-
-    def encode(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation; raises `InvalidRequest` if its template does not take it."""
-        from cascade.llm import prompt_of
-
-        return self._cascade.tokenizer.encode_part(prompt_of(self._template, messages))
+    template = ChatTemplate(cascade.tokenizer)
 
     def stream_chat(
-        self, messages: Sequence[Message], params: SamplingParams, speculation: Speculation, handling: Handling
+        messages: Sequence[Message], params: SamplingParams, speculation: Speculation, handling: Handling
     ) -> Iterator[Piece]:
-        """The assistant's turn after ``messages``; raises `InvalidRequest`."""
-        for chunk in self._cascade.stream(self.encode(messages), params, speculation, handling):
+        ids = cascade.tokenizer.encode_part(prompt_of(template, messages))
+        for chunk in cascade.stream(ids, params, speculation, handling):
             whole = chunk.completion
             yield Piece(chunk, None if whole is None else {"role": "assistant", "content": whole.text})
 
+    return Backend(cascade.names, cascade.default_params, cascade.stream, stream_chat)
 
-class Served:
+
+def served(client: "Client") -> Backend:
     """A server, asked over gRPC."""
-
-    def __init__(self, client: "Client") -> None:
-        self._client = client
-        self.info = client.describe()
-        self.default_params = self.info.defaults
-        self.names = (*self.info.drafters, *(tier.name for tier in self.info.tiers))
-        self.stream = client.stream
-
-    def has_template(self) -> bool:
-        """Asks for one token of a conversation, because servers do not say."""
-        try:
-            self._client.chat(user_turn("Hello"), SamplingParams(max_tokens=1), Speculation("off"))
-        except InvalidRequest:
-            return False
-        return True
+    info = client.describe()
 
     def stream_chat(
-        self, messages: Sequence[Message], params: SamplingParams, speculation: Speculation, handling: Handling
+        messages: Sequence[Message], params: SamplingParams, speculation: Speculation, handling: Handling
     ) -> Iterator[Piece]:
-        """The assistant's turn after ``messages``; raises `InvalidRequest`."""
-        for piece in self._client.stream_chat(messages, params, speculation, handling):
+        for piece in client.stream_chat(messages, params, speculation, handling):
             yield Piece(piece.chunk, piece.turn.message if piece.turn is not None else None)
+
+    names = (*info.drafters, *(tier.name for tier in info.tiers))
+    return Backend(names, info.defaults, client.stream, stream_chat)
 
 
 def user_turn(text: str) -> Sequence[Message]:
@@ -88,16 +73,16 @@ def user_turn(text: str) -> Sequence[Message]:
 
 
 @contextmanager
-def connected(address: str | None, models: tuple[str, ...] = ()) -> Iterator[Local | Served]:
+def connected(address: str | None, models: tuple[str, ...] = ()) -> Iterator[Backend]:
     """The server at ``address``, or what `loaded` loads."""
     if address:
         from cascade.client import Client
 
         with Client(address) as client:
-            yield Served(client)
+            yield served(client)
     else:
         with loaded(models) as cascade:
-            yield Local(cascade)
+            yield local(cascade)
 
 
 def loaded(models: tuple[str, ...]) -> "Cascade":

@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from cascade.answer import Completion
 from cascade.cli import screen
 from cascade.cli.config import configured
-from cascade.cli.connection import Local, Message, Served, connected, user_turn
+from cascade.cli.connection import Backend, Message, connected, user_turn
 from cascade.cli.plan import DRAFT
 from cascade.cli.screen import console
 from cascade.cli.serve import started
@@ -31,7 +31,7 @@ MODES = {"full model alone": Speculation("off"), "cascade": Speculation()}
 COMPARED = ("code", "mathematics", "rewrite")  # kinds of the questions that both modes answer, at each temperature
 COMPARED_TOKENS, AGAIN_TOKENS = 64, 192  # limits of answers: the demo ends within two minutes on two cores
 MOST_DRAFTS = 2  # models below the full one: a published trio has prices for so many
-WARM_TOKENS = 16  # likewise of the first answer of each mode, which does not count
+WARM_TOKENS = 16  # the same limit for the first answer of each mode, which does not count
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def listed(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names)
 
 
-def answer(served: Local | Served, kind: str, question: str) -> Completion:
+def answer(served: Backend, kind: str, question: str) -> Completion:
     """Ask and print, each token in the colour of the tier that guessed it."""
     console.print(f"\n[bold]{kind.capitalize()}[/]")
     console.print(question, style="dim", markup=False)
@@ -112,14 +112,14 @@ def explained(names: Sequence[str], answers: Sequence[Completion]) -> str:
     return f"{tokens} tokens took {passes} passes of the full model; {guessed}."
 
 
-def measured(served: Local | Served, temperature: float) -> Row:
+def measured(served: Backend, temperature: float) -> Row:
     """Some of the questions, at a temperature."""
     params = replace(PARAMS, max_tokens=COMPARED_TOKENS, temperature=temperature)
     what = f"{len(COMPARED)} questions, temperature {temperature:g}"
     return compared(served, what, [user_turn(QUESTIONS[kind]) for kind in COMPARED], params)
 
 
-def compared(served: Local | Served, what: str, conversations: Sequence[Sequence[Message]], params: SamplingParams) -> Row:
+def compared(served: Backend, what: str, conversations: Sequence[Sequence[Message]], params: SamplingParams) -> Row:
     """Conversations that the full model alone and the cascade go on with in turns."""
     for mode in MODES:
         timed(served, conversations[0], replace(params, max_tokens=min(WARM_TOKENS, params.max_tokens)), mode)
@@ -136,9 +136,7 @@ def compared(served: Local | Served, what: str, conversations: Sequence[Sequence
     return Row(what, alone, cascade, note, texts["full model alone"] == texts["cascade"])
 
 
-def timed(
-    served: Local | Served, conversation: Sequence[Message], params: SamplingParams, mode: str
-) -> tuple[Completion, float]:
+def timed(served: Backend, conversation: Sequence[Message], params: SamplingParams, mode: str) -> tuple[Completion, float]:
     """The answer in a mode, which knows nothing of other answers, and the seconds that it took."""
     begin = time.perf_counter()
     handling = Handling(cache_salt=secrets.token_hex())

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from cascade.simulation.plan import Prediction
     from cascade.simulation.recording import Recording
 
+TRIALS = 50  # swaps of a layer that `cascade layers` tries
 SHARES = click.FloatRange(0, 1, min_open=True)
 DRAFT = click.option("--draft", "drafts", multiple=True, metavar="MODEL", help="A smaller model; repeat, the largest first.")
 
@@ -26,7 +27,6 @@ PROMPTS = click.option(
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="One a line: text, or JSON as in Spec-Bench, HumanEval or GSM8K; by default six kinds of eight.",
 )
-TEMPERATURE = click.option("--temperature", "-t", default=0.0, show_default=True, help="0 is greedy.")
 
 
 @click.command()
@@ -34,10 +34,7 @@ TEMPERATURE = click.option("--temperature", "-t", default=0.0, show_default=True
 @DRAFT
 @PROMPTS
 @click.option("--max-tokens", type=click.IntRange(2), default=96, show_default=True, help="Tokens of an answer at most.")
-@TEMPERATURE
-@click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of all models; by default the checkpoint's."
-)
+@click.option("--temperature", "-t", default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Result, for `cascade plan --measured`.")
 def agreement(
     model: str,
@@ -45,7 +42,6 @@ def agreement(
     prompts: Path | None,
     max_tokens: int,
     temperature: float,
-    dtype: str | None,
     out: Path | None,
 ) -> None:
     """Measure how often smaller models say what MODEL says, along MODEL's own answers.
@@ -65,7 +61,7 @@ def agreement(
     models = [*reversed(drafts), model]
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     with console.status(f"{model} answers, and the others are asked along its answers"):
-        recording = record(models, read_prompts(prompts) if prompts else BUILT_IN, params, dtype)
+        recording = record(models, read_prompts(prompts) if prompts else BUILT_IN, params)
     if not recording.texts:
         raise ConfigError(f"{model} ended every answer at once: give other prompts")
     table = Table(
@@ -93,20 +89,7 @@ def agreement(
 @click.option("--share", "shares", multiple=True, type=SHARES, required=True, help="Of the model's pass, such as 0.5; repeat.")
 @PROMPTS
 @click.option("--max-tokens", type=click.IntRange(2), default=32, show_default=True, help="Tokens of an answer at most.")
-@TEMPERATURE
-@click.option("--trials", type=click.IntRange(0), default=50, show_default=True, help="Swaps of a layer that are tried.")
-@click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the model; by default the checkpoint's."
-)
-def layers(
-    model: str,
-    shares: tuple[float, ...],
-    prompts: Path | None,
-    max_tokens: int,
-    temperature: float,
-    trials: int,
-    dtype: str | None,
-) -> None:
+def layers(model: str, shares: tuple[float, ...], prompts: Path | None, max_tokens: int) -> None:
     """Find which layers of MODEL to keep for a share of its pass: as a tier they draft for MODEL without training.
 
     Half of the prompts are searched by. How often the layers say what MODEL says is measured on the other half.
@@ -119,16 +102,16 @@ def layers(
     from cascade.params import SamplingParams
     from cascade.prompts import BUILT_IN, read_prompts
 
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+    params = SamplingParams(max_tokens=max_tokens, temperature=0)
     table = Table("layers", "kept", "share of a pass", "agrees", box=SIMPLE_HEAD, pad_edge=False)
     with console.status(f"{model} answers") as status:
-        search = LayerSearch(model, read_prompts(prompts) if prompts else BUILT_IN, params, dtype)
+        search = LayerSearch(model, read_prompts(prompts) if prompts else BUILT_IN, params)
         for share in sorted(shares, reverse=True):
-            found = search.find(share, trials, status.update)
-            kept = f"{len(found.layers)} of {search.num_layers}"
-            table.add_row(shown(found.layers), kept, f"{found.share:.2f}", f"{found.agreement:.2f}")
+            best = search.find(share, TRIALS, status.update)
+            kept = f"{len(best.layers)} of {search.num_layers}"
+            table.add_row(shown(best.layers), kept, f"{best.share:.2f}", f"{best.agreement:.2f}")
     console.print(table)
-    console.print(f"A tier of them: engine_kwargs: {{layers: [{shown(found.layers)}]}}", markup=False, soft_wrap=True)
+    console.print(f"A tier of them: engine_kwargs: {{layers: [{shown(best.layers)}]}}", markup=False, soft_wrap=True)
 
 
 @click.command()

@@ -43,6 +43,10 @@ class Scrape:
             return self
         return Scrape({key: value - earlier.samples.get(key, 0.0) for key, value in self.samples.items()})
 
+    def value(self, name: str, **labels: str) -> float | None:
+        """The sample with these labels; ``None`` if there is none."""
+        return self.samples.get((name, tuple(sorted(labels.items()))))
+
     def total(self, name: str) -> float:
         """The sum over all labels; 0 if nothing was counted."""
         return sum(value for (series, _), value in self.samples.items() if series == name)

@@ -15,6 +15,8 @@ from cascade.cli.scrape import Scrape, scrape
 from cascade.cli.screen import console, level_style
 from cascade.errors import CascadeError
 
+EVERY_S = 1.0  # seconds between two looks
+
 
 @dataclass(slots=True)
 class Frame:
@@ -33,9 +35,8 @@ class Frame:
 @click.command()
 @click.option("--address", default=DEFAULT_ADDRESS, show_default=True, help="The server's gRPC address.")
 @click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="Its HTTP address, for the counters.")
-@click.option("--every", type=click.FloatRange(0.1, 60), default=1.0, show_default=True, help="Seconds between two looks.")
 @click.option("--once", is_flag=True, help="Print totals since the start, and end.")
-def top(address: str, url: str, every: float, once: bool) -> None:
+def top(address: str, url: str, once: bool) -> None:
     """Watch the tiers, edges and sessions of a server until Ctrl-C."""
     from cascade.client import Client
 
@@ -50,7 +51,7 @@ def top(address: str, url: str, every: float, once: bool) -> None:
         try:
             with Live(view(last), console=console, screen=console.is_terminal, auto_refresh=False) as live:
                 while True:
-                    time.sleep(every)
+                    time.sleep(EVERY_S)
                     seen[last.router], last = last, look(client, url)
                     live.update(view(last, seen.get(last.router)), refresh=True)
         except KeyboardInterrupt:
@@ -141,9 +142,8 @@ def _edges(now: Scrape, earlier: Scrape | None, seconds: float | None) -> Table:
     change = now.since(earlier)
     for series, labels in change.samples:
         if series == "passes_total" and now.samples[series, labels]:
-            names = ("passes_total", "proposed_tokens_total", "accepted_tokens_total")
-            passes, proposed, accepted = (change.samples.get((name, labels), 0.0) for name in names)
-            edge = dict(labels)
+            edge, names = dict(labels), ("passes_total", "proposed_tokens_total", "accepted_tokens_total")
+            passes, proposed, accepted = (change.value(name, **edge) or 0.0 for name in names)
             table.add_row(
                 f"{'(alone)' if edge['drafter'] == 'none' else edge['drafter']} → {edge['verifier']}",
                 *(_rate(count, seconds) for count in (passes, proposed, accepted)),
@@ -157,19 +157,15 @@ def _alignment(now: Scrape) -> Table:
     title = f"Learning, from {now.total('alignment_answers'):,.0f} answers"
     table = Table("student", "round", "kept", "dropped", "agreement before", "after", "swaps", title=title)
     for student in sorted(dict(labels)["student"] for name, labels in now.samples if name == "alignment_progress"):
-
-        def value_of(name: str, student: str = student, **more: str) -> float | None:
-            return now.samples.get((f"alignment_{name}", tuple(sorted({"student": student, **more}.items()))))
-
-        shares = [value_of("agreement", when=when) for when in ("before", "after")]
-        share = value_of("progress")
-        counts = [value_of("rounds", outcome=outcome) for outcome in ("kept", "dropped")]
+        progress = now.value("alignment_progress", student=student)
+        rounds = [now.value("alignment_rounds", student=student, outcome=outcome) for outcome in ("kept", "dropped")]
+        shares = [now.value("alignment_agreement", student=student, when=when) for when in ("before", "after")]
         table.add_row(
             student,
-            f"{share:.0%}" if share else "-",
-            *(f"{count or 0:,.0f}" for count in counts),
+            f"{progress:.0%}" if progress else "-",
+            *(f"{count or 0:,.0f}" for count in rounds),
             *("-" if share is None else f"{share:.3f}" for share in shares),
-            f"{value_of('swaps') or 0:,.0f}",
+            f"{now.value('alignment_swaps', student=student) or 0:,.0f}",
         )
     return table
 

@@ -120,7 +120,7 @@ def test_the_commands_measure_and_predict(tmp_path: Path) -> None:
     tiny, _, full = small.paths()
     prompts, out = tmp_path / "prompts.txt", tmp_path / "measured.json"
     prompts.write_text("def add(a, b):\n")
-    options = {"--draft": tiny, "--prompts": prompts, "--max-tokens": 12, "--out": out, "--dtype": "float32"}
+    options = {"--draft": tiny, "--prompts": prompts, "--max-tokens": 12, "--out": out}
     code, output = run("agreement", full, *(str(word) for pair in options.items() for word in pair))
     assert code == 0, output
     assert len(json.loads(out.read_text())["texts"]) == 1

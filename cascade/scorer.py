@@ -141,7 +141,7 @@ class Scorer(Protocol):
         """Begin a pass over ``rows``, which is `collect`'s to end. Nothing else may use their stores meanwhile."""
 
     def collect(self, launched: Any) -> list[Scored]:
-        """Wait for a pass: own tokens of each row; where a grammar could not follow a guess, those before it alone.
+        """Wait for a pass: own tokens of each row; where a grammar could not follow a guess, only those before it.
 
         Both raise `InvalidRequest` if a row's request is to blame, and anything else if the pass failed: then stores may hold
         anything from ``start`` on, and the rows may be scored again.

@@ -18,7 +18,7 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from cascade.errors import ConfigError
 from cascade.settings.config import CascadeConfig, TierConfig
-from cascade.settings.deployment import DeploymentConfig, RouterDeploymentConfig
+from cascade.settings.deployment import RouterDeploymentConfig, resources
 from cascade.settings.file import load_config
 from cascade.settings.live import fixed_of_router, fixed_of_tier, live
 from cascade.settings.section import did_you_mean, sentence
@@ -29,7 +29,6 @@ ROUNDING = 1e-6  # sums of decimal shares are not exact: 3 x 0.2 + 0.3 + 0.1 is 
 LEARNER_END_S = 5.0  # seconds that a learner has to end
 LEARNER_LOOK_S = 2.0  # seconds between two health checks, as of a tier
 SURGE_PERCENT = 20  # rounded up to whole replicas
-RESOURCES = {"num_cpus": "CPU", "num_gpus": "GPU"}  # Ray's names, by the options that ask for them
 
 SECTIONS = {"autoscaling_config": AutoscalingConfig, "request_router_config": RequestRouterConfig}
 
@@ -64,8 +63,8 @@ def bind_models(configs: Mapping[str, CascadeConfig], options: Mapping[str, Any]
     settings = {name: config.router.model_dump(mode="json") for name, config in configs.items()}
     actor = {"num_cpus": 0} | _environment(options.get("ray_actor_options") or {})
     first = RouterDeploymentConfig().model_dump(exclude_none=True) | {"name": "models"}
-    deployment = _deployment(serve.ingress()(Models), {**first, **options, "ray_actor_options": actor}, "models")
-    return versioned(deployment, {"models": list(configs)}).bind(routers, settings)
+    options = {**first, **options, "ray_actor_options": actor}
+    return _deployment(serve.ingress()(Models), options, "models", {"models": list(configs)}).bind(routers, settings)
 
 
 def _bind_verified(config: CascadeConfig, prefix: str = "") -> Application:
@@ -86,14 +85,9 @@ def bind(config: CascadeConfig, limits: Mapping[str, Mapping[str, int]], prefix:
 
     Names of deployments begin with ``prefix``.
     """
-    bound = {
-        "link_tls": None if config.link_tls is None else config.link_tls.model_dump(mode="json"),
-        "link_ports": config.link_ports,
-        "packages": packages() if config.verify else {},
-    }
     handles: dict[str, Any] = {}
-    for level, tier in enumerate(config.tiers, start=len(config.drafters)):
-        handles[tier.name] = _bind_tier(config, tier, level, dict(handles), bound, prefix)
+    for tier in config.tiers:
+        handles[tier.name] = _bind_tier(config, tier, dict(handles), prefix)
     learner = () if config.alignment is None else (_bind_learner(config, handles, prefix),)
     return _bind_router(config, handles, dict(limits), prefix, learner)
 
@@ -104,7 +98,6 @@ def _bind_learner(config: CascadeConfig, tiers: dict[str, Any], prefix: str) -> 
 
     assert config.alignment is not None
     values = config.model_dump(mode="json")
-    known = {name: values[name] for name in ("tiers", "alignment")}
     actor, num_workers = {"num_cpus": 1} | config.alignment.ray_actor_options, config.alignment.num_workers
     if num_workers > 1:  # they get what they need from Ray Train; the learner only waits for them
         try:
@@ -112,27 +105,24 @@ def _bind_learner(config: CascadeConfig, tiers: dict[str, Any], prefix: str) -> 
         except ImportError:
             raise ConfigError(f"alignment.num_workers is {num_workers}: `pip install '.[train]'`, or leave it out") from None
         actor = {name: value for name, value in actor.items() if name == "runtime_env"} | {"num_cpus": 0}
-    actor = _environment(actor)
     looks = {"health_check_period_s": LEARNER_LOOK_S, "graceful_shutdown_timeout_s": LEARNER_END_S}
-    options = {"name": f"{prefix}learner", "ray_actor_options": actor, **looks}
-    return versioned(_deployment(Learner, options, "alignment"), {"learner": known}).bind(values, tiers)
+    options = {"name": f"{prefix}learner", "ray_actor_options": _environment(actor), **looks}
+    fixed = {"learner": {name: values[name] for name in ("tiers", "alignment")}}
+    return _deployment(Learner, options, "alignment", fixed).bind(values, tiers)
 
 
-def _bind_tier(
-    config: CascadeConfig, tier: TierConfig, level: int, lower: dict[str, Any], bound: Mapping[str, Any], prefix: str
-) -> Any:
-    """The deployment of a tier above those of ``lower``; all tiers get the arguments ``bound``."""
+def _bind_tier(config: CascadeConfig, tier: TierConfig, lower: dict[str, Any], prefix: str) -> Any:
+    """The deployment of a tier above those of ``lower``."""
     from deployments.tier import TierReplica
 
-    values = tier.model_dump(mode="json")
     preferring = PREFERRING if config.affine and tier is config.tiers[-1] else {}
-    options = preferring | _surging(tier_options(tier)) | {"name": prefix + tier.name}
+    options = preferring | _surging(tier) | {"name": prefix + tier.name}
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
     shared = [other.name for other in config.tiers if other.name in lower and shares_processors(tier, other, nodes)]
-    bound = {**bound, "draft": tier is not config.tiers[-1]}
-    known = {"level": level, "lower": list(lower), "drafters": config.drafters, **bound}
-    deployment = versioned(_deployment(TierReplica, options, f"tier {tier.name}"), {"tier": fixed_of_tier(tier), **known})
-    return deployment.bind(values, level, lower, config.drafters, shared=shared, **bound)
+    versions = packages() if config.verify else {}
+    fixed = fixed_of_tier(config, tier) | {"packages": versions}
+    values = config.model_dump(mode="json")
+    return _deployment(TierReplica, options, f"tier {tier.name}", fixed).bind(values, tier.name, lower, shared, versions)
 
 
 def _bind_router(
@@ -141,17 +131,15 @@ def _bind_router(
     from deployments.router import Router
 
     access = config.router.access
-    if os.environ.get(access.keys_env):  # then routers that lack them, on nodes that were not told, would answer everybody
+    if os.environ.get(access.keys_env):  # then routers that lack them, on other nodes, would answer everybody
         router = config.router.model_copy(update={"access": access.model_copy(update={"required": True})})
         config = config.model_copy(update={"router": router})
     options = config.router.deployment_config.model_dump(exclude_none=True)
     options["ray_actor_options"] = {"num_cpus": 0} | _environment(options["ray_actor_options"])
-    values = config.model_dump(mode="json")
     options = {"name": f"{prefix}router", **options, "user_config": live(config)}
     ingress = Router if prefix else serve.ingress()(Router)  # an application has one: `Models`, where it has several routers
-    deployment = _deployment(ingress, options, "router")
-    deployment = versioned(deployment, {"router": fixed_of_router(config), "limits": limits})
-    return deployment.bind(values, tiers, limits, *learner)
+    deployment = _deployment(ingress, options, "router", {"router": fixed_of_router(config), "limits": limits})
+    return deployment.bind(config.model_dump(mode="json"), tiers, limits, *learner)
 
 
 def parse(args: CascadeConfig | Mapping[str, Any] | None) -> CascadeConfig:
@@ -172,48 +160,39 @@ def parse(args: CascadeConfig | Mapping[str, Any] | None) -> CascadeConfig:
 def tier_options(tier: TierConfig) -> dict[str, Any]:
     """Ray Serve's options for the deployment of a tier."""
     options = tier.deployment_config.model_dump(exclude_none=True)
-    actor = _environment(options.pop("ray_actor_options"))
-    if tier.accelerator_type is not None:
-        actor = {"num_gpus": 1, "accelerator_type": tier.accelerator_type} | actor
-    ranks = tier.engine_kwargs.tensor_parallel_size
-    if ranks > 1 and tier.placement_group_config is None and actor.get("num_gpus"):
-        # vLLM starts its ranks as processes of the replica, which must see the GPUs of all
-        actor["num_gpus"] = max(ranks, actor["num_gpus"])
     if tier.placement_group_config is not None:
-        known = {name: f"placement_group_{name}" for name in ("bundles", "strategy", "bundle_label_selector")}
-        for key, value in tier.placement_group_config.items():
-            if key not in known:
-                raise ConfigError(
-                    f"placement_group_config of tier {tier.name} has the key {key!r}: it takes {', '.join(known)}"
-                )
-            options[known[key]] = value
-    return {"name": tier.name, "ray_actor_options": actor, **options}
+        group = tier.placement_group_config.model_dump(exclude_none=True)
+        options |= {f"placement_group_{name}": value for name, value in group.items()}
+    return {"name": tier.name, **options, "ray_actor_options": _environment(tier.actor_options)}
 
 
-def _deployment(kind: type, options: Mapping[str, Any], owner: str) -> Deployment:
-    """A deployment; raises `ConfigError`, which names ``owner``, if Ray Serve does not take its options."""
-    for section, known in SECTIONS.items():
-        unknown = set(options.get(section, ())) - set(known.model_fields)
+def _deployment(kind: type, options: Mapping[str, Any], owner: str, fixed: Mapping[str, Any]) -> Deployment:
+    """A deployment whose replicas are replaced when ``fixed`` changes, JSON values.
+
+    Raises `ConfigError`, which names ``owner``, if Ray Serve does not take its options.
+    """
+    for section, schema in SECTIONS.items():
+        unknown = set(options.get(section, ())) - set(schema.model_fields)
         if unknown:  # Ray Serve would ignore them
-            near = did_you_mean(min(unknown), known.model_fields) or ": mend its spelling or remove it"
+            near = did_you_mean(min(unknown), schema.model_fields) or ": mend its spelling or remove it"
             raise ConfigError(f"{section} of {owner} has the unknown key {min(unknown)!r}{near}")
     try:
         with warnings.catch_warnings():  # Serve's other way to say it is a variable of the environment, for all deployments
             warnings.filterwarnings("ignore", "The `metrics_interval_s` field", DeprecationWarning)
-            return serve.deployment(kind, **options)
+            return versioned(serve.deployment(kind, **options), fixed)
     except (ValueError, TypeError, ImportError, AttributeError) as error:  # the last two of classes that are named
         reason = sentence(error) if isinstance(error, ValidationError) else " ".join(str(error).split())
         raise ConfigError(f"Ray Serve does not take the deployment_config of {owner}: {reason}") from None
 
 
-def _surging(options: dict[str, Any]) -> dict[str, Any]:
-    """``options`` of a tier whose new replicas start before old ones go, if the cluster has room for one more now.
+def _surging(tier: TierConfig) -> dict[str, Any]:
+    """Options of a tier whose new replicas start before old ones go, if the cluster has room for one more now.
 
     Else old ones go first: Serve would wait for that room for ever.
     """
     free = ray.available_resources() if ray.is_initialized() else {}
-    room = all(free.get(name, 0.0) + ROUNDING >= amount for name, amount in of_replica(options).items())
-    return {"max_surge_percent": SURGE_PERCENT if room else 0} | options
+    room = all(free.get(name, 0.0) + ROUNDING >= amount for name, amount in tier.resources.items())
+    return {"max_surge_percent": SURGE_PERCENT if room else 0} | tier_options(tier)
 
 
 def _environment(actor: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,14 +210,14 @@ def _mapping(name: str, value: object) -> dict[str, Any]:
 
 def shortage(config: CascadeConfig, there: Mapping[str, float]) -> str | None:
     """One sentence if the first replicas ask for more of a resource of Ray than is ``there``."""
-    asked: dict[str, dict[str, float]] = {}
+    wanted: dict[str, dict[str, float]] = {}
     for tier in config.tiers:
-        for name, amount in of_replica(tier_options(tier)).items():
-            asked.setdefault(name, {})[tier.name] = amount * _num_replicas(tier.deployment_config)
+        for name, amount in tier.resources.items():
+            wanted.setdefault(name, {})[tier.name] = amount * tier.deployment_config.num_at_start
     if config.alignment is not None:
-        for name, amount in of_replica({"ray_actor_options": config.alignment.ray_actor_options}).items():
-            asked.setdefault(name, {})["learner"] = amount * config.alignment.num_workers
-    for name, tiers in asked.items():
+        for name, amount in resources(config.alignment.ray_actor_options).items():
+            wanted.setdefault(name, {})["learner"] = amount * config.alignment.num_workers
+    for name, tiers in wanted.items():
         total, has = sum(tiers.values()), there.get(name, 0.0)
         if total > has + ROUNDING:
             parts = ", ".join(f"{tier} {amount:g}" for tier, amount in tiers.items() if amount)
@@ -257,7 +236,7 @@ def shares_processors(tier: TierConfig, other: TierConfig, nodes: Sequence[Mappi
     """
     if tier.engine_kwargs.plugin or other.engine_kwargs.plugin:
         return False
-    first, second = (of_replica(tier_options(one)) for one in (tier, other))
+    first, second = tier.resources, other.resources
     on_gpus = [amounts.get("GPU", 0.0) for amounts in (first, second)]
     if any(on_gpus):
         return all(on_gpus) and sum(on_gpus) <= 1 + ROUNDING
@@ -267,23 +246,3 @@ def shares_processors(tier: TierConfig, other: TierConfig, nodes: Sequence[Mappi
 
 def _fits(amounts: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> bool:
     return any(all(node.get(name, 0.0) + ROUNDING >= amount for name, amount in amounts.items()) for node in nodes)
-
-
-def of_replica(options: Mapping[str, Any]) -> dict[str, float]:
-    """Resources that one replica takes, with its placement group."""
-    bundles = options.get("placement_group_bundles")
-    if bundles is not None:
-        return {name: sum(bundle.get(name, 0.0) for bundle in bundles) for bundle in bundles for name in bundle}
-    actor = {"num_cpus": 1} | options["ray_actor_options"]
-    amounts = {resource: float(actor.get(option) or 0.0) for option, resource in RESOURCES.items()}
-    kind = actor.get("accelerator_type")
-    return amounts | dict(actor.get("resources") or {}) | ({f"accelerator_type:{kind}": 0.001} if kind else {})
-
-
-def _num_replicas(config: DeploymentConfig) -> int:
-    """Replicas at the start."""
-    scaling = config.autoscaling_config
-    if scaling is not None:
-        first = scaling.get("initial_replicas")
-        return int(scaling.get("min_replicas", 1) if first is None else first)
-    return config.num_replicas if isinstance(config.num_replicas, int) else 1

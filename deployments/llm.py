@@ -25,6 +25,5 @@ def build_openai_app(args: Mapping[str, Any]) -> Application:
     One model is a cascade as `deployments.app.build` makes it. Several share one HTTP API, which goes by a request's ``model``.
     Raises `ConfigError` for whatever a cascade cannot honour.
     """
-    found, ingress = cascades(args)
-    [*configs] = found.values()
-    return build(configs[0]) if len(configs) == 1 else bind_models(found, ingress)
+    configs, ingress = cascades(args)
+    return build(*configs.values()) if len(configs) == 1 else bind_models(configs, ingress)

@@ -69,7 +69,7 @@ class Models:
         except Exception as error:
             if started:  # a stream that breaks off tells its client that it is not whole
                 raise
-            refused = refusal(_told(error))
+            refused = refusal(_shown(error))
             await JSONResponse(body_of(refused, route_of(scope)), refused.kind.http, dict(refused.metadata))(
                 scope, receive, send
             )
@@ -96,11 +96,11 @@ class Models:
             name = route.removeprefix(f"{LIST}/")
         elif scope["method"] == "POST":
             try:
-                said = json.loads(body)
+                request = json.loads(body)
             except (ValueError, RecursionError):
-                said = None  # a router tells it
-            name = said.get("model") if isinstance(said, dict) else None
-            if name is None and isinstance(said, dict):
+                request = None  # a router refuses it
+            name = request.get("model") if isinstance(request, dict) else None
+            if name is None and isinstance(request, dict):
                 raise InvalidRequest(f"model is missing: this server has {self._names}", "model")
         elif route == "/metrics":
             raise NotFound("Several models are served here: scrape Ray's own metrics, which have all of them")
@@ -108,10 +108,10 @@ class Models:
             return next(iter(self._routers.values()))
         if not isinstance(name, str):
             raise InvalidRequest("model must be text", "model")
-        found = self._routers.get(name) or self._routers.get(name.rpartition(":")[0])  # MODEL:ADAPTER
-        if found is None:
+        router = self._routers.get(name) or self._routers.get(name.rpartition(":")[0])  # MODEL:ADAPTER
+        if router is None:
             raise NotFound(f"model is {name[:200]!r}: this server has {self._names}", "model")
-        return found
+        return router
 
     @property
     def _names(self) -> str:
@@ -121,12 +121,12 @@ class Models:
         """Forward a request to a router, and its answer to the client; one that leaves ends the request there, too."""
         carried = {key: scope[key] for key in CARRIED if key in scope}
         carried["headers"] = [pair for pair in scope["headers"] if pair[0] != CODING]  # the body is decoded
-        asked = router.options(stream=True).relay.remote(carried, body)
+        answer = router.options(stream=True).relay.remote(carried, body)
         try:
-            async for message in asked:
+            async for message in answer:
                 await send(message)
         finally:
-            asked.cancel()
+            answer.cancel()
 
     async def _list(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with the models of all routers, or with the first refusal."""
@@ -148,7 +148,7 @@ class Models:
         return status, json.loads(content)
 
 
-def _told(error: Exception) -> Exception:
+def _shown(error: Exception) -> Exception:
     """The error that the client gets; a router that is gone or full is unavailable."""
     if isinstance(error, BackPressureError):
         return Overloaded("The router of this model has too many requests: try again")

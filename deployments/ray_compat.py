@@ -86,7 +86,7 @@ class _EndsWithItsCall:
 
     async def __anext__(self) -> Any:
         try:
-            return await super().__anext__()  # type: ignore[misc]  # of the proxy's class
+            return await super().__anext__()  # type: ignore[misc]  # the proxy's class has it
         except RayActorError as error:
             raise RouterGone from error
 

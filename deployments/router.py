@@ -111,29 +111,29 @@ class Router:
         self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext
     ) -> AsyncIterator[pb.GenerateResponse]:
         """The answer, piece by piece."""
-        asked = TextRequest(request, self.model)
-        async with self._asked(asked, grpc_context) as chunks:
+        call = TextRequest(request, self.model)
+        async with self._answering(call, grpc_context) as chunks:
             async for chunk in chunks:
-                yield asked.piece(chunk)
+                yield call.piece(chunk)
 
     async def Complete(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.CompleteResponse:
         """The whole answer."""
-        asked = TextRequest(request, self.model)
-        async with self._asked(asked, grpc_context, "Generate") as chunks:
-            return asked.whole([chunk async for chunk in chunks])
+        call = TextRequest(request, self.model)
+        async with self._answering(call, grpc_context, "Generate") as chunks:
+            return call.whole([chunk async for chunk in chunks])
 
     async def Chat(self, request: pb.ChatRequest, grpc_context: RayServegRPCContext) -> AsyncIterator[pb.ChatResponse]:
         """The assistant's next turn, piece by piece."""
-        asked = TurnRequest(request, self.model, self.assistant)
-        async with self._asked(asked, grpc_context) as chunks:
+        call = TurnRequest(request, self.model, self.assistant)
+        async with self._answering(call, grpc_context) as chunks:
             async for chunk in chunks:
-                yield asked.piece(chunk)
+                yield call.piece(chunk)
 
     async def CompleteChat(self, request: pb.ChatRequest, grpc_context: RayServegRPCContext) -> pb.CompleteChatResponse:
         """The assistant's whole next turn."""
-        asked = TurnRequest(request, self.model, self.assistant)
-        async with self._asked(asked, grpc_context, "Chat") as chunks:
-            return asked.whole([chunk async for chunk in chunks])
+        call = TurnRequest(request, self.model, self.assistant)
+        async with self._answering(call, grpc_context, "Chat") as chunks:
+            return call.whole([chunk async for chunk in chunks])
 
     async def Abort(self, request: pb.AbortRequest, grpc_context: RayServegRPCContext) -> pb.AbortResponse:
         """End requests of the same key, at whatever router they are."""
@@ -162,10 +162,10 @@ class Router:
                 key=pb.KeyLimits(name=account.name, **account.limits.model_dump(exclude_none=True)),
             )
             for tier in self._config.tiers:
-                replicas, said = states[tier.name]
-                state = said or {"name": tier.name, "model": tier.model_loading_config.model_id}
-                known = {name: state[name] for name in pb.Tier.DESCRIPTOR.fields_by_name if name in state}
-                response.tiers.add(replicas=replicas, **known)
+                replicas, described = states[tier.name]
+                state = described or {"name": tier.name, "model": tier.model_loading_config.model_id}
+                fields = {name: state[name] for name in pb.Tier.DESCRIPTOR.fields_by_name if name in state}
+                response.tiers.add(replicas=replicas, **fields)
             return response
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -203,24 +203,24 @@ class Router:
     # requests
 
     @contextlib.asynccontextmanager
-    async def _asked(
-        self, asked: TextRequest | TurnRequest, context: RayServegRPCContext, streaming: str | None = None
+    async def _answering(
+        self, call: TextRequest | TurnRequest, context: RayServegRPCContext, streaming: str | None = None
     ) -> AsyncIterator[AsyncGenerator[Chunk, None]]:
-        """The pieces of the answer to a gRPC request; ``streaming`` is the RPC that streams what is asked for as a whole."""
+        """The pieces of the answer to a gRPC request; ``streaming`` is the RPC that streams such an answer."""
         with reported(context, self.admission):
             if streaming is not None:
-                refuse_streaming(asked.request, streaming)
+                refuse_streaming(call.request, streaming)
             since, headers = time.monotonic(), metadata(context)
             account = self.admission.access.account(headers.get("authorization"))
             self.admission.places.check()  # before the work of reading it
-            task = await asked.task()
+            task = await call.task()
             spec = await self.model.admit(task)
-            if asked.request.HasField("resume"):
-                asked.resume(*await self.model.known([spec]))
+            if call.request.HasField("resume"):
+                call.resume(*await self.model.known([spec]))
             # Ray Serve's proxies do not tell the deadline; they cancel the call when it passes
             left_s = getattr(context, "time_remaining", lambda: None)()
             limits = account, headers.get("request_id"), left_s, [spec]
-            told, train = context.invocation_metadata() or (), task.handling.train
-            with self.admission.admitted(*limits, since=since, headers=told, train=train) as request:
+            carried, train = context.invocation_metadata() or (), task.handling.train
+            with self.admission.admitted(*limits, since=since, headers=carried, train=train) as request:
                 async with contextlib.aclosing(self._full.pieces(spec, request)) as chunks:
                     yield chunks

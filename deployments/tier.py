@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import ray.util
@@ -24,7 +23,7 @@ from cascade.errors import ModelError
 from cascade.params import SamplingParams
 from cascade.planner.chains import Planner
 from cascade.planner.cost import Profile
-from cascade.settings.config import LinkTLS, TierConfig
+from cascade.settings.config import CascadeConfig, TierConfig
 from cascade.settings.engine import EngineKwargs
 from cascade.tier.runner import measure
 from cascade.tier.tier import Tier
@@ -46,32 +45,31 @@ LEASE_TIMEOUT_S = 2.0  # a drafter that cannot be had by then is done without
 
 
 class TierReplica:
-    """One replica of a tier. ``lower`` are handles of the tiers below, by name, ``drafters`` all kinds inside any tier,
-    ``shared`` the tiers below that compute on the processors of this one, if they run on its machine."""
+    """One replica of the tier ``name`` of a cascade. ``lower`` are handles of the tiers below, by name.
+
+    ``shared`` are those of them that compute on the processors of this one, if they run on its machine, ``packages`` the
+    versions that all nodes have.
+    """
 
     @starting()
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         config: Mapping[str, Any],
-        level: int,
+        name: str,
         lower: Mapping[str, DeploymentHandle],
-        drafters: Sequence[str] = (),
-        link_tls: Mapping[str, Any] | None = None,
-        link_ports: tuple[int, int] | None = None,
-        packages: Mapping[str, str] = MappingProxyType({}),
-        shared: Sequence[str] = (),
-        draft: bool = False,
+        shared: Sequence[str],
+        packages: Mapping[str, str],
     ) -> None:
         join_serves()
         check_alike(packages)
-        self._config = TierConfig.model_validate(config)
-        tls = None if link_tls is None else LinkTLS.model_validate(link_tls)
-        if tls is not None:
+        cascade = CascadeConfig.model_validate(config)
+        self._config = cascade.tier(name)
+        if (tls := cascade.link_tls) is not None:
             check(tls)
         engine = self._config.engine_kwargs
         bind_threads(engine)
         folder = None if engine.lora_path is None else await asyncio.to_thread(AdapterFolder, engine.lora_path)
-        self._model = await _apart(partial(load_model, self._config, folder, draft=draft))
+        self._model = await _apart(partial(load_model, self._config, folder, draft=self._config is not cascade.tiers[-1]))
         log.info("Tier %s: %s", self._config.name, self._model.summary)
         self._weights = ""  # version of learnt ones
         stated: Profile | None = getattr(self._model, "profile", None)  # an engine may say itself what passes cost
@@ -84,28 +82,28 @@ class TierReplica:
             await asyncio.to_thread(grammars.prepare)
         new_state = state_maker(None if grammars is None else grammars.matcher)
         self._tier = Tier(
-            self._config.name,
-            level,
+            name,
+            cascade.chain_names.index(name),
             self._model,
             planner=Planner(shared),
             max_pass_tokens=engine.max_pass_tokens,
             profile=self._profile,
             new_state=new_state if getattr(self._model, "shapes", True) else None,
-            drafters=make(engine.drafters, drafters, encode),
+            drafters=make(engine.drafters, cascade.drafters, encode),
         )
-        traced = tracing(self._config.name, self._config.model_loading_config.model_id)
-        lessors = {name: lessor(handle) for name, handle in lower.items()}
+        model = self._config.model_loading_config.model_id
+        traced = tracing(name, model)
+        lessors = {below: lessor(handle) for below, handle in lower.items()}
         leases = LeasePool(lessors, timeout_s=LEASE_TIMEOUT_S)
         host = ray.util.get_node_ip_address()
         self._downlink = Downlink(leases, self._tier.post, tls=tls, tracing=traced, host=host, locate=self._tier.planner.locate)
         self._tier.below = self._downlink if lower else None
-        self._server = LinkServer(self._tier, tls, traced, link_ports, partial(prepare, grammars, folder))
+        self._server = LinkServer(self._tier, tls, traced, cascade.link_ports, partial(prepare, grammars, folder))
         self._replica = replica_name()
         self._tier.start()
         await self._server.start(host)
         source = partial(replica_readings, self._tier, self._profile, self._server, self._downlink)
-        model = self._config.model_loading_config.model_id
-        self._reporting = asyncio.create_task(report(model, self._config.name, source))
+        self._reporting = asyncio.create_task(report(model, name, source))
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """Called by Serve, for `PreferringRouter`."""
@@ -121,7 +119,7 @@ class TierReplica:
 
     async def describe(self) -> dict[str, Any]:
         """What runs here, for `Describe`."""
-        stats, blocks = self._tier.stats, self._tier.kv_admission.block_manager
+        blocks = self._tier.kv_admission.block_manager
         return {
             "name": self._config.name,
             "model": self._config.model_loading_config.model_id,
@@ -137,15 +135,11 @@ class TierReplica:
             "sessions": self._tier.num_sessions,
             "leases": len(self._server.leases),
             "drafting": self._downlink.num_sessions,
-            "address": self._server.address,
             "queried": blocks.queried,
             "reused": blocks.reused,
-            "passes": stats.passes,
-            "busy_s": stats.busy_s,
-            "pass_s": self._profile.pass_s,
             "pass_cost": [{"tokens": tokens, "seconds": seconds} for tokens, seconds in self._profile.points],
             "context_s": self._profile.context_s,
-            "worth": [one._asdict() for one in self._tier.planner.worths()],
+            "worth": [worth._asdict() for worth in self._tier.planner.worths()],
         }
 
     async def weights(self) -> Weights:
@@ -202,7 +196,7 @@ def bind_threads(engine: EngineKwargs) -> None:
 def load_model(config: TierConfig, folder: AdapterFolder | None = None, *, draft: bool = False) -> Any:
     """The model of a tier, a `cascade.scorer.Scorer`, on the engine of its configuration; raises `ModelError`.
 
-    ``folder`` has adapters that are loaded when they are asked for. A ``draft`` model says its draft vocabulary alone.
+    ``folder`` has adapters that are loaded when they are asked for. A ``draft`` model says only its draft vocabulary.
     An engine is imported where it is chosen, for each takes seconds.
     """
     engine = config.engine_kwargs

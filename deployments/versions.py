@@ -1,6 +1,7 @@
 """Versions of packages."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 from cascade.errors import ConfigError
@@ -11,13 +12,11 @@ PACKAGES = ("cascade-serve", "torch", "transformers", "tokenizers", "llguidance"
 
 def packages() -> dict[str, str]:
     """Versions of `PACKAGES` that are installed here, without the build, such as ``+cu130``."""
-    found = {}
+    installed = {}
     for name in PACKAGES:
-        try:
-            found[name] = version(name).partition("+")[0]
-        except PackageNotFoundError:
-            continue
-    return found
+        with suppress(PackageNotFoundError):
+            installed[name] = version(name).partition("+")[0]
+    return installed
 
 
 def check_alike(expected: Mapping[str, str]) -> None:

@@ -18,7 +18,6 @@ from cascade.settings.config import CascadeConfig, TierConfig
 from cascade.settings.section import Section
 from cascade.simulation.recording import fake
 from cascade.simulation.toy_tier import ToyTier
-from deployments.app import of_replica, tier_options
 from deployments.tier import load_model
 
 log = logging.getLogger(__name__)
@@ -62,7 +61,7 @@ def load(config: TierConfig) -> "Emulated":
 def num_gpus(config: CascadeConfig) -> int:
     """GPUs that a Ray has to be told of though they are not there: those of all replicas."""
     counts = [tier.deployment_config.num_replicas for tier in config.tiers]
-    gpus = [of_replica(tier_options(tier)).get("GPU", 0.0) for tier in config.tiers]
+    gpus = [tier.resources.get("GPU", 0.0) for tier in config.tiers]
     return math.ceil(sum(each * (count if isinstance(count, int) else 1) for each, count in zip(gpus, counts, strict=True)))
 
 

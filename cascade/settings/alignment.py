@@ -37,7 +37,7 @@ class AlignmentConfig(Section):
     canary_s: Annotated[float, Field(ge=0)] = 60.0  # seconds that one replica tries new weights
     device: str | None = None  # the learner's, such as cuda:0; by default the GPU if there is one
     num_workers: Count = 1  # processes that train a drafter together, by Ray Train
-    # of the learner, or of each of several workers: `num_gpus`, ...
+    # resources of the learner, or of each of several workers: `num_gpus`, ...
     ray_actor_options: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")

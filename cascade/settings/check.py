@@ -40,7 +40,7 @@ class Need:
     anatomy: Anatomy
     quantization: str | None
     ranks: int  # devices that share the weights and the cache
-    drafter_bytes: int  # of the weights of its head, which each rank holds
+    drafter_bytes: int  # the weights of its head, which each rank holds
     cache_bytes_per_token: int  # keys and values of all layers, and of a head's
     device: str  # such as cuda, cpu or H100
     device_bytes: int  # each rank's memory for weights and cache; what is free now, on a device of this machine
@@ -79,7 +79,7 @@ def _need(tier: TierConfig) -> Need:
 
     engine = tier.engine_kwargs
     device, size = _device(tier)
-    runs_on = engine.runs_on(gpu=_has_gpu(tier) or default_device() == "cuda")
+    runs_on = _engine(tier)
     with _naming(f"The model of tier {tier.name}"):
         sizes = anatomy(
             tier.model_loading_config.source,
@@ -93,7 +93,7 @@ def _need(tier: TierConfig) -> Need:
     ranks = engine.tensor_parallel_size
     head = _head_weights(tier) * sizes.dtype.itemsize
     each = sizes.cache_bytes_per_token
-    if head:  # which keeps at most one layer more, alike
+    if head:  # it keeps at most one layer more, alike
         each += each // _config(tier).get_text_config().num_hidden_layers
     return Need(tier.name, sizes, engine.quantization, ranks, head, each, device, size, runs_on)
 
@@ -117,8 +117,7 @@ def unpinned(config: CascadeConfig) -> str | None:
     """One sentence if a tier that takes any GPU may take the one that another tier needs, which then waits for ever."""
     named = next((tier for tier in config.tiers if _accelerator(tier)), None)
     for tier in config.tiers:
-        actor = tier.deployment_config.ray_actor_options
-        pinned = _accelerator(tier) or actor.get("resources") or actor.get("label_selector")
+        pinned = any(tier.actor_options.get(name) for name in ("accelerator_type", "resources", "label_selector"))
         if named is not None and _has_gpu(tier) and not pinned:
             return (
                 f"Tier {tier.name} takes a GPU of any kind, also the {_accelerator(named)} that tier {named.name} waits for: "
@@ -173,7 +172,7 @@ def limits(config: CascadeConfig) -> dict[str, dict[str, int]]:
 
 def _ask_vllm(tier: TierConfig) -> None:
     """Ask vLLM whether it takes the tier's arguments and architecture, if it is installed here; else the replica finds out."""
-    if not installed() or tier.engine_kwargs.runs_on(gpu=_has_gpu(tier) or default_device() == "cuda") != "vllm":
+    if not installed() or _engine(tier) != "vllm":
         return
     from cascade.engine.vllm.engine import check_architectures, check_options
 
@@ -200,7 +199,7 @@ def _head_weights(tier: TierConfig) -> int:
 
 def _device(tier: TierConfig) -> tuple[str, int]:
     """Name and memory: of the accelerator if its size is known, else of this machine's device."""
-    kind = tier.accelerator_type or ""
+    kind = _accelerator(tier) or ""
     if tier.engine_kwargs.device is None and kind in ACCELERATORS:
         return kind, int(ACCELERATORS[kind] * GIB * tier.gpu_memory_utilization)
     name = tier.engine_kwargs.device or default_device()
@@ -213,11 +212,16 @@ def _device(tier: TierConfig) -> tuple[str, int]:
 
 
 def _accelerator(tier: TierConfig) -> str | None:
-    return tier.accelerator_type or tier.deployment_config.ray_actor_options.get("accelerator_type")
+    return tier.actor_options.get("accelerator_type")
 
 
 def _has_gpu(tier: TierConfig) -> bool:
-    return bool(_accelerator(tier) or tier.deployment_config.ray_actor_options.get("num_gpus"))
+    return bool(tier.resources.get("GPU"))
+
+
+def _engine(tier: TierConfig) -> str:
+    """The engine that a replica will run on."""
+    return tier.engine_kwargs.runs_on(gpu=_has_gpu(tier) or default_device() == "cuda")
 
 
 def _tokenizer(tier: TierConfig) -> Tokenizer:

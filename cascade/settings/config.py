@@ -11,7 +11,7 @@ tiers:                                # bottom to top; the last is the full one
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -20,7 +20,7 @@ from cascade.engine.generation import AUTO
 from cascade.errors import ConfigError
 from cascade.params import DEFAULT_WINDOW, MAX_WINDOW
 from cascade.settings.alignment import AlignmentConfig, alignment_problems, students
-from cascade.settings.deployment import DeploymentConfig
+from cascade.settings.deployment import DeploymentConfig, resources
 from cascade.settings.engine import EMBEDDED, EngineKwargs, ModelLoadingConfig, pinned
 from cascade.settings.router import RouterConfig
 from cascade.settings.section import Live, Port, Section, Text, sentence
@@ -30,22 +30,46 @@ RESERVED = ("router", "learner")  # names of deployments that are no tiers
 GPU_MEMORY = 0.9  # share for weights and caches; the rest is for passes
 
 
+class PlacementConfig(Section):
+    """The placement group of a replica, as Ray has it."""
+
+    bundles: Annotated[list[dict[str, float]], Field(min_length=1)]  # resources of each bundle
+    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"  # where bundles go
+    bundle_label_selector: list[dict[str, str]] | None = None  # labels of the nodes of each bundle
+
+
 class TierConfig(Section):
     """One tier: a model and its deployment."""
 
-    # of the tier and its deployment; letters, digits, `_` and `-`
+    # name of the tier and its deployment; letters, digits, `_` and `-`
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")]
     model_loading_config: ModelLoadingConfig  # where the model comes from
     engine_kwargs: EngineKwargs = EngineKwargs()  # how a replica runs the model
     accelerator_type: str | None = None  # GPU that a replica asks Ray for, such as L4, A100 or H100
-    # Ray Serve's: `bundles`, `strategy`, `bundle_label_selector`
-    placement_group_config: dict[str, Any] | None = None
+    placement_group_config: PlacementConfig | None = None  # by default the resources of `ray_actor_options`
     deployment_config: DeploymentConfig = DeploymentConfig()  # replicas, resources and health checks
+
+    @property
+    def actor_options(self) -> dict[str, Any]:
+        """Ray's options of a replica, with the GPUs that ``accelerator_type`` and ``tensor_parallel_size`` ask for."""
+        typed = {"num_gpus": 1, "accelerator_type": self.accelerator_type} if self.accelerator_type is not None else {}
+        actor = typed | self.deployment_config.ray_actor_options
+        if self.placement_group_config is None and actor.get("num_gpus"):
+            # vLLM starts its ranks as processes of the replica, which must see the GPUs of all
+            ranks = self.engine_kwargs.tensor_parallel_size
+            actor["num_gpus"] = max(ranks, actor["num_gpus"]) if ranks > 1 else actor["num_gpus"]
+        return actor
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """Ray's resources that one replica takes, with its placement group."""
+        placement = self.placement_group_config
+        return resources(self.actor_options, None if placement is None else placement.bundles)
 
     @property
     def gpu_memory_utilization(self) -> float:
         """Share of a GPU's memory for weights and cache; by default 0.9 of the replica's part of the GPU."""
-        num_gpus = self.deployment_config.ray_actor_options.get("num_gpus") or 1
+        num_gpus = self.actor_options.get("num_gpus") or 1
         return self.engine_kwargs.gpu_memory_utilization or GPU_MEMORY * min(num_gpus, 1)
 
 
@@ -70,7 +94,7 @@ class CascadeConfig(Section):
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     link_tls: LinkTLS | None = None  # encrypts links between tiers
     # first and last port at which replicas take links; by default any free one
-    link_ports: Annotated[tuple[Port, ...], Field(min_length=2, max_length=2)] | None = None
+    link_ports: tuple[Port, Port] | None = None
     alignment: AlignmentConfig | None = None  # lower tiers learn from answers while they serve
     verify: bool = True  # compare tokenizers and contexts of all tiers first
 
@@ -109,6 +133,10 @@ class CascadeConfig(Section):
     def names(self) -> tuple[str, ...]:
         return tuple(tier.name for tier in self.tiers)
 
+    def tier(self, name: str) -> TierConfig:
+        """The tier of that name; raises `ValueError` if there is none."""
+        return self.tiers[self.names.index(name)]
+
     @property
     def drafters(self) -> tuple[str, ...]:
         """Kinds of the drafters inside tiers, each once."""
@@ -136,7 +164,7 @@ class CascadeConfig(Section):
 
         A revision of the hub that is pinned is a folder in the hub's cache.
         """
-        tier = next(tier for tier in self.tiers if tier.name == student)
+        tier = self.tier(student)
         return pinned(tier.model_loading_config.source, tier.engine_kwargs.revision)
 
     @property

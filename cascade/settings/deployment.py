@@ -1,10 +1,13 @@
 """Options of Ray Serve deployments, and how many replicas each may have."""
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from cascade.settings.section import Count, Seconds, Section
+
+RESOURCES = {"num_cpus": "CPU", "num_gpus": "GPU"}  # Ray's names, by the options that ask for them
 
 
 class DeploymentConfig(Section):
@@ -32,6 +35,14 @@ class DeploymentConfig(Section):
     backpressure_config: dict[str, Any] | None = None  # Ray Serve's
 
     @property
+    def num_at_start(self) -> int:
+        """Replicas at the start."""
+        if (scaling := self.autoscaling_config) is not None:
+            first = scaling.get("initial_replicas")
+            return int(scaling.get("min_replicas", 1) if first is None else first)
+        return self.num_replicas if isinstance(self.num_replicas, int) else 1
+
+    @property
     def several(self) -> bool:
         """Whether there may be more than one replica."""
         if self.autoscaling_config is not None:
@@ -47,3 +58,13 @@ class RouterDeploymentConfig(DeploymentConfig):
     graceful_shutdown_timeout_s: Annotated[float, Field(ge=0)] = 60.0  # seconds for running answers to end
     # percent; new ones start first
     max_surge_percent: Annotated[int, Field(ge=0, le=100)] | None = 100
+
+
+def resources(actor: Mapping[str, Any], bundles: Sequence[Mapping[str, float]] | None = None) -> dict[str, float]:
+    """Ray's resources that a replica takes: of its ``ray_actor_options``, or of the ``bundles`` of its placement group."""
+    if bundles is not None:
+        return {name: sum(bundle.get(name, 0.0) for bundle in bundles) for bundle in bundles for name in bundle}
+    actor = {"num_cpus": 1} | dict(actor)
+    amounts = {resource: float(actor.get(option) or 0.0) for option, resource in RESOURCES.items()}
+    kind = actor.get("accelerator_type")
+    return amounts | dict(actor.get("resources") or {}) | ({f"accelerator_type:{kind}": 0.001} if kind else {})

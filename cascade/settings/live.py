@@ -14,9 +14,9 @@ from cascade.errors import ConfigError
 from cascade.settings.config import CascadeConfig, TierConfig
 from cascade.settings.section import Section
 
-# of a tier, what Ray Serve compares itself: it replaces replicas for ray_actor_options, for others it does not
+# Ray Serve compares these parts of a tier itself: it replaces replicas for ray_actor_options, for others it does not
 COMPARED_BY_SERVE = ("deployment_config", "accelerator_type", "placement_group_config")
-# of the full tier's engine_kwargs, all that routers read
+# routers read these of the full tier's engine_kwargs
 READ_BY_ROUTERS = {"revision", "trust_remote_code", "lora_modules", "lora_path", "generation_config"}
 
 
@@ -49,11 +49,17 @@ def changed(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     return result
 
 
-def fixed_of_tier(tier: TierConfig) -> dict[str, Any]:
+def fixed_of_tier(config: CascadeConfig, tier: TierConfig) -> dict[str, Any]:
     """What replaces the replicas of ``tier`` when it changes."""
-    return tier.model_dump(
-        mode="json", exclude={**dict.fromkeys(COMPARED_BY_SERVE, True), "engine_kwargs": {"generation_config"}}
-    )
+    names = config.names
+    below = names[: names.index(tier.name)]
+    exclude = {**dict.fromkeys(COMPARED_BY_SERVE, True), "engine_kwargs": {"generation_config"}}
+    return config.model_dump(mode="json", include={"link_tls", "link_ports"}) | {
+        "tier": tier.model_dump(mode="json", exclude=exclude),
+        "lower": below,
+        "top": tier is config.tiers[-1],
+        "drafters": config.drafters,
+    }
 
 
 def fixed_of_router(config: CascadeConfig) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from cascade.settings.section import Section, sentence
 Values = dict[str, Any]
 FULL = "full"  # the tier of a model's own name
 KEPT = {"enable_prefix_caching": True, "pipeline_parallel_size": 1}  # values that always hold here
-# of vLLM's server and its metrics: chats find calls by the model's template, and metrics are those of the cascade
+# vLLM's server and its metrics have these: chats find calls by the model's template, and metrics are those of the cascade
 NO_EFFECT = ("enable_auto_tool_choice", "tool_call_parser", "log_engine_metrics")
 TOOL_FORMATS = {"hermes": "hermes", "mistral": "mistral", "llama3_json": "llama3"}  # vLLM's tool_call_parser, and ours
 

@@ -50,7 +50,7 @@ class RequestLimits(Section):
     read_timeout_s: Seconds = 60.0  # seconds until a client that reads nothing is dropped
 
 
-class DoorTLS(Section):
+class ListenTLS(Section):
     """TLS towards clients. Paths of PEM files where the router runs."""
 
     certificate: Text  # certificate and its chain
@@ -63,7 +63,7 @@ class ListenConfig(Section):
     host: Text = "127.0.0.1"  # address to listen at; 0.0.0.0 is every one
     grpc_port: Port = 9000  # port of gRPC
     http_port: Port = 8000  # port of HTTP
-    tls: DoorTLS | None = None  # TLS on both ports; plain by default
+    tls: ListenTLS | None = None  # TLS on both ports; plain by default
 
     @model_validator(mode="after")
     def _two_ports(self) -> Self:

@@ -9,13 +9,13 @@ import grpc
 
 from cascade.errors import ConfigError
 from cascade.settings.config import LinkTLS
-from cascade.settings.router import DoorTLS
+from cascade.settings.router import ListenTLS
 
 
-def check(tls: LinkTLS | DoorTLS) -> None:
+def check(tls: LinkTLS | ListenTLS) -> None:
     """Raise `ConfigError` if the files cannot be used. Those of links shake hands with themselves, as peers will."""
     server = _context(tls, ssl.PROTOCOL_TLS_SERVER)
-    if isinstance(tls, DoorTLS):
+    if isinstance(tls, ListenTLS):
         return
     server.verify_mode = ssl.CERT_REQUIRED
     try:
@@ -28,7 +28,7 @@ def check(tls: LinkTLS | DoorTLS) -> None:
         ) from None
 
 
-def server_credentials(tls: LinkTLS | DoorTLS) -> grpc.ServerCredentials:
+def server_credentials(tls: LinkTLS | ListenTLS) -> grpc.ServerCredentials:
     """Credentials of a server: of a link, for callers with a certificate of the authority; of a door, for everybody.
 
     Files that change are read again for later connections.
@@ -57,7 +57,7 @@ def channel(address: str, options: Sequence[tuple[str, object]], tls: LinkTLS | 
     return grpc.aio.secure_channel(address, credentials, options=named)
 
 
-def _context(tls: LinkTLS | DoorTLS, protocol: ssl._SSLMethod) -> ssl.SSLContext:
+def _context(tls: LinkTLS | ListenTLS, protocol: ssl._SSLMethod) -> ssl.SSLContext:
     """One end of a connection; raises `ConfigError`."""
     context, section = ssl.SSLContext(protocol), _section(tls)
     for field in ("certificate", "key"):
@@ -77,7 +77,7 @@ def _context(tls: LinkTLS | DoorTLS, protocol: ssl._SSLMethod) -> ssl.SSLContext
     return context
 
 
-def _read(tls: LinkTLS | DoorTLS, field: str) -> bytes:
+def _read(tls: LinkTLS | ListenTLS, field: str) -> bytes:
     path = getattr(tls, field)
     try:
         return Path(path).read_bytes()
@@ -85,7 +85,7 @@ def _read(tls: LinkTLS | DoorTLS, field: str) -> bytes:
         raise ConfigError(f"{_section(tls)}.{field} is {path!r}, which cannot be read: {error.strerror or error}") from None
 
 
-def _section(tls: LinkTLS | DoorTLS) -> str:
+def _section(tls: LinkTLS | ListenTLS) -> str:
     return "link_tls" if isinstance(tls, LinkTLS) else "router.listen.tls"
 
 

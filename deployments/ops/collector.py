@@ -76,7 +76,7 @@ class Collector:
 def judged(edge: Edge) -> tuple[int, int]:
     """How many tokens of a drafter were right and wrong, however many of them were scored.
 
-    Of drafters inside tiers, whose other tokens nobody counts, the first ones after a text.
+    Of drafters inside tiers only the first tokens after a text are counted.
     """
     if edge.agreed or edge.corrected:
         return edge.agreed, edge.corrected

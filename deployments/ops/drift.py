@@ -35,10 +35,6 @@ class Drift:
     _due: float = field(default=-math.inf)
 
     @property
-    def known(self) -> bool:
-        return self._num > 0
-
-    @property
     def fall(self) -> float:
         """How far what is recent is below the level; 0 before the first observation."""
         return self.level - self.recent if self._num else 0.0

@@ -23,7 +23,7 @@ from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.exceptions import RayServeException
 
 from cascade.client.connection import SECURE
-from cascade.errors import ConfigError, ModelError
+from cascade.errors import ConfigError, ModelError, reason
 from cascade.settings.config import CascadeConfig
 from cascade.settings.file import load_config
 from cascade.settings.router import ListenConfig
@@ -80,7 +80,7 @@ class Server:
         """
         parsed = load_config(config) if isinstance(config, Path) else parse(config)
         listen = listening(parsed.router.listen or ListenConfig(), host, port, grpc_port)
-        server = cls(at_door(parsed, listen), listen, not (ray.is_initialized() or _cluster()), name)
+        server = cls(listening_at(parsed, listen), listen, not (ray.is_initialized() or _cluster()), name)
         try:
             server._start(tell, num_gpus)
         except RuntimeError as error:  # a replica that does not come up, with its traceback
@@ -105,7 +105,7 @@ class Server:
             self._start_serve()
             limits = reading.result()
         if not self._owns_ray:  # a cluster of several machines: clients are told this one's address
-            config = at_door(config, self._listen, ray.util.get_node_ip_address())
+            config = listening_at(config, self._listen, ray.util.get_node_ip_address())
         application = bind(config, limits)
         tell(f"Starting the tiers {', '.join(self.tiers)}")
         self._run(application)
@@ -129,7 +129,7 @@ class Server:
         try:
             serve.run(application, name=self._name, route_prefix=route, logging_config=QUIET)
         except RayServeException as error:  # such as another application at the same route
-            raise ConfigError(f"Ray Serve does not take the application {self._name!r}: {_line(error)}") from None
+            raise ConfigError(f"Ray Serve does not take the application {self._name!r}: {reason(error)}") from None
 
     def _check_room(self) -> None:
         """Raise `ConfigError` if this machine does not have what the tiers ask for; a cluster may still grow."""
@@ -141,13 +141,9 @@ class Server:
 
     def wait(self) -> None:
         """Return at SIGINT or SIGTERM."""
-        stopped = threading.Event()
-        before = {number: signal.signal(number, lambda *of: stopped.set()) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            stopped.wait()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()
 
     def stop(self) -> None:
         """Stop the application, and Ray if it was started here."""
@@ -185,14 +181,14 @@ def listening(given: ListenConfig, host: str | None, port: int | None, grpc_port
             try:
                 probe.bind((chosen.host, taken))
             except OSError as error:
-                reason = error.strerror or str(error)
+                why = error.strerror or str(error)
                 raise ConfigError(
-                    f"The {name} port {taken} of {chosen.host} cannot be used ({reason}): choose another {option} or --host"
+                    f"The {name} port {taken} of {chosen.host} cannot be used ({why}): choose another {option} or --host"
                 ) from None
     return chosen
 
 
-def at_door(config: CascadeConfig, listen: ListenConfig, node: str | None = None) -> CascadeConfig:
+def listening_at(config: CascadeConfig, listen: ListenConfig, node: str | None = None) -> CascadeConfig:
     """``config`` with a router that listens at ``listen``, on this ``node`` of a cluster."""
     router = config.router.model_copy(update={"listen": listen})
     if node is not None:
@@ -220,12 +216,8 @@ def _cause(error: Exception, application: str) -> str:
         states = serve.status().applications[application].deployments.items()
         text = next((f"{name}: {state.message}" for name, state in states if "rror" in state.message), text)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    kind, colon, reason = lines[-1].partition(": ") if lines else ("", "", "")
-    return reason if colon and "." in kind and " " not in kind else (lines or [type(error).__name__])[-1]
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    kind, colon, message = lines[-1].partition(": ") if lines else ("", "", "")
+    return message if colon and "." in kind and " " not in kind else (lines or [type(error).__name__])[-1]
 
 
 def free_port() -> int:
@@ -244,15 +236,15 @@ def _cluster() -> str:
 
 
 def _check_cluster(address: str) -> None:
-    """Raise `ConfigError` if nobody listens there: Ray would try for minutes."""
+    """Raise `ConfigError` if nothing listens there: Ray would try for minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or "/" in host:  # such as auto, or ray://HOST:PORT
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise ConfigError(f"RAY_ADDRESS is {address!r}, where no cluster answers ({reason}): start it, or unset it") from None
+        why = error.strerror or str(error)
+        raise ConfigError(f"RAY_ADDRESS is {address!r}, where no cluster answers ({why}): start it, or unset it") from None
 
 
 def _keep_token() -> None:
@@ -281,18 +273,18 @@ def _start_ray(num_gpus: int | None, *, dashboard: bool = False) -> None:
             ray.init(address=address, **options)
         except Exception as error:  # whatever Ray raises: nobody is there, or another version
             raise ConfigError(
-                f"RAY_ADDRESS is {address!r}, which cannot be joined ({_line(error)}): start the cluster, or unset it"
+                f"RAY_ADDRESS is {address!r}, which cannot be joined ({reason(error)}): start the cluster, or unset it"
             ) from None
         return
     _keep_token()
     options |= {"address": "local", "num_cpus": max(LOGICAL_CPUS, os.cpu_count() or 1), "include_dashboard": dashboard}
     options |= {"num_gpus": num_gpus} if num_gpus else {}
-    try:
-        ray.init(**options)
-    except Exception as error:  # whatever Ray raises when a process of its own does not come up, which happens
-        log.warning("Ray did not start (%s): once more", error)
-        ray.shutdown()
+    for again in (True, False):
         try:
             ray.init(**options)
-        except Exception as again:
-            raise ConfigError(f"Ray does not start on this machine: {_line(again)}") from again
+            return
+        except Exception as error:  # whatever Ray raises when a process of its own does not come up, which happens
+            ray.shutdown()
+            if not again:
+                raise ConfigError(f"Ray does not start on this machine: {reason(error)}") from error
+            log.warning("Ray did not start (%s): once more", error)

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -33,7 +33,7 @@ ASK_TIMEOUT_S = 10.0
 RENEW_TIMEOUT_S = 300.0
 LOWEST = 19  # priority of the thread that trains: whatever serves on the machine goes first
 
-# of a canary: judged tokens before it is believed, standard deviations and fall of what is right that are no chance
+# judged tokens before a canary is believed, standard deviations and fall of what is right that are no chance
 LEAST_JUDGED, SIGMAS, FALL = 400, 4.0, 0.03
 PATIENCE = 5  # times the time of a canary after which one that hardly anybody asks is believed, too
 
@@ -45,7 +45,7 @@ class Weights(NamedTuple):
 
     replica: str
     version: str  # "" for the weights that it began with
-    right: int  # own tokens of sessions that are over that the tier above said, too
+    right: int  # own tokens, in sessions that are over, equal to those of the tier above
     wrong: int
 
 
@@ -85,16 +85,27 @@ def _since(now: Weights, then: Weights | None) -> tuple[int, int]:
 
 
 @dataclass(slots=True)
+class Record:
+    """What came of a student's rounds."""
+
+    kept: int = 0
+    dropped: int = 0  # by the judge of a round, or by a canary
+    before: float | None = None  # agreement on held-out answers, of the last round
+    after: float | None = None
+    share: float = 0.0  # the share of the running round that is done
+    swaps: int = 0  # replicas that got other weights
+
+
+@dataclass(slots=True)
 class Rollout:
     """Brings the replicas of a tier to the latest weights of a student, one after another."""
 
     student: str
     config: CascadeConfig
     tier: DeploymentHandle
+    record: Record
     canary: Canary | None = None
     good: str = ""  # version that a canary has passed
-    swaps: int = 0  # replicas that got other weights
-    dropped: int = 0  # versions that a canary failed
 
     async def step(self) -> None:
         """Do what is to be done next: nothing, mostly."""
@@ -111,7 +122,7 @@ class Rollout:
                 return
             if verdict == "bad":
                 back = alignment.versions(self.student).rollback()
-                self.dropped += 1
+                self.record.dropped += 1
                 log.warning("%s: weights %s are dropped, %s is right less often", self.student, wanted, self.canary.replica)
                 wanted, current = "" if back is None else back.name, back
             elif verdict == "good":
@@ -124,21 +135,10 @@ class Rollout:
             self.canary = Canary(wanted, behind.replica, time.monotonic(), {state.replica: state for state in states})
         source = self.config.beginning(self.student) if current is None else str(current)
         if any(await ask_all(self.tier, "renew", behind.replica, wanted, source, timeout_s=RENEW_TIMEOUT_S)):
-            self.swaps += 1
+            self.record.swaps += 1
             log.info("%s: %s goes on with weights %s", self.student, behind.replica, wanted or "that it began with")
         else:
             self.canary = None
-
-
-@dataclass(slots=True)
-class Rounds:
-    """What came of a student's rounds."""
-
-    kept: int = 0
-    dropped: int = 0
-    before: float | None = None  # agreement on held-out answers, of the last round
-    after: float | None = None
-    share: float = 0.0  # the share of the running round that is done
 
 
 class Learner:
@@ -150,14 +150,13 @@ class Learner:
         assert self._config.alignment is not None
         self._alignment = self._config.alignment
         self._answers = self._alignment.reservoir()
-        full = self._config.names[-1]
-        self._rollouts = [Rollout(name, self._config, tiers.get(name, tiers[full])) for name in self._config.students]
-        self._rounds = {name: Rounds() for name in self._config.students}
+        self._records = {name: Record() for name in self._config.students}
+        rollouts = [Rollout(name, self._config, tiers[name], record) for name, record in self._records.items()]
         self._drifting: dict[str, set[str]] = {}  # the drifting drafters of each router
         self._urgent = False  # an alarm begins the next round
         self._learnt_at, self._learnt_rows, self._saved_at = time.monotonic(), self._answers.num_added, time.monotonic()
         self._forgotten, self._closed = threading.Event(), threading.Event()
-        work = (self._learn, *(rollout.step for rollout in self._rollouts))
+        work = (self._learn, *(rollout.step for rollout in rollouts))
         self._tasks = [asyncio.create_task(self._again(step)) for step in work]
 
     async def take(self, router: str, samples: Sequence[Sample], drifting: Sequence[str]) -> dict[str, Any]:
@@ -168,23 +167,10 @@ class Learner:
         return self.progress()
 
     def progress(self) -> dict[str, Any]:
-        """By student: rounds, agreement, replicas that got other weights."""
-        rollouts = {
-            rollout.student: (self._rounds[rollout.student], rollout.swaps, rollout.dropped) for rollout in self._rollouts
-        }
+        """How many answers are kept, and the `Record` of each student."""
         return {
             "answers": len(self._answers),
-            "students": {
-                name: {
-                    "kept": rounds.kept,
-                    "dropped": rounds.dropped + dropped,
-                    "before": rounds.before,
-                    "after": rounds.after,
-                    "share": rounds.share,
-                    "swaps": swaps,
-                }
-                for name, (rounds, swaps, dropped) in rollouts.items()
-            },
+            "students": {name: asdict(record) for name, record in self._records.items()},
         }
 
     async def teach(self) -> None:
@@ -241,10 +227,10 @@ class Learner:
         """Train, judge, and publish what is no worse."""
         from cascade.training import alignment
 
-        settings, rounds = self._alignment, self._rounds[student]
+        settings, record = self._alignment, self._records[student]
 
         def tell(progress: alignment.Progress) -> None:
-            rounds.share = progress.share
+            record.share = progress.share
             if self._forgotten.is_set() or self._closed.is_set():
                 raise alignment.Stopped
 
@@ -269,10 +255,10 @@ class Learner:
             log.warning("%s learns nothing: %s", student, error)
             return
         finally:
-            rounds.share = 0.0
-        rounds.before, rounds.after = outcome.before, outcome.after
-        rounds.kept += not outcome.problem
-        rounds.dropped += bool(outcome.problem)
+            record.share = 0.0
+        record.before, record.after = outcome.before, outcome.after
+        record.kept += not outcome.problem
+        record.dropped += bool(outcome.problem)
         log.log(logging.WARNING if outcome.problem else logging.INFO, "%s", outcome)
 
 

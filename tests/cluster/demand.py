@@ -8,7 +8,7 @@ from ray.autoscaler._private.node_provider_availability_tracker import NodeAvail
 from ray.autoscaler._private.resource_demand_scheduler import _default_utilization_scorer, get_nodes_for
 
 from cascade.settings.config import CascadeConfig, TierConfig
-from deployments.app import of_replica, tier_options
+from cascade.settings.deployment import resources
 
 NodeTypes = Mapping[str, Mapping[str, Any]]  # as Ray's autoscaler has them: resources and max_workers by name
 
@@ -21,10 +21,10 @@ def num_replicas(tier: TierConfig, bound: str) -> int:
 
 def demands(config: CascadeConfig, bound: str) -> list[dict[str, float]]:
     """Resources of each replica of each tier, and of each router."""
-    tiers = [of_replica(tier_options(tier)) for tier in config.tiers for _ in range(num_replicas(tier, bound))]
+    tiers = [tier.resources for tier in config.tiers for _ in range(num_replicas(tier, bound))]
     router = config.router.deployment_config
     assert isinstance(router.num_replicas, int)
-    return [*tiers, *[of_replica({"ray_actor_options": router.ray_actor_options})] * router.num_replicas]
+    return [*tiers, *[resources(router.ray_actor_options)] * router.num_replicas]
 
 
 def nodes_for(node_types: NodeTypes, head: str, asked: list[dict[str, float]]) -> tuple[dict[str, int], list[dict[str, float]]]:
@@ -43,8 +43,8 @@ def fits(kind: Mapping[str, Any], asked: Mapping[str, float]) -> bool:
 
 def assert_apart(node_types: NodeTypes, config: CascadeConfig) -> None:
     """No tier below can take the place of the full one, whoever comes first, and no router one with a GPU."""
-    *lower, full = (of_replica(tier_options(tier)) for tier in config.tiers)
-    router = of_replica({"ray_actor_options": config.router.deployment_config.ray_actor_options})
+    *lower, full = (tier.resources for tier in config.tiers)
+    router = resources(config.router.deployment_config.ray_actor_options)
     for kind in node_types.values():
         assert not (fits(kind, router) and "GPU" in kind["resources"])
         assert not fits(kind, full) or not any(fits(kind, asked) for asked in lower)

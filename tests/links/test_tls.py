@@ -20,7 +20,7 @@ from cascade.client import Client
 from cascade.errors import ConfigError, Unavailable
 from cascade.messages import Failed, Message, Open
 from cascade.settings.config import LinkTLS
-from cascade.settings.router import DoorTLS, ListenConfig, RequestLimits
+from cascade.settings.router import ListenConfig, ListenTLS, RequestLimits
 from cascade.v1 import link_pb2_grpc
 from deployments.gateway.http import server as http_server
 from deployments.links.downlink import Downlink
@@ -128,7 +128,7 @@ async def test_a_renewed_door_is_shown(ours: Authority, theirs: Authority, monke
     """Guards HTTP clients against a certificate that runs out: it was read when the router started, and never again."""
     monkeypatch.setattr(http_server, "RENEW_S", 0.01)
     signed = ours.sign("door", name="localhost")
-    door = DoorTLS(certificate=signed.certificate, key=signed.key)
+    door = ListenTLS(certificate=signed.certificate, key=signed.key)
     listen = ListenConfig(http_port=free_port(), tls=door)
     server = http_server.HttpServer(PlainTextResponse("well"), listen, RequestLimits())
     await server.open()

@@ -1,5 +1,6 @@
 """The alarm on drafters whose agreement falls."""
 
+import math
 import random
 
 from hypothesis import given
@@ -71,9 +72,9 @@ def test_few_tokens_and_short_times_are_no_observation() -> None:
     """Guards busy servers, whose level would be that of the last minute, and idle ones, whose few tokens say nothing."""
     drift = Drift()
     drift.observe(BATCH_TOKENS - 1, 0, 0.0)
-    assert not drift.known
+    assert math.isnan(drift.level)
     drift.observe(1, 0, 0.0)
-    assert drift.known
+    assert drift.level == 1.0
     for _ in range(50):
         drift.observe(0, BATCH_TOKENS, BATCH_S / 2)
     assert drift.recent == 1.0

@@ -106,12 +106,12 @@ HONOURED: list[tuple[Values, Callable[[CascadeConfig], Any], Any]] = [  # what i
     ),
     (
         {"placement_group_config": {"bundle_per_worker": {"GPU": 1}}, "engine_kwargs": {"tensor_parallel_size": 2}},
-        lambda c: c.tiers[0].placement_group_config,
+        lambda c: c.tiers[0].placement_group_config.model_dump(exclude_none=True),
         {"bundles": [{"GPU": 1}] * 2, "strategy": "PACK"},
     ),
     (
         {"placement_group_config": {"bundles": [{"CPU": 1}], "strategy": "SPREAD"}},
-        lambda c: c.tiers[0].placement_group_config,
+        lambda c: c.tiers[0].placement_group_config.model_dump(exclude_none=True),
         {"bundles": [{"CPU": 1}], "strategy": "SPREAD"},
     ),
     ({"llm_engine": "vLLM"}, lambda c: c.tiers[0].engine_kwargs.engine, "vllm"),

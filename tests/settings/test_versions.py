@@ -132,7 +132,7 @@ def test_no_change_is_without_effect() -> None:
     """Guards options against being changed without a word: each replaces replicas, or is told to them, or is Serve's own."""
     config = small.config()
     tier = config.tiers[0].model_dump(mode="json")
-    assert set(fixed_of_tier(config.tiers[0])) | {*COMPARED_BY_SERVE} == set(tier)
+    assert set(fixed_of_tier(config, config.tiers[0])["tier"]) | {*COMPARED_BY_SERVE} == set(tier)
     said = {path for path in paths(config.model_dump(mode="json")) if not path.startswith("router.deployment_config")}
     fixed = fixed_of_router(config)
     read = fixed.pop("full")

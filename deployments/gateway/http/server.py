@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cascade.errors import ConfigError
-from cascade.settings.router import DoorTLS, ListenConfig, RequestLimits
+from cascade.settings.router import ListenConfig, ListenTLS, RequestLimits
 from deployments.links.tls import check
 
 BACKLOG = 2048
@@ -52,7 +52,7 @@ class HttpServer:
         if self._listen.tls is not None:
             self._renewing = asyncio.create_task(self._renew(self._listen.tls))
 
-    async def _renew(self, tls: DoorTLS) -> None:
+    async def _renew(self, tls: ListenTLS) -> None:
         """Show new connections what the certificate's files are by now; files that are just being exchanged change nothing."""
         while True:
             await asyncio.sleep(RENEW_S)

@@ -48,7 +48,7 @@ def _made(series: Series) -> Gauge | Histogram:
 async def report(model: str, tier: str, source: Callable[[], Iterable[Reading]]) -> None:
     """Report what ``source`` reads in this replica of Ray Serve, now and every `EVERY_S`, until cancelled."""
     here = context()
-    if here is None:  # nor does anybody ask
+    if here is None:  # outside of Serve nobody scrapes
         return
     export = RayExport(here.app_name, model, tier, here.replica_tag)
     while True:

@@ -80,5 +80,5 @@ class _Read(Collector):
             kind = CounterMetricFamily if series.kind == "counter" else GaugeMetricFamily
             if name not in families:
                 families[name] = kind(f"{PREFIX}{name}", series.help, labels=series.labels)
-            families[name].add_metric(values, value)  # type: ignore[attr-defined]  # of both kinds
+            families[name].add_metric(values, value)  # type: ignore[attr-defined]  # both kinds have it
         yield from families.values()

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-import yaml
-
 from cascade.errors import ConfigError
 from cascade.settings import llm_configs
 from cascade.settings.config import CascadeConfig
@@ -12,12 +10,7 @@ from cascade.settings.config import CascadeConfig
 
 def load_config(path: Path) -> CascadeConfig:
     """Read a YAML file, which may be one for ``serve deploy`` that has one cascade; raises `ConfigError`."""
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    values = llm_configs.read_yaml(path)
     if isinstance(values, Mapping) and isinstance(values.get("applications"), list):
         arguments = [value.get("args") for value in values["applications"] if isinstance(value, Mapping)]
         cascades = [value for value in arguments if isinstance(value, Mapping) and {"tiers", "llm_configs"} & value.keys()]

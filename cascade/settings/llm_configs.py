@@ -118,12 +118,17 @@ def _values(model: Any) -> Any:
     """A model as a mapping; read from a file if it is a path."""
     if isinstance(model, BaseModel):
         return model.model_dump(mode="json", exclude_unset=True)
-    if not isinstance(model, str):
-        return model
+    return read_yaml(Path(model)) if isinstance(model, str) else model
+
+
+def read_yaml(path: Path) -> Any:
+    """The values in a file; raises `ConfigError`."""
     try:
-        return yaml.safe_load(Path(model).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"llm_configs has {model!r}, which cannot be read as YAML: {' '.join(str(error).split())}") from None
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
 
 
 def _cascade(model: Model, router: Values) -> CascadeConfig:

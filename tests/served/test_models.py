@@ -186,7 +186,7 @@ def test_models_are_read_from_files(tmp_path: Path) -> None:
         ({"llm_configs": [theirs(), theirs()]}, "the model_id 'qwen-0.5b'"),
         ({"llm_configs": []}, "at least 1"),
         ({"models": []}, "the key 'llm_configs'"),
-        ({"llm_configs": ["/nowhere.yaml"]}, "'/nowhere.yaml', which cannot be read"),
+        ({"llm_configs": ["/nowhere.yaml"]}, "/nowhere.yaml cannot be read"),
         ({"llm_configs": [theirs()], "ingress_cls_config": {"ingress_cls": "a:B"}}, "ingress_cls_config is not a known key"),
     ):
         with pytest.raises(ConfigError, match=sentence):

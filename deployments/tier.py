@@ -223,8 +223,7 @@ def load_model(config: TierConfig, folder: AdapterFolder | None = None, *, draft
         config.model_loading_config.source,
         dtype=engine.dtype,
         device=engine.device,
-        revision=engine.revision,
-        trust_remote_code=engine.trust_remote_code,
+        **engine.hub,
         layers=engine.layers or (),
         draft=draft,
     )
@@ -238,10 +237,8 @@ def load_model(config: TierConfig, folder: AdapterFolder | None = None, *, draft
 
 def _load_tokenizer(config: TierConfig) -> Tokenizer | None:
     """The tokenizer, for grammars; ``None`` if the model has none."""
-    engine = config.engine_kwargs
-    source = config.model_loading_config.source
     try:
-        return Tokenizer.from_pretrained(source, revision=engine.revision, trust_remote_code=engine.trust_remote_code)
+        return Tokenizer.from_pretrained(config.model_loading_config.source, **config.engine_kwargs.hub)
     except ModelError as error:
         log.warning("Tier %s takes no part in structured output: %s", config.name, error)
         return None

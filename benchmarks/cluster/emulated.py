@@ -53,7 +53,7 @@ def load(config: TierConfig) -> "Emulated":
         model = load_model(config.model_copy(update={"engine_kwargs": own}))
         dtype = str(model.dtype).removeprefix("torch.")
         return Emulated(model, device.cost, num_parameters=model.num_parameters, dtype=dtype, same_bits=model.same_bits)
-    read = read_config(source, revision=engine.revision, trust_remote_code=engine.trust_remote_code)
+    read = read_config(source, **engine.hub)
     limits = {"context_len": context_len(read)} | ({} if engine.cache_tokens is None else {"cache_tokens": engine.cache_tokens})
     return Emulated(fake(read.get_text_config().vocab_size, device.agreement, device.recording, **limits), device.cost)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -88,7 +88,7 @@ def _need(tier: TierConfig) -> Need:
             quantization=engine.quantization,
             layers=engine.layers or (),
             sizes_only=runs_on != "cascade",
-            **_hub(tier),
+            **tier.engine_kwargs.hub,
         )
     ranks = engine.tensor_parallel_size
     head = _head_weights(tier) * sizes.dtype.itemsize
@@ -226,18 +226,12 @@ def _engine(tier: TierConfig) -> str:
 
 def _tokenizer(tier: TierConfig) -> Tokenizer:
     with _naming(f"The model of tier {tier.name}"):
-        return Tokenizer.from_pretrained(tier.model_loading_config.source, **_hub(tier))
+        return Tokenizer.from_pretrained(tier.model_loading_config.source, **tier.engine_kwargs.hub)
 
 
 def _config(tier: TierConfig) -> Config:
     with _naming(f"The model of tier {tier.name}"):
-        return read_config(tier.model_loading_config.source, layers=tier.engine_kwargs.layers or (), **_hub(tier))
-
-
-def _hub(tier: TierConfig) -> dict[str, Any]:
-    """How its files are read."""
-    engine = tier.engine_kwargs
-    return {"revision": engine.revision, "trust_remote_code": engine.trust_remote_code}
+        return read_config(tier.model_loading_config.source, layers=tier.engine_kwargs.layers or (), **tier.engine_kwargs.hub)
 
 
 @contextlib.contextmanager

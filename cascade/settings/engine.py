@@ -182,6 +182,11 @@ class EngineKwargs(Section):
         return bool(self.device or self.num_threads)
 
     @property
+    def hub(self) -> dict[str, Any]:
+        """How files of a model on the hub are read."""
+        return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
+
+    @property
     def plugin(self) -> bool:
         """Whether its engine is neither ours nor vLLM."""
         return ":" in (self.engine or "")

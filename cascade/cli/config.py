@@ -103,7 +103,7 @@ def configured(
     kwargs = [tier.setdefault("engine_kwargs", {}) for tier in values["tiers"]]
     if dtype is not None:
         for options in kwargs:
-            options["dtype"] = None if dtype == "auto" else dtype
+            options["dtype"] = dtype
     if tensor_parallel_size is not None:
         kwargs[-1]["tensor_parallel_size"] = tensor_parallel_size
     if max_model_len is not None:

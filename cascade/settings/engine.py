@@ -96,6 +96,11 @@ def _listed(chosen: Any) -> Any:
     return [{"kind": spec} if isinstance(spec, str) else spec for spec in several]
 
 
+def _chosen(value: Any) -> Any:
+    """vLLM's word for its own choice."""
+    return None if value == AUTO else value
+
+
 def _numbered(chosen: Any) -> Any:
     """Layers may be named by spans, or as how many of the first."""
     return None if chosen is None else numbers(chosen)
@@ -108,9 +113,10 @@ class EngineKwargs(Section):
 
     # `cascade`, `vllm`, or MODULE:FUNCTION; by default `vllm` on a GPU, if installed
     engine: Annotated[str, Field(pattern=r"^(cascade|vllm|[\w.]+:\w+)$")] | None = None
-    # by default the checkpoint's, but float32 for float16 on a CPU
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    device: str | None = None  # such as cuda:0 or cpu; by default the GPU if there is one
+    # by default, or `auto`, the checkpoint's, but float32 for float16 on a CPU
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, BeforeValidator(_chosen)] = None
+    # such as cuda:0 or cpu; by default, or `auto`, the GPU if there is one
+    device: Annotated[str | None, BeforeValidator(_chosen)] = None
     # defaults of requests, from the full tier's: `auto` for the model's own generation_config.json, `vllm` for none, else a
     # folder that holds one
     generation_config: Text = AUTO_CONFIG

@@ -163,9 +163,6 @@ def _tier(model: TierBelow, name: str) -> Values:
     lora = getattr(model, "lora_config", None)
     if engine.pop("enable_lora", True) is False and lora is not None:
         raise ConfigError(f"enable_lora of {loading.model_id!r} is False beside its lora_config: remove one of the two")
-    for key in ("device", "dtype"):
-        if engine.get(key) == "auto":  # the same as without it
-            del engine[key]
     unused = [key for key in NO_EFFECT if engine.pop(key, None) is not None]
     if unused:
         log.warning("No effect here, of engine_kwargs of %r: %s", loading.model_id, ", ".join(unused))

@@ -117,7 +117,8 @@ def unpinned(config: CascadeConfig) -> str | None:
     """One sentence if a tier that takes any GPU may take the one that another tier needs, which then waits for ever."""
     named = next((tier for tier in config.tiers if _accelerator(tier)), None)
     for tier in config.tiers:
-        pinned = any(tier.actor_options.get(name) for name in ("accelerator_type", "resources", "label_selector"))
+        named_by = ("accelerator_type", "resources", "label_selector")
+        pinned = tier.placement_group_config or any(tier.actor_options.get(name) for name in named_by)
         if named is not None and _has_gpu(tier) and not pinned:
             return (
                 f"Tier {tier.name} takes a GPU of any kind, also the {_accelerator(named)} that tier {named.name} waits for: "

@@ -98,7 +98,8 @@ class TierReplica:
         host = ray.util.get_node_ip_address()
         self._downlink = Downlink(leases, self._tier.post, tls=tls, tracing=traced, host=host, locate=self._tier.planner.locate)
         self._tier.below = self._downlink if lower else None
-        self._server = LinkServer(self._tier, tls, traced, cascade.link_ports, partial(prepare, grammars, folder))
+        ports = None if cascade.link_ports is None else (cascade.link_ports[0], cascade.link_ports[1])
+        self._server = LinkServer(self._tier, tls, traced, ports, partial(prepare, grammars, folder))
         self._replica = replica_name()
         self._tier.start()
         await self._server.start(host)

@@ -52,8 +52,9 @@ class TierConfig(Section):
     @property
     def actor_options(self) -> dict[str, Any]:
         """Ray's options of a replica, with the GPUs that ``accelerator_type`` and ``tensor_parallel_size`` ask for."""
-        typed = {"num_gpus": 1, "accelerator_type": self.accelerator_type} if self.accelerator_type is not None else {}
-        actor = typed | self.deployment_config.ray_actor_options
+        kind = self.accelerator_type
+        actor: dict[str, Any] = {} if kind is None else {"num_gpus": 1, "accelerator_type": kind}
+        actor |= self.deployment_config.ray_actor_options
         if self.placement_group_config is None and actor.get("num_gpus"):
             # vLLM starts its ranks as processes of the replica, which must see the GPUs of all
             ranks = self.engine_kwargs.tensor_parallel_size
@@ -94,7 +95,7 @@ class CascadeConfig(Section):
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     link_tls: LinkTLS | None = None  # encrypts links between tiers
     # first and last port at which replicas take links; by default any free one
-    link_ports: tuple[Port, Port] | None = None
+    link_ports: Annotated[tuple[Port, ...], Field(min_length=2, max_length=2)] | None = None
     alignment: AlignmentConfig | None = None  # lower tiers learn from answers while they serve
     verify: bool = True  # compare tokenizers and contexts of all tiers first
 

@@ -53,7 +53,7 @@ def fixed_of_tier(config: CascadeConfig, tier: TierConfig) -> dict[str, Any]:
     """What replaces the replicas of ``tier`` when it changes."""
     names = config.names
     below = names[: names.index(tier.name)]
-    exclude = {**dict.fromkeys(COMPARED_BY_SERVE, True), "engine_kwargs": {"generation_config"}}
+    exclude: dict[str, Any] = {**dict.fromkeys(COMPARED_BY_SERVE, True), "engine_kwargs": {"generation_config"}}
     return config.model_dump(mode="json", include={"link_tls", "link_ports"}) | {
         "tier": tier.model_dump(mode="json", exclude=exclude),
         "lower": below,

@@ -1,8 +1,6 @@
 """GGUF files: the model that Transformers dequantises, made once, and sentences for what cannot be made."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from cascade import Cascade, ModelError, SamplingParams, family
@@ -36,22 +35,14 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A quantised file of these tests, beside a cache that they share."""
-    folder = tmp_path_factory.mktemp("made")
-    small.gguf(folder / "tiny.gguf", "Q4_1", more=lambda w: (w.add_eot_token_id(7), w.add_chat_template(CHAT)))
-    return folder / "tiny.gguf"
+def little(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small.little(tmp_path_factory.mktemp("little"))
 
 
-@pytest.fixture
-def source(made: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("CASCADE_CACHE", str(made.parent))
-    return str(made)
-
-
-def test_the_text_is_that_of_the_dequantised_model(source: str) -> None:
+def test_the_text_is_that_of_the_dequantised_model(tmp_path: Path, little: Path) -> None:
     """Guards weights against another rounding on their way through the cache, and against rows in another order."""
-    given: dict[str, Any] = {"pretrained_model_name_or_path": str(Path(source).parent), "gguf_file": Path(source).name}
+    source = small.gguf(tmp_path / "little.gguf", source=little)
+    given: dict[str, Any] = {"pretrained_model_name_or_path": str(tmp_path), "gguf_file": "little.gguf"}
     network = AutoModelForCausalLM.from_pretrained(**given, dtype=torch.float32)  # by Transformers, from the file itself
     ids = Tokenizer.from_pretrained(source).encode(PROMPT)
     written = network.generate(torch.tensor([ids]), max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -60,8 +51,10 @@ def test_the_text_is_that_of_the_dequantised_model(source: str) -> None:
     assert list(said.token_ids) == written[0, len(ids) :].tolist()
 
 
-def test_a_file_is_a_model_wherever_one_is_read(source: str, tmp_path: Path) -> None:
+def test_a_file_is_a_model_wherever_one_is_read(tmp_path: Path) -> None:
     """Guards the places that read a source: the tokenizer, its template, the ends of texts, a check."""
+    more = {"more": lambda writer: (writer.add_eot_token_id(7), writer.add_chat_template(CHAT))}
+    source = small.gguf(tmp_path / "tiny.gguf", **more)
     tokenizer, known = Tokenizer.from_pretrained(source), Tokenizer.from_pretrained(small.paths()[0])
     assert tokenizer.fingerprint == known.fingerprint
     for text in (PROMPT, "é中文 \U0001f40d\r\n\t x  y<|endoftext|>123456"):
@@ -78,42 +71,45 @@ def test_a_file_is_a_model_wherever_one_is_read(source: str, tmp_path: Path) -> 
     assert said.output.endswith("The tiers fit together.\n"), said.output
 
 
-def test_reading_what_a_model_is_makes_no_weights(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_what_a_model_is_makes_no_weights(
+    tmp_path: Path, cache: Path, little: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards `cascade check` and routers: they would dequantise gigabytes to look at a tokenizer.
 
     Guards machines that convert a model larger than they are, too: they swap, or fill their disk, and say nothing.
     """
-    source = small.gguf(tmp_path / "tiny.gguf")
+    source = small.gguf(tmp_path / "little.gguf", source=little)
     Tokenizer.from_pretrained(source)
     anatomy(source)
     assert not list(cache.rglob("*.safetensors"))
     assert Path(described(source)).name == "text"
     with monkeypatch.context() as patch:
-        patch.setattr(gguf, "host_memory", lambda: 10**6)
+        patch.setattr(gguf, "host_memory", lambda: 10**3)
         with pytest.raises(ModelError, match="GiB of memory to convert"):
             converted(source)
     with monkeypatch.context() as patch:
-        patch.setattr(gguf.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10**6}))
+        patch.setattr(gguf.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10**3}))
         with pytest.raises(ModelError, match="GiB free: set CASCADE_CACHE"):
             converted(source)
 
 
-def test_nothing_is_printed_while_a_file_is_converted(tmp_path: Path) -> None:
+def test_nothing_is_printed_while_a_file_is_converted(tmp_path: Path, little: Path) -> None:
     """Guards a newcomer's first start: advice on packed weights, which nobody asked for, and a bar of weights."""
-    source = small.gguf(tmp_path / "tiny.gguf", "Q4_1")
+    source = small.gguf(tmp_path / "little.gguf", source=little)
     code = "import sys; from cascade.engine.gguf import converted; converted(sys.argv[1], 'bfloat16')"
     done = subprocess.run([sys.executable, "-c", code, source], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "")
 
 
-def test_a_file_is_converted_once(tmp_path: Path, cache: Path) -> None:
+def test_a_file_is_converted_once(tmp_path: Path, cache: Path, little: Path) -> None:
     """Guards the cache: no half after a kill is taken for all weights or fills the disk, tiers that start at once convert once,
     and a changed file replaces the old model.
 
     Guards every number of a file in 16 bits, which is not rounded, and does not take twice the disk.
     """
-    path = tmp_path / "tiny.gguf"
-    source = small.gguf(path)
+    path = tmp_path / "little.gguf"
+    source = small.gguf(path, source=little)
+    described(source)
     code = (
         "import sys, time; from pathlib import Path; from cascade.engine import gguf\n"
         "def make(source, folder, dtype):\n"
@@ -123,49 +119,48 @@ def test_a_file_is_converted_once(tmp_path: Path, cache: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", code, source], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()
     assert list(cache.rglob("partial-*"))
     with ThreadPoolExecutor(2) as tiers:  # a lock is that of an open file: processes wait for each other as threads do
         first, again = tiers.map(converted, [source] * 2)
     assert first == again == described(source)
-    assert anatomy(first).parameters == anatomy(small.paths()[0]).parameters, "it looks at the size of files"
+    assert anatomy(first).parameters == anatomy(str(little)).parameters, "it looks at the size of files"
     made = (Path(first) / "model.safetensors").stat().st_mtime_ns
     assert converted(source) == first
     assert (Path(first) / "model.safetensors").stat().st_mtime_ns == made
-    second = converted(small.gguf(path, "BF16"))  # as small's weights are
+    second = converted(small.gguf(path, "BF16", little))
     assert second != first
-    network = AutoModelForCausalLM.from_pretrained(second, dtype="auto")
-    assert network.dtype == torch.bfloat16 == anatomy(source).dtype
-    held = AutoModelForCausalLM.from_pretrained(small.paths()[0], dtype=torch.float32).state_dict()
-    assert all(torch.equal(weight.float(), held[name]) for name, weight in network.state_dict().items())
+    assert anatomy(source).dtype is torch.bfloat16
+    held, found = (load_file(Path(folder) / "model.safetensors") for folder in (little, second))
+    assert found.keys() == held.keys()
+    assert all(torch.equal(weight, held[name]) and weight.dtype is torch.bfloat16 for name, weight in found.items())
     assert len(list(cache.rglob("model.safetensors"))) == 1
     assert not list(cache.rglob("partial-*"))
 
 
-def test_what_cannot_be_converted_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_converted_is_one_sentence(tmp_path: Path, little: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards users against tracebacks of three libraries, and texts against weights that Transformers makes up."""
-    whole = Path(small.gguf(tmp_path / "whole.gguf"))
-    files = {
-        "no GGUF file": tmp_path / "text.gguf",
-        "is damaged": tmp_path / "short.gguf",
-        "There is no file": tmp_path / "nowhere.gguf",
-        "architecture 'rwkv6'": Path(small.gguf(tmp_path / "rwkv.gguf", architecture="rwkv6")),
-        "lacks 1 weights": Path(small.gguf(tmp_path / "lacks.gguf", without="model.layers.1.mlp.up_proj.weight")),
-        "one of 3 parts": Path(small.gguf(tmp_path / "part.gguf", more=lambda w: w.add_uint16("split.count", 3))),
-        "scales positions by llama.rope.scaling.type 'yarn'": Path(
-            small.gguf(tmp_path / "yarn.gguf", more=lambda w: w.add_string("llama.rope.scaling.type", "yarn"))
-        ),
-        "scales positions by the tensor rope_freqs.weight": Path(
-            small.gguf(tmp_path / "freqs.gguf", more=lambda w: w.add_tensor("rope_freqs.weight", torch.ones(16).numpy()))
-        ),
+    whole = Path(small.gguf(tmp_path / "whole.gguf", source=little))
+    changed: dict[str, dict[str, Any]] = {
+        "architecture 'rwkv6'": {"architecture": "rwkv6"},
+        "lacks 1 weights": {"without": "model.layers.1.mlp.up_proj.weight"},
+        "one of 3 parts": {"more": lambda w: w.add_uint16("split.count", 3)},
+        "scales positions by llama.rope.scaling.type 'yarn'": {
+            "more": lambda w: w.add_string("llama.rope.scaling.type", "yarn")
+        },
+        "scales positions by the tensor rope_freqs.weight": {
+            "more": lambda w: w.add_tensor("rope_freqs.weight", torch.ones(16).numpy())
+        },
     }
-    (tmp_path / "text.gguf").write_text("version https://git-lfs.github.com/spec/v1\n")
-    (tmp_path / "short.gguf").write_bytes(whole.read_bytes()[:-50_000])
+    files = {words: small.gguf(tmp_path / f"{len(words)}.gguf", source=little, **options) for words, options in changed.items()}
+    files |= {name: str(tmp_path / f"{name}.gguf") for name in ("no GGUF file", "is damaged", "There is no file")}
+    Path(files["no GGUF file"]).write_text("version https://git-lfs.github.com/spec/v1\n")
+    Path(files["is damaged"]).write_bytes(whole.read_bytes()[:-5000])
     for words, path in files.items():
         with pytest.raises(ModelError) as caught:
-            load(str(path), device="cpu")
+            load(path, device="cpu")
         assert words in str(caught.value)
-        assert str(path) in str(caught.value)
+        assert path in str(caught.value)
         assert "\n" not in str(caught.value)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CASCADE_CACHE", str(tmp_path / "file" / "cache"))

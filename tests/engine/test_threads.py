@@ -2,13 +2,13 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from cascade import ModelError
 from cascade.engine.model import Model
+from cascade.engine.model_config import read_config
 from cascade.engine.threads import LONG_S, Threads, apart
 from cascade.params import SamplingParams
 from cascade.scorer import Row
@@ -18,65 +18,50 @@ GREEDY = SamplingParams(temperature=0, seed=0)
 
 
 class Machine:
-    """A clock that passes move: ``work_s`` for each token, shared by the threads, and ``meet_s`` for each that they have."""
+    """A clock that passes move: ``work_s`` for each token, shared by the threads, and ``meet_s`` for each that they have.
 
-    def __init__(self, work_s: float, meet_s: float) -> None:
-        self.now = 0.0
-        self.work_s, self.meet_s = work_s, meet_s
-        self.sizes: list[int] = []
+    Of the passes with several threads all but each eighth take ``pause_s`` longer.
+    """
+
+    def __init__(self, work_s: float, meet_s: float, pause_s: float = 0.0) -> None:
+        self.now, self.sizes = 0.0, list[int]()
+        self.work_s, self.meet_s, self.pause_s = work_s, meet_s, pause_s
 
     def run(self, num_tokens: int) -> None:
         threads = torch.get_num_threads()
         self.sizes.append(num_tokens)
         self.now += self.work_s * num_tokens / threads + self.meet_s * (threads - 1)
+        if threads > 1 and len(self.sizes) % 8:
+            self.now += self.pause_s
 
-    def find(self, limit: int) -> Threads:
-        return Threads.find(self.run, limit, lambda: self.now)
 
+@pytest.mark.parametrize(
+    ("machine", "limit", "expected"),
+    [
+        (Machine(work_s=1e-4, meet_s=1e-3), 4, {1: {1}, 128: {2, 3, 4}, 512: {4}}),
+        (Machine(work_s=1e-6, meet_s=0.0), 2, {1: {2}}),  # twice as fast is worth it
+        (Machine(work_s=0.0, meet_s=1e-9), 2, {1: {1}}),
+        (Machine(work_s=1e-4, meet_s=0.0, pause_s=0.05), 2, {32: {2}}),
+        (Machine(work_s=5 * LONG_S, meet_s=0.0), 4, {1: {4}, 512: {4}}),
+    ],
+    ids=["small and large passes", "free threads", "useless threads", "a noisy neighbour", "a large model"],
+)
+def test_passes_take_the_fewest_threads_that_are_not_slower(
+    machine: Machine, limit: int, expected: dict[int, set[int]]
+) -> None:
+    """Guards small models against threads that cost more than they bring, prompts against being left with one, and neighbours.
 
-@pytest.fixture(autouse=True)
-def threads_of_others() -> Iterator[None]:
-    """The setting of this thread stays what it was."""
+    Passes that a neighbour held up once made a model use one core for its whole life. A model whose pass takes long even with
+    all threads is not timed but to begin.
+    """
     before = torch.get_num_threads()
-    yield
-    assert torch.get_num_threads() == before
-
-
-def test_small_passes_take_few_threads_and_large_ones_all() -> None:
-    """Guards small models against threads that cost more than they bring, and prompts against being left with one."""
-    found = Machine(work_s=1e-4, meet_s=1e-3).find(4)
-    counts = [found.count(n) for n in (1, 8, 32, 128, 512)]
-    assert counts[0] == 1
-    assert counts[-1] == 4
-    assert counts == sorted(counts)
-    assert 2 in counts
-
-
-def test_threads_that_bring_nothing_are_left_to_others() -> None:
-    """Guards against taking more cores for the same time: a tier is not alone on its machine."""
-    found = Machine(work_s=1e-6, meet_s=0.0).find(2)
-    assert found.count(1) == 2, "twice as fast is worth it"
-    assert Machine(work_s=0.0, meet_s=1e-9).find(2).count(1) == 1
-
-
-def test_a_pause_while_threads_are_chosen_costs_no_core_for_good() -> None:
-    """Guards against a neighbour's noise: passes that were held up once made a model use one core for its whole life."""
-    machine = Machine(work_s=1e-4, meet_s=0.0)
-
-    def held_up(num_tokens: int) -> None:
-        machine.run(num_tokens)
-        if torch.get_num_threads() > 1 and len(machine.sizes) % 8:  # most passes with several threads
-            machine.now += 0.05
-
-    assert Threads.find(held_up, 2, lambda: machine.now).count(32) == 2
-
-
-def test_a_large_model_is_not_timed() -> None:
-    """Guards the start of large models: what takes long even with all threads is worth them all."""
-    machine = Machine(work_s=5 * LONG_S, meet_s=0.0)
-    found = machine.find(4)
-    assert [found.count(n) for n in (1, 512)] == [4, 4]
-    assert machine.sizes == [1, 1], "once to begin, and once by the clock"
+    found = Threads.find(machine.run, limit, lambda: machine.now)
+    assert all(found.count(size) in counts for size, counts in expected.items())
+    assert [found.count(size) for size in range(1, 513)] == sorted(found.count(size) for size in range(1, 513))
+    assert machine.work_s < LONG_S or machine.sizes == [1, 1]
+    with pytest.raises(RuntimeError), Threads(before + 1).use(1):
+        raise RuntimeError
+    assert torch.get_num_threads() == before, "the caller's own setting, also after an error"
 
 
 def test_a_number_that_is_given_holds_for_all_passes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,14 +74,11 @@ def test_a_number_that_is_given_holds_for_all_passes(monkeypatch: pytest.MonkeyP
     assert seen == {3}
 
 
-def test_a_pass_that_fails_gives_the_threads_back() -> None:
-    """Guards the caller's own computations after an error."""
-    with pytest.raises(RuntimeError), Threads(torch.get_num_threads() + 1).use(1):
-        raise RuntimeError
-
-
 def test_a_thread_that_ends_leaves_no_helpers() -> None:
-    """Guards passes against OpenMP's helpers of the thread that loaded the model: with more of them than cores all sleep."""
+    """Guards passes against OpenMP's helpers of the thread that loaded the model: with more of them than cores all sleep.
+
+    What fails there is raised here: it says why a model cannot be loaded.
+    """
     program = """if True:
         import os, time, torch
         from cascade.engine.threads import apart
@@ -110,13 +92,5 @@ def test_a_thread_that_ends_leaves_no_helpers() -> None:
         assert running() == before + 1
     """
     subprocess.run([sys.executable, "-c", program], check=True)
-
-
-def test_what_fails_apart_fails_here() -> None:
-    """Guards the sentence that says why a model cannot be loaded."""
-    with pytest.raises(ModelError, match="no such model"):
-        apart(lambda: _fail("no such model"))
-
-
-def _fail(sentence: str) -> None:
-    raise ModelError(sentence)
+    with pytest.raises(ModelError, match="nowhere at all"):
+        apart(lambda: read_config("nowhere at all"))

@@ -1,7 +1,6 @@
-"""Tokenizers are Transformers' own in ids, texts, special tokens and conversations, in processes that do not import it."""
+"""Tokenizers are Transformers' own in ids, texts, special tokens and conversations; names and bytes of their tokens."""
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from transformers import LlamaTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from cascade.engine.published_tokenizer import pretrained
+from cascade.engine.spelling import Spelling
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ModelError
 from tests import small
@@ -128,38 +128,62 @@ def test_conversations_are_the_same(both: tuple[Tokenizer, PreTrainedTokenizerBa
         ours.chat_template = before
 
 
-ABSENT = """
-import sys
-from cascade.engine.tokenizer import Tokenizer
-found = Tokenizer.from_pretrained(sys.argv[1])
-print(found.encode("a <mark> b"), found.end_ids, "transformers" in sys.modules)
-"""
-
-
-def test_other_processes_need_no_transformers(tmp_path: Path) -> None:
-    """Guards the start of routers: seconds of imports; and a tokenizer that changed under the same path."""
-    byte_level(tmp_path)
-    first = Tokenizer.from_pretrained(str(tmp_path))
-
-    def said() -> str:
-        return subprocess.check_output([sys.executable, "-c", ABSENT, str(tmp_path)], text=True).strip()
-
-    assert said() == f"{first.encode('a <mark> b')} {first.end_ids} False"
-    shutil.copytree(small.paths()[-1], tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
-    second = Tokenizer.from_pretrained(small.paths()[-1])
-    assert said() == f"{second.encode('a <mark> b')} {second.end_ids} True"
-    assert said() == f"{second.encode('a <mark> b')} {second.end_ids} False"
-
-
-def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Guards starts in images whose disk is read-only."""
+def test_other_processes_need_no_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the start of routers: seconds of imports; a tokenizer that changed under the same path; and read-only disks."""
+    code = (
+        "import sys; from cascade.engine.tokenizer import Tokenizer; found = Tokenizer.from_pretrained(sys.argv[1])\n"
+        "print(found.encode('a <mark> b'), found.end_ids, 'transformers' in sys.modules)"
+    )
+    for kind in (byte_level, spaces_stripped):
+        kind(tmp_path / "model")
+        first = Tokenizer.from_pretrained(str(tmp_path / "model"))
+        said = subprocess.check_output([sys.executable, "-c", code, str(tmp_path / "model")], text=True).strip()
+        assert said == f"{first.encode('a <mark> b')} {first.end_ids} False"
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CASCADE_CACHE", str(tmp_path / "file" / "cache"))
-    assert Tokenizer.from_pretrained(small.paths()[-1]).decode([0]) == ""
-
-
-def test_a_broken_tokenizer_is_a_sentence(tmp_path: Path) -> None:
-    """Guards against a traceback of some library."""
+    assert Tokenizer.from_pretrained(str(tmp_path / "model")).decode([0]) == ""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(ModelError, match="No tokenizer can be loaded from"):
         Tokenizer.from_pretrained(str(tmp_path))
+
+
+# names and bytes of tokens, where tokens are data
+
+
+def unknown(folder: Path) -> Tokenizer:
+    """Of a kind that llguidance does not know."""
+    backend = FastTokenizer(models.WordPiece({"[UNK]": 0, "he": 1, "##llo": 2}, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece()
+    return Tokenizer(backend, frozenset(), {}, None, "words")
+
+
+def loaded(kind: Callable[[Path], Any], folder: Path) -> Tokenizer:
+    return kind(folder) or Tokenizer.from_pretrained(str(folder))
+
+
+@pytest.mark.parametrize("kind", [byte_level, spaces_stripped])
+def test_bytes_of_tokens_are_the_text(kind: Callable[[Path], Any], tmp_path: Path) -> None:
+    """Guards `bytes` of parts of characters, which were those of U+FFFD, and leading spaces, which decoding strips."""
+    tokenizer, text = loaded(kind, tmp_path), "😀 😃 😄 def def, wörld"
+    spelling, decoder = Spelling(tokenizer), tokenizer.decoder(tokenizer.encode("def"))
+    ids = tokenizer.encode_part(text)
+    said = "".join(decoder.step(id) for id in ids) + decoder.flush()
+    assert b"".join(map(spelling.bytes, ids)).decode() == said
+    assert said.strip() == text
+    assert [spelling.bytes(id) for id in tokenizer.end_ids] == [b""]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, unknown])
+def test_tokens_that_differ_have_names_that_differ(kind: Callable[[Path], Any], tmp_path: Path) -> None:
+    """Guards keys of `top_logprobs`, of which the lowest value was kept where several tokens were U+FFFD.
+
+    People read the text of a token, its bytes for a part of a character, and the sign of a special token.
+    """
+    tokenizer = loaded(kind, tmp_path)
+    spelling, vocab = Spelling(tokenizer), tokenizer.backend.get_vocab()
+    num_ids = tokenizer.num_ids + 8  # with ids for padding
+    assert len({spelling.name(id) for id in range(num_ids)}) == num_ids
+    assert "\ufffd" not in "".join(spelling.name(id) for id in range(tokenizer.num_ids))
+    if kind is spaces_stripped:
+        wanted = {"def": "def", "▁": " ", "<0xF0>": "bytes:\\xf0", "</s>": "</s>", "<0x48>": "token_id:75", "H": "H"}
+        assert {piece: spelling.name(vocab[piece]) for piece in wanted} == wanted

@@ -53,7 +53,8 @@ def test_the_full_model_is_looked_for_in_order(monkeypatch: pytest.MonkeyPatch, 
     """Guards the path that a user names against what else lies on the machine, and what lies there against the network."""
     monkeypatch.setenv("CASCADE_CACHE", str(tmp_path / "cache"))
     package.mkdir()
-    small.gguf(package / f"{family.MODEL}.Q4_1.gguf")
+    (tmp_path / "little").mkdir()
+    small.gguf(package / f"{family.MODEL}.Q4_1.gguf", source=small.little(tmp_path / "little"))
     made = Path(family.full())
     assert made.is_relative_to(tmp_path / "cache")
     assert (made / "model.safetensors").is_file()

@@ -38,10 +38,28 @@ def head() -> str:
     return str(_unpacked() / HEAD)
 
 
-def gguf(target: Path, kind: str = "Q4_1", **options: Any) -> str:
-    """The path of a GGUF file of the tiny model, written as ``options`` say; see `gguf_file.write`."""
-    gguf_file.write(Path(paths()[0]), target, kind, **options)
+def gguf(target: Path, kind: str = "Q4_1", source: Path | None = None, **options: Any) -> str:
+    """The path of a GGUF file of a model, by default the tiny one, written as ``options`` say; see `gguf_file.write`."""
+    gguf_file.write(source or Path(paths()[0]), target, kind, **options)
     return str(target)
+
+
+def little(folder: Path) -> Path:
+    """``folder``, with a random model in bfloat16 that has so few tokens that Transformers soon reads a GGUF file of it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    from tests.architectures import build
+
+    backend, level = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer = level
+    trainer = trainers.BpeTrainer(
+        vocab_size=270, special_tokens=["<|endoftext|>"], initial_alphabet=level.alphabet(), show_progress=False
+    )
+    backend.train_from_iterator(["def read(path):\n    return path\n"], trainer)
+    backend.save(str(folder / "tokenizer.json"))
+    sizes = {"vocab_size": backend.get_vocab_size(), "intermediate_size": 64, "eos_token_id": 0}
+    build("llama", **sizes).bfloat16().save_pretrained(folder)
+    return folder
 
 
 def cascade(**options: Any) -> Cascade:

@@ -176,6 +176,19 @@ def test_least_recently_used_goes_first() -> None:
     assert known(pool, [2] * 48) == 0
 
 
+def test_nothing_is_kept_twice() -> None:
+    """Guards memory against ten thousand copies of the same prompt, and of every turn of a conversation."""
+    pool = BlockManager(ToyCache, 1000)
+    for turn in range(1, 6):
+        for _ in range(3):
+            leave(pool, list(range(40 * turn)))
+            assert len(pool._kept) == 1
+    live = pool.open(list(range(100)), "", 100)
+    assert live is not None
+    pool.close(live[0], list(range(100)), "")
+    assert len(pool._kept) == 1
+
+
 def test_prefix_outlives_the_tail_of_its_text() -> None:
     """Guards a long conversation: a short request that begins like it must copy, not take its memory over."""
     pool = BlockManager(ToyCache, 1000)
@@ -194,6 +207,18 @@ def test_a_prefix_is_no_reason_not_to_fit() -> None:
     assert found is not None
     assert found[1] == 4 * BLOCK
     check_blocks(pool)
+
+
+def test_nothing_changes_when_memory_is_short() -> None:
+    """Guards waiting sessions: an attempt that fails leaves the books, and what is kept, as they were."""
+    pool = BlockManager(ToyCache, 10 * BLOCK)
+    held = pool.open([7], "", 5 * BLOCK)
+    leave(pool, [1] * 64)
+    assert held is not None
+    assert pool.open([2], "", 6 * BLOCK) is None
+    assert not pool.reserve(held[0], 11 * BLOCK)
+    check_blocks(pool)
+    assert known(pool, [1] * 64) == 63
 
 
 def test_growing_holds_little_in_vain() -> None:

@@ -1,6 +1,7 @@
 """Processes that train together: they take the step of one process on all the texts, and end together."""
 
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -48,55 +49,57 @@ def stopping(progress: Progress) -> None:
         raise Stopped
 
 
-def member(rank: int, folder: Path) -> tuple[Tensor, Outcome, bool]:
-    """What a process of a group finds: weights, the outcome of a round, and whether it stopped when the first one did."""
+def joined(rank: int, folder: Path, work: Callable[[int, Path], Any]) -> Any:
+    """What ``work`` finds in a process of the group."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=SIZE)
     try:
-        weights = steps(rank, SIZE)
-        outcome = lesson(folder / "tiny").run("cpu", lambda progress: None)
-        try:
-            replace(lesson(folder / "stopped"), seconds=60.0).run("cpu", stopping if rank == 0 else lambda progress: None)
-        except Stopped:
-            return weights, outcome, True
-        return weights, outcome, False
+        return work(rank, folder)
     finally:
         dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The folder, and what each process of a group found."""
-    folder, context = tmp_path_factory.mktemp("group"), get_context("forkserver")
+def in_group(folder: Path, work: Callable[[int, Path], Any]) -> list[Any]:
+    """What each process of a group finds."""
+    context = get_context("forkserver")
     context.set_forkserver_preload([__name__])  # PyTorch and Transformers are imported once for all of them
     with ProcessPoolExecutor(SIZE, mp_context=context) as processes:
-        return folder, list(processes.map(partial(member, folder=folder), range(SIZE)))
+        return list(processes.map(partial(joined, folder=folder, work=work), range(SIZE)))
 
 
-def test_a_step_is_that_of_one_process_on_all_texts(found: Any) -> None:
+def three_steps(rank: int, folder: Path) -> Tensor:
+    return steps(rank, SIZE)
+
+
+def round_and_stop(rank: int, folder: Path) -> tuple[Outcome, bool]:
+    """The outcome of a round, and whether another one stopped when the first process did."""
+    outcome = lesson(folder / "tiny").run("cpu", lambda progress: None)
+    try:
+        replace(lesson(folder / "stopped"), seconds=60.0).run("cpu", stopping if rank == 0 else lambda progress: None)
+    except Stopped:
+        return outcome, True
+    return outcome, False
+
+
+def test_a_step_is_that_of_one_process_on_all_texts(tmp_path: Path) -> None:
     """Guards what is learnt: processes that begin apart, or keep gradients to themselves, drift away from each other."""
-    _, [(first, _, _), (second, _, _)] = found
+    first, second = in_group(tmp_path, three_steps)
     assert torch.equal(first, second)
     assert torch.allclose(first, steps(0, 1), atol=1e-6)
 
 
-def test_all_judge_alike_and_one_publishes(found: Any, tmp_path: Path, one_thread: None) -> None:
-    """Guards the judgement: answers that are judged twice or by nobody, and two versions of one round."""
-    folder, [(_, first, _), (_, second, _)] = found
-    alone = lesson(tmp_path).run("cpu", lambda progress: None)
-    assert (first.before, first.after, first.steps, first.problem) == (
-        second.before,
-        second.after,
-        second.steps,
-        second.problem,
-    )
-    assert (first.judged, first.steps > 0) == (alone.judged, True)
+@pytest.mark.slow
+def test_all_judge_alike_one_publishes_and_all_stop_when_the_first_is_told_to(tmp_path: Path, one_thread: None) -> None:
+    """Guards the judgement: answers that are judged twice or by nobody, and two versions of one round.
+
+    Guards devices, too: a process that goes on waits for the others for ever.
+    """
+    (first, *stopped), (second, *others) = in_group(tmp_path, round_and_stop)
+    alone = lesson(tmp_path / "alone").run("cpu", lambda progress: None)
+    assert (first.before, first.after, first.problem) == (second.before, second.after, second.problem)
+    assert first.steps == second.steps > 0
+    assert first.judged == alone.judged
     assert first.before == pytest.approx(alone.before)
-    assert len(Versions(folder / "tiny").all) == (not first.problem)
-
-
-def test_all_stop_when_the_first_is_told_to(found: Any) -> None:
-    """Guards devices: a process that goes on waits for the others for ever."""
-    folder, members = found
-    assert [stopped for _, _, stopped in members] == [True] * SIZE
-    assert not (folder / "stopped").exists()
+    assert len(Versions(tmp_path / "tiny").all) == (not first.problem)
+    assert (stopped, others) == ([True], [True])
+    assert not (tmp_path / "stopped").exists()

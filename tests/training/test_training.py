@@ -1,19 +1,22 @@
-"""Texts, the loss and the loop of distillation."""
+"""Texts, students cut out of a teacher, the loss and the loop of distillation."""
 
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer, LlamaConfig
 
 from cascade.engine.model import Model
+from cascade.errors import ConfigError
 from cascade.training.distillation import Run, Schedule, distil, epochs, top_cross_entropy
-from cascade.training.student import Shape, cut
+from cascade.training.recipe import Plan
+from cascade.training.student import Shape, cost, cut, spread
 from cascade.training.text import HELD_OUT, Shard, batches, held_out, padded, score
 from cascade.training.writing import Turns, Written, given_prompts, own_prompts, write
-from tests.training.teacher import CONFIG, teacher
+from tests import small
+from tests.training.teacher import CHAT, CONFIG, teacher
 
 TURNS = Turns(opening=(1, 7), answering=(2, 9, 9), ends=frozenset({2}))
 
@@ -84,7 +87,7 @@ def test_student_learns_and_goes_on_where_it_was(tmp_path: Path, scored: Shard) 
         losses.append(now.loss)
         now.seconds = float(now.step)  # as many steps on a busy machine
 
-    distil(run, [scored], 2, 30.0, tmp_path / "c.pt", tell=tell)
+    distil(run, [scored], 2, 12.0, tmp_path / "c.pt", tell=tell)
     assert run.loss < losses[0]
     resumed = begin(torch.arange(CONFIG.vocab_size))
     resumed.resume(tmp_path / "c.pt")
@@ -122,17 +125,78 @@ def test_writing_is_what_the_model_would_say() -> None:
 
 
 def test_conversations_follow_the_template() -> None:
-    """Guards turns: a student that has learnt from other ones than it will meet."""
-    texts = list(islice(write(Model(teacher(), num_threads=1), TURNS, own_prompts(TURNS), rows=8, max_len=200), 4))
-    for text in texts:
-        assert tuple(text.tokens[:2]) == TURNS.opening
-        assert tuple(text.tokens[text.prompt_len - 3 : text.prompt_len]) == TURNS.answering
-        assert text.answered
-        assert len(text.tokens) <= 200
+    """Guards turns: a student that has learnt from other ones than it will meet. Without turns a whole text is an answer."""
+    for turns, rows, max_len in ((TURNS, 8, 200), (Turns((1,), (), frozenset({2})), 4, 32)):
+        texts = islice(write(Model(teacher(), num_threads=1), turns, own_prompts(turns), rows=rows, max_len=max_len), 4)
+        for text in texts:
+            assert tuple(text.tokens[: len(turns.opening)]) == turns.opening
+            assert (*text.tokens[text.prompt_len - len(turns.answering) : text.prompt_len],) == turns.answering
+            assert text.answered or not turns.answering
+            assert turns.answering or text.prompt_len == 1
+            assert len(text.tokens) <= max_len
 
 
-def test_base_models_write_on_from_their_start_token() -> None:
-    """Guards models without turns, whose whole text is an answer."""
-    turns = Turns((1,), (), frozenset({2}))
-    texts: Iterator[Written] = write(Model(teacher(), num_threads=1), turns, own_prompts(turns), rows=4, max_len=32)
-    assert all(text.tokens[0] == 1 and text.prompt_len == 1 for text in islice(texts, 6))
+# students cut out of a teacher
+
+
+IDS = torch.randint(0, CONFIG.vocab_size, (8, 64), generator=torch.Generator().manual_seed(0))
+
+
+WHOLE = Shape(CONFIG.hidden_size, CONFIG.intermediate_size, tuple(range(CONFIG.num_hidden_layers)), CONFIG.vocab_size)
+
+
+def likeness(shape: Shape) -> float:
+    """Mean cosine of the student's and the teacher's logits."""
+    with torch.inference_mode():
+        student, said = cut(teacher(), shape, IDS)(IDS).logits, teacher()(IDS).logits
+        return float(torch.nn.functional.cosine_similarity(student, said, dim=-1).mean())
+
+
+def test_uncut_student_says_what_its_teacher_says() -> None:
+    """Guards the cut: rotation and folded norms keep the function, but for the scale of single rows before the first norm."""
+    narrow = Shape(CONFIG.hidden_size // 4, CONFIG.intermediate_size, WHOLE.layers, CONFIG.vocab_size)
+    assert likeness(WHOLE) > max(0.9, likeness(narrow))
+
+
+@pytest.mark.parametrize("share", [0.2, 0.33, 0.5, 0.9])
+def test_a_pass_costs_no_more_than_asked_for(share: float) -> None:
+    """Guards the shape: a student dearer than was asked for, or one that Transformers does not load."""
+    config = LlamaConfig(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, head_dim=64
+    )
+    shape = Shape.costing(config, share)
+    assert 0.6 * share < cost(config, shape) <= share
+    assert shape.hidden_size % config.num_attention_heads == 0  # or Transformers refuses the result
+    assert list(shape.layers) == sorted({*shape.layers})
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    """Guards the start of hours of training: a cost that no student has, and an architecture that cannot be cut."""
+    with pytest.raises(ConfigError, match=r"cost is 1e-05"):
+        Shape.costing(CONFIG, 1e-5)
+    with pytest.raises(ConfigError, match="cost is -1"):
+        Plan(-1.0)
+    other = teacher()
+    other.config.model_type = "gpt2"
+    with pytest.raises(ConfigError, match="gpt2"):
+        cut(other, WHOLE, IDS)
+
+
+def test_kept_layers_are_different_ones() -> None:
+    """Guards students of few layers: one that was kept twice, or no first one."""
+    for kept in range(1, 31):
+        layers = spread(30, kept)
+        assert len({*layers}) == kept
+        assert layers[0] == 0
+        assert kept == 1 or layers[-1] == 29
+
+
+def test_turns_of_a_chat_template() -> None:
+    """Guards the text that is learnt: what stands around the user's words is exactly what the template says."""
+    tokenizer = AutoTokenizer.from_pretrained(small.paths()[-1])
+    tokenizer.chat_template = CHAT
+    turns = Turns.of(tokenizer, [0])
+    assert tokenizer.decode([*turns.opening, *turns.answering]) == "<|user|>\n<|assistant|>"
+    for without in (None, "{% for m in messages %}{{ m.content }}{% endfor %}"):
+        tokenizer.chat_template = without
+        assert Turns.of(tokenizer, [0]).answering == ()

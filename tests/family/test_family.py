@@ -125,4 +125,4 @@ def test_packed_models_are_those_that_were_packed(tmp_path: Path, monkeypatch: p
     made = folder.stat().st_mtime_ns
     assert unpacked(tmp_path / "packed", [source / "tokenizer.json"]) == folder
     assert folder.stat().st_mtime_ns == made
-    assert [path for path in folder.parent.iterdir() if path != folder] == []
+    assert [path for path in folder.parent.iterdir() if path.is_dir() and path != folder] == []

@@ -3,8 +3,8 @@
 import contextlib
 import os
 import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 from ray import serve
@@ -24,12 +24,17 @@ def params(number: int) -> SamplingParams:
     return SamplingParams(max_tokens=80, temperature=(0.0, 0.8)[number % 2], seed=number, ignore_eos=True)
 
 
-def full_tier() -> dict[str, Any]:
-    """How its replica describes itself; empty while it is replaced."""
-    with contextlib.suppress(Exception):  # of any kind
-        described: dict[str, Any] = serve.get_deployment_handle("full", APPLICATION).describe.remote().result(LONG_S)
-        return described
-    return {}
+def replica() -> int:
+    """Process of the full tier's replica, when it answers."""
+    found: list[int] = []
+
+    def answers() -> bool:
+        with contextlib.suppress(Exception):  # of any kind, while it is replaced
+            found.append(serve.get_deployment_handle("full", APPLICATION).describe.remote().result(timeout_s=LONG_S)["pid"])
+        return bool(found)
+
+    wait_until(answers)
+    return found[0]
 
 
 def test_a_killed_replica_costs_no_answer() -> None:
@@ -51,8 +56,17 @@ def test_a_killed_replica_costs_no_answer() -> None:
         guessed = client.generate(PROMPTS[0], params(0), Speculation(tiers=("eagle3",)))
         assert guessed.text == expected[0]
         assert sum(edge.accepted for edge in guessed.stats.edges if edge.drafter == "eagle3")
-        said = [threads.submit(lambda n=number: client.generate(PROMPTS[n % 4], params(n)).text) for number in range(8)]
-        wait_until(lambda: full_tier().get("sessions"))
-        os.kill(pid := full_tier()["pid"], signal.SIGKILL)
+        pid, begun = replica(), threading.Event()
+
+        def ask(number: int) -> str:
+            text = ""
+            for piece in client.stream(PROMPTS[number % 4], params(number)):
+                begun.set()
+                text += piece.text
+            return text
+
+        said = [threads.submit(ask, number) for number in range(8)]
+        assert begun.wait(LONG_S)
+        os.kill(pid, signal.SIGKILL)
         assert [one.result() for one in said] == expected
-        assert full_tier()["pid"] != pid
+        assert replica() != pid

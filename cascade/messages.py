@@ -165,6 +165,7 @@ class Commit:
     tokens: tuple[int, ...]
     # a session in turns writes on while its text is right with this chance at least; above 1: not at all
     least_chance: float = 0.0
+    most: int = 0  # tokens that it writes at most; 0: as many as its window has room for
 
 
 @dataclass(frozen=True, slots=True)

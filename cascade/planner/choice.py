@@ -65,13 +65,15 @@ class Policy:
                 best, best_rate = number, rate
         return best
 
-    def least_chance(self, stats: DraftStats, room: int, at_hand: float, cost: Floats) -> float:
-        """The chance from which on a text is worth another guess, where drafter and verifier take turns on the same processors.
+    def turn(self, stats: DraftStats, room: int, at_hand: float, cost: Floats) -> tuple[float, int]:
+        """Where drafter and verifier take turns on the same processors: the chance from which on a text is worth another guess,
+        and the number of guesses that gives most.
 
         A guess takes a pass's time over ``stats.guesses``, in which the verifier does nothing. In that time it would give
         tokens at the best rate that drafting reaches, so a guess with less chance than that is not worth it. `NO_GUESS` where
         a pass with what drafters inside the tier guess, ``at_hand`` tokens of which are expected to be right, is as good.
-        ``room`` are guesses that the pass can use, ``cost`` ``[more than room]`` the seconds of a pass by its tokens.
+        ``room`` are guesses that the pass can use, ``cost`` ``[more than room]`` the seconds of a pass by the
+        tokens that it has of each session.
         """
         guess_s = float(cost[1]) / stats.guesses
         counts = np.arange(1 + min(room, self.max_guesses))
@@ -80,8 +82,8 @@ class Policy:
         best = int((tokens / seconds).argmax())
         rate = float(tokens[best] / seconds[best])
         if room < 1 or (at_hand and (1 + at_hand) / float(cost[1 + min(room, round(at_hand))]) >= rate):
-            return NO_GUESS
+            return NO_GUESS, 0
         price_s = max(
             guess_s, (float(seconds[best]) - float(seconds[0])) / max(1, best)
         )  # the price of writing a guess, and of scoring it
-        return min(1.0, rate * price_s / stats.share)
+        return min(1.0, rate * price_s / stats.share), max(1, best)

@@ -99,6 +99,7 @@ class Session:
         self.changed_from = 0  # position from which on the text differs from that at the last hint
         self.run_ahead = RunAhead()
         self._least_chance = NO_GUESS if spec.in_turns else 0.0  # the chance from which on its text is written on
+        self._most = 0  # tokens that it writes in its turn at most; 0: as many as there is room for
         self.totals = EdgeTotals(tier)
         self.guesses = Guesses(vocab_size, spec.draft_window, self.totals)
         self.branches: Branches | None = None  # if the tier above takes any
@@ -125,7 +126,7 @@ class Session:
             useful = self.run_ahead.tokens
             self.window = spec.window if useful >= spec.window else max(MIN_RUN_AHEAD, math.ceil(useful))
         left = min(self._limit, self.committed + self.window) - size
-        self.stalled = self.done or left <= 0 or (spec.in_turns and self._chance_kept < self._least_chance)
+        self.stalled = self.done or left <= 0 or (spec.in_turns and self._turn_over)
         self.max_depth = left - 1 if left > 0 else 0
 
     # what the tier asks
@@ -173,6 +174,11 @@ class Session:
     def _chance_kept(self) -> float:
         """The same, where no runner-ups are known as well."""
         return self.chance if self.branches is not None else self.run_ahead.share ** (len(self.text) - self.committed)
+
+    @property
+    def _turn_over(self) -> bool:
+        """It has written all that is worth the time of the tier above."""
+        return self._chance_kept < self._least_chance or 0 < self._most <= len(self.text) - self.committed
 
     def branch_candidates(self) -> list[tuple[float, Branch]]:
         """Branches to write on, held or new, each with the chance that this is of use."""
@@ -271,15 +277,15 @@ class Session:
 
     # messages of the tier above and the tier below
 
-    def commit(self, start: int, tokens: Sequence[int], least_chance: float = 0.0) -> Correction | None:
-        """The tier above fixes the text. Returns what changed, ``None`` if nothing did; for ``least_chance`` see `Commit`.
+    def commit(self, start: int, tokens: Sequence[int], least_chance: float = 0.0, most: int = 0) -> Correction | None:
+        """The tier above fixes the text. Returns what changed, ``None`` if nothing did; see `Commit`.
 
         Raises `ProtocolError`, or `InvalidRequest` if this tier's model cannot read the text: the vocabulary of the tier above
         may be padded further. Then nothing has changed.
         """
         if not self.spec.prompt_len <= start <= len(self.text) or not tokens:
             raise ProtocolError(f"commit at {start} does not join a text of {len(self.text)} tokens")
-        end, branches, self._least_chance = start + len(tokens), self.branches, least_chance
+        end, branches, self._least_chance, self._most = start + len(tokens), self.branches, least_chance, most
         cut = start + num_same(self.text[start:end], tokens)
         rest = tuple(tokens[cut - start :]) if cut < end else ()
         if rest and not 0 <= min(rest) <= max(rest) < self._vocab_size:

@@ -93,17 +93,23 @@ class Drafting(Generic[U]):
         """Let the tier below know how the text has gone on."""
         news = slot.session.news()
         if news is not None:
-            self._send(slot.session.drafter, replace(news, least_chance=slot.least_chance) if slot.least_chance else news)
+            if slot.least_chance:
+                news = replace(news, least_chance=slot.least_chance, most=slot.most)
+            self._send(slot.session.drafter, news)
 
     def in_turns(self, slot: Slot[U]) -> bool:
         """Its drafter computes on the processors of this tier, so that one works while the other rests."""
         return slot.session.drafter in self._planner.shared
 
-    def turn(self, slot: Slot[U], policy: Policy, profile: Profile) -> None:
-        """The text has gone on: choose how far a tier below on the same processors is to write, before the next pass."""
-        slot.least_chance = 0.0
+    def turn(self, slot: Slot[U], num_in_turns: int, policy: Policy, profile: Profile) -> None:
+        """The text has gone on: choose how far a tier below on the same processors is to write, before the next pass.
+
+        All ``num_in_turns`` sessions of that pass wait for the longest of their guesses: so there is a limit to each.
+        """
+        slot.least_chance, slot.most = 0.0, 0
         if self.in_turns(slot):
-            slot.least_chance = _least_chance(slot.session, policy, profile)
+            slot.least_chance, most = _turn(slot.session, num_in_turns, policy, profile)
+            slot.most = most if num_in_turns > 1 else 0
             slot.session.guesses.stats.interrupt()
 
     def waited(self, slot: Slot[U], profile: Profile) -> None:
@@ -178,15 +184,16 @@ class Drafting(Generic[U]):
             slot.chain, slot.session.skip_reason = planned[kind]
 
 
-def _least_chance(session: Session, policy: Policy, profile: Profile) -> float:
-    """See `Policy.least_chance`; a session that has to wait for the tier above needs no guesses yet."""
+def _turn(session: Session, num_in_turns: int, policy: Policy, profile: Profile) -> tuple[float, int]:
+    """See `Policy.turn`; a session that has to wait for the tier above needs no guesses yet."""
     if session.stalled:
-        return NO_GUESS
+        return NO_GUESS, 0
     at_hand = max(
         (sum(hint.calibration.chances(hint.draft.trunk)[: session.max_depth]) for hint in session.guesses.hints), default=0.0
     )
     room = min(session.max_depth, policy.max_guesses)
-    return policy.least_chance(session.guesses.stats, room, at_hand, profile.turns(room + 2, session.kv_len))
+    cost = profile.turns(num_in_turns * (room + 2), num_in_turns * session.kv_len)[::num_in_turns]
+    return policy.turn(session.guesses.stats, room, at_hand, cost)
 
 
 def _without(tier: str, chain: Chain) -> Chain:

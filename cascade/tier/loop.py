@@ -171,7 +171,7 @@ class Loop(Generic[U]):
     def _commit(self, slot: Slot[U], commit: Commit, now: float) -> None:
         stalled = slot.session.stalled
         try:
-            correction = slot.session.commit(commit.start, commit.tokens, commit.least_chance)
+            correction = slot.session.commit(commit.start, commit.tokens, commit.least_chance, commit.most)
         except (ProtocolError, InvalidRequest) as error:
             self._fail(slot, str(error), fault=isinstance(error, InvalidRequest))
             return
@@ -234,9 +234,10 @@ class Loop(Generic[U]):
                         hints.setdefault(slot, []).append(Hint(name, drafter.calibration, draft))
         for slot, of_slot in hints.items():
             slot.session.hint(of_slot)
-        for slot in slots:
-            if slot.attached:
-                self._drafting.turn(slot, policy, self._profile)
+        drafted = [slot for slot in slots if slot.attached]
+        num_in_turns = sum(map(self._drafting.in_turns, self.slots.values())) if drafted else 0
+        for slot in drafted:
+            self._drafting.turn(slot, num_in_turns, policy, self._profile)
 
     def _fork(self, slot: Slot[U], work: Work) -> bool:
         """Give a branch a place in memory, and hold it no longer if there is none; whether it has one."""

@@ -30,8 +30,9 @@ def decode(batch: pb.Batch) -> list[Message]:
 def _encode(message: Message) -> pb.Message:
     session = message.session
     match message:
-        case Commit(_, start, tokens, least_chance):
-            return pb.Message(session=session, commit=pb.Commit(start=start, tokens=tokens, least_chance=least_chance))
+        case Commit(_, start, tokens, least_chance, most):
+            commit = pb.Commit(start=start, tokens=tokens, least_chance=least_chance, most=most)
+            return pb.Message(session=session, commit=commit)
         case Proposal():
             return pb.Message(session=session, proposal=_encode_proposal(message))
         case Close(_, keep):
@@ -79,7 +80,7 @@ def _decode(message: pb.Message) -> Message:
     match message.WhichOneof("kind"):
         case "commit":
             commit = message.commit
-            return Commit(session, commit.start, tuple(commit.tokens), commit.least_chance)
+            return Commit(session, commit.start, tuple(commit.tokens), commit.least_chance, commit.most)
         case "proposal":
             return _decode_proposal(session, message.proposal)
         case "close":

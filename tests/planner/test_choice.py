@@ -45,18 +45,19 @@ def test_no_other_wait_gives_more(guesses: int, right: float, first: float) -> N
 def test_no_other_number_of_guesses_gives_more_in_turns(guesses: int, right: float, each: float) -> None:
     """Guards pairs on the same cores, where each guess delays the pass that scores it: too many and too few both cost."""
     cost = 1 + each * np.maximum(0, np.arange(ROOM + 3) - 1)
-    least = POLICY.least_chance(known(guesses, right, right), ROOM, 0.0, cost)
+    least, most = POLICY.turn(known(guesses, right, right), ROOM, 0.0, cost)
     chosen = next(number for number in range(1, ROOM + 1) if right**number < least or number == ROOM)
     rates = [sum(right**i for i in range(n + 1)) / (cost[1 + n] + n / guesses) for n in range(1, ROOM + 1)]
     assert rates[chosen - 1] >= 0.95 * max(rates)
+    assert rates[most - 1] == max(rates)
 
 
 def test_no_guesses_are_asked_for_where_a_text_drafter_is_as_good() -> None:
     """Guards text that repeats: a pass waited for a model's guesses though eight of a text drafter's were all but certain."""
     cost = np.ones(ROOM + 3)
-    assert POLICY.least_chance(known(3, 0.9, 0.9), ROOM, 0.0, cost) <= 1
-    assert POLICY.least_chance(known(3, 0.9, 0.9), ROOM, 8.0, cost) == NO_GUESS
-    assert POLICY.least_chance(known(3, 0.9, 0.9), 0, 0.0, cost) == NO_GUESS
+    assert POLICY.turn(known(3, 0.9, 0.9), ROOM, 0.0, cost)[0] <= 1
+    assert POLICY.turn(known(3, 0.9, 0.9), ROOM, 8.0, cost)[0] == NO_GUESS
+    assert POLICY.turn(known(3, 0.9, 0.9), 0, 0.0, cost)[0] == NO_GUESS
 
 
 GUESS = Draft((7,), bytes(1), bytes([40]))

@@ -68,17 +68,16 @@ def test_in_turns_a_session_writes_when_it_is_asked_and_rests_when_its_text_is_u
         assert len(session.text) - size == written
         proposal = session.proposal()
         assert proposal is None if not written else proposal is not None and proposal.rests
+    session.commit(len(session.text) - 3, [7], 0.9)
+    proposal = session.proposal()
+    assert proposal is not None, "the tier above waits to hear that two tokens are all"
+    assert (proposal.rests, len(proposal.draft)) == (True, 2)
     session.run_ahead = RunAhead(kept=4.0, cut=0.0)
     session.commit(len(session.text), [9], 0.1, 2)
     size = len(session.text)
     while not session.stalled:
         write(session)
     assert len(session.text) - size == 2, "others wait for it"
-    session.run_ahead = RunAhead(kept=4.0, cut=1.0)
-    session.commit(len(session.text) - 3, [7], 0.9)
-    proposal = session.proposal()
-    assert proposal is not None, "the tier above waits to hear that two tokens are all"
-    assert (proposal.rests, len(proposal.draft)) == (True, 2)
 
 
 def drafting() -> Session:

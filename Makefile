@@ -101,7 +101,7 @@ figures: $(VENV)/.installed         ## write the figures of README and docs from
 	$(BIN)/python -m benchmarks.figures
 
 proto: $(VENV)/.installed-dev      ## generate cascade/v1 from protos
-	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. --grpc_python_out=. protos/cascade/v1/*.proto
+	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. protos/cascade/v1/*.proto
 
 $(VENV)/bin/python:
 ifdef UV

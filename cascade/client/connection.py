@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 import grpc
 
+from cascade.client.rpc import stub_of
 from cascade.errors import KINDS, CascadeError, ConfigError, DeadlineExceeded, Overloaded, Unauthenticated, Unavailable
-from cascade.v1 import serving_pb2_grpc
 
 SECURE = "grpcs://"  # the prefix of a server's address that speaks TLS
 OTHER_SCHEMES = ("http://", "https://", "grpc://")
@@ -154,7 +154,7 @@ class Connection:
             channel = self._channels.insecure_channel(target, options)
         else:
             channel = self._channels.secure_channel(target, credentials, options)
-        return Server(channel, serving_pb2_grpc.CascadeStub(channel))
+        return Server(channel, stub_of(channel))
 
     def _attempts(self, timeout_s: float | None = None, *, probing: bool = False) -> Attempts:
         """For one request, with the connection's deadline unless another is given.

@@ -10,10 +10,10 @@ from typing import Any
 
 import grpc
 
+from cascade.client.rpc import LINK, stub_of
 from cascade.messages import Close, Failed, Link, Message, Open, Routing
 from cascade.settings.config import LinkTLS
 from cascade.v1 import link_pb2 as pb
-from cascade.v1 import link_pb2_grpc
 from deployments.links.codec import decode, encode
 from deployments.links.leases import HeldLease, LeasePool
 from deployments.links.tls import channel
@@ -179,7 +179,7 @@ class Downlink(Link):
         joined: grpc.aio.Channel | None = None
         try:
             joined = channel(address, CHANNEL_OPTIONS, self._tls)
-            call = link_pb2_grpc.LinkStub(joined).Connect(metadata=(("authorization", authorization(secret)),))
+            call = stub_of(joined, LINK).Connect(metadata=(("authorization", authorization(secret)),))
             await race(self._read(call), _write(call, mailbox))
         except grpc.aio.AioRpcError as error:
             reason = error.details() or str(error.code())

@@ -11,13 +11,13 @@ from typing import Any
 
 import grpc
 
+from cascade.client.rpc import LINK, handlers_of
 from cascade.errors import ConfigError, InvalidRequest, Unavailable
 from cascade.messages import Close, Failed, Link, Message, Open
 from cascade.params import SamplingParams
 from cascade.settings.config import LinkTLS
 from cascade.tier.tier import Tier
 from cascade.v1 import link_pb2 as pb
-from cascade.v1 import link_pb2_grpc
 from deployments.links.codec import decode, encode
 from deployments.links.leases import GivenLeases
 from deployments.links.tls import server_credentials
@@ -68,7 +68,7 @@ class Mailbox(Link):
         return messages
 
 
-class LinkServer(link_pb2_grpc.LinkServicer):
+class LinkServer:
     """Accepts links from the tiers above, with mutual TLS if ``tls`` is given, and hands their messages to ``tier``.
 
     ``prepare`` gets the grammar and the adapter of a session that opens ready, in a thread: nobody else waits for that.
@@ -101,7 +101,7 @@ class LinkServer(link_pb2_grpc.LinkServicer):
         """
         # without it two replicas of a machine would listen at one port, and each get links of the other
         self._server = server = grpc.aio.server(options=[*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)])
-        link_pb2_grpc.add_LinkServicer_to_server(self, server)
+        server.add_generic_rpc_handlers((handlers_of(self, LINK),))
         host = f"[{host}]" if ":" in host else host
         first, last = self._ports or (0, 0)  # 0 is any free port
         # at random, so that replicas that start together seldom try the same

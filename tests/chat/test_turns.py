@@ -9,10 +9,10 @@ import pytest
 
 from cascade.chat.template import Style
 from cascade.client import Client
+from cascade.client.rpc import stub_of
 from cascade.errors import InvalidRequest
 from cascade.params import Structured
 from cascade.v1 import serving_pb2 as pb
-from cascade.v1 import serving_pb2_grpc
 from tests.chat.everywhere import MOST, SAID, TOOLS, body, everywhere, params
 from tests.chat.templates import Family
 from tests.doors import House
@@ -93,7 +93,7 @@ def test_without_a_limit_an_answer_has_the_room_there_is(served: House) -> None:
     sampling = pb.Sampling(temperature=0, ignore_eos=True, min_tokens=100)
     request = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="x")], sampling=sampling)
     with grpc.insecure_channel(served.grpc) as channel:
-        response = serving_pb2_grpc.CascadeStub(channel).CompleteChat(request)
+        response = stub_of(channel).CompleteChat(request)
     assert response.finish.completion_tokens == MOST
     assert not response.HasField("text")
     with Client(served.grpc) as client:

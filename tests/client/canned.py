@@ -8,7 +8,6 @@ from typing import Any
 import grpc
 
 from cascade.v1 import serving_pb2 as pb
-from cascade.v1 import serving_pb2_grpc
 from tests.waiting import LONG_S
 
 COUNTS = {"passes": 2, "proposed": 3, "accepted": 1, "emitted": 3, "mean_accepted_len": 1.5, "waited_s": 0.25}
@@ -33,7 +32,7 @@ TIER.worth.add(drafter="tiny", sampled=True, num_sessions=4, factor=1.25)
 
 
 @dataclass
-class Canned(serving_pb2_grpc.CascadeServicer):
+class Canned:
     """Answers `PIECES`, a status, or one piece and then nothing."""
 
     status: grpc.StatusCode | None = None

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from cascade.client import AsyncClient, Client
-from cascade.v1 import serving_pb2_grpc
+from cascade.client.rpc import handlers_of
 from tests.client.canned import Canned
 
 
@@ -55,7 +55,7 @@ def server() -> Iterator[Canned]:
     canned = Canned()
     with ThreadPoolExecutor(4) as pool:
         server = grpc.server(pool)
-        serving_pb2_grpc.add_CascadeServicer_to_server(canned, server)
+        server.add_generic_rpc_handlers((handlers_of(canned),))
         canned.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         server.start()
         yield canned

@@ -17,10 +17,10 @@ import pytest
 from cascade.answer import Chunk, Completion
 from cascade.client import Client
 from cascade.client.connection import FIRST_PAUSE_S, MOST_PAUSE_S, Attempts, Unreached
+from cascade.client.rpc import handlers_of
 from cascade.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from cascade.params import SamplingParams, Structured
 from cascade.v1 import serving_pb2 as pb
-from cascade.v1 import serving_pb2_grpc
 from deployments.ops.launch import free_port
 from tests.chat.test_turns import CALLS
 from tests.client.canned import PIECES, Canned
@@ -285,7 +285,7 @@ def test_a_new_client_waits_for_a_server_that_restarts() -> None:
             asked = pool.submit(client.generate, "p")
             wait_until(lambda: client._servers[0].avoided_until)
             server = grpc.server(ThreadPoolExecutor(2))
-            serving_pb2_grpc.add_CascadeServicer_to_server(Canned(), server)
+            server.add_generic_rpc_handlers((handlers_of(Canned()),))
             server.add_insecure_port(f"127.0.0.1:{port}")
             server.start()
             try:

@@ -13,10 +13,10 @@ import pytest
 from pydantic import ValidationError
 
 from cascade.client import Client
+from cascade.client.rpc import stub_of
 from cascade.errors import Overloaded, Unavailable
 from cascade.params import SamplingParams
 from cascade.v1 import serving_pb2 as pb
-from cascade.v1 import serving_pb2_grpc
 from deployments.gateway.http.events import ClientLeft, Events
 from deployments.gateway.http.openai import ChatBody, CompletionBody, SamplingBody
 from deployments.links import replica_status
@@ -63,7 +63,7 @@ def test_heads_have_to_come(served: House) -> None:
 def test_sentences_fit_into_headers(served: House) -> None:
     """Guards the sentence: one that repeated a long value was larger than what gRPC takes in a header, and another came."""
     with grpc.insecure_channel(served.grpc) as channel:
-        stub = serving_pb2_grpc.CascadeStub(channel)
+        stub = stub_of(channel)
         for asked in (
             pb.GenerateRequest(prompt="x", sampling=pb.Sampling(stop=[LONG])),
             pb.GenerateRequest(prompt="x", speculation=pb.Speculation(tiers=["日" * 9999])),

@@ -9,10 +9,10 @@ import pytest
 
 from cascade.cli.scrape import Scrape
 from cascade.client import Client
+from cascade.client.rpc import stub_of
 from cascade.errors import KINDS, InvalidRequest, Overloaded
 from cascade.params import Handling, SamplingParams, Structured
 from cascade.v1 import serving_pb2 as pb
-from cascade.v1 import serving_pb2_grpc
 from deployments.gateway.admission.status import refusal
 from tests.chat.everywhere import MOST, STOP, TOOLS, WEATHER
 from tests.doors import House
@@ -266,7 +266,7 @@ def test_what_the_protocol_can_say_wrong_is_refused(served: House, request_: Any
 def check_raw(served: House, request: pb.GenerateRequest | pb.ChatRequest, words: str) -> None:
     """That gRPC refuses ``request``, whole and in pieces, with a sentence that has these ``words``."""
     with grpc.insecure_channel(served.grpc) as channel:
-        stub = serving_pb2_grpc.CascadeStub(channel)
+        stub = stub_of(channel)
         chat = isinstance(request, pb.ChatRequest)
         whole, pieces = (stub.CompleteChat, stub.Chat) if chat else (stub.Complete, stub.Generate)
         for call in (whole, lambda request, timeout: list(pieces(request, timeout=timeout))):

@@ -8,9 +8,9 @@ import grpc
 import pytest
 
 from cascade.client.exchange import TextExchange, encode_request
+from cascade.client.rpc import stub_of
 from cascade.params import SamplingParams, Speculation, Structured
 from cascade.v1 import serving_pb2 as pb
-from cascade.v1 import serving_pb2_grpc
 from tests.cases import rare
 from tests.chat.everywhere import SAID, TOOLS, user
 from tests.client.test_conformance import ADAPTER, CHOSEN, LIKELY, PLAIN, Adapted
@@ -34,9 +34,9 @@ served = serving(model=Adapted, full={"engine_kwargs": ON_VLLM})
 
 
 @pytest.fixture(scope="module")
-def stub(served: House) -> Iterator[serving_pb2_grpc.CascadeStub]:
+def stub(served: House) -> Iterator[Any]:
     with grpc.insecure_channel(served.grpc) as channel:
-        yield serving_pb2_grpc.CascadeStub(channel)
+        yield stub_of(channel)
 
 
 def whole(pieces: Sequence[Any]) -> list[Any]:
@@ -50,7 +50,7 @@ def whole(pieces: Sequence[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", TRIED)
-def test_answers_go_on_wherever_they_broke_off(served: House, stub: serving_pb2_grpc.CascadeStub, name: str) -> None:
+def test_answers_go_on_wherever_they_broke_off(served: House, stub: Any, name: str) -> None:
     """Guards all that counts from the prompt or looks back: limits, penalties, grammars, stop strings across the seam."""
     chosen: dict[str, Any] = PLAIN | CASES[name]
     request = encode_request(PROMPT, SamplingParams(**chosen), Speculation("off"))
@@ -172,7 +172,7 @@ REFUSED: list[tuple[dict[str, Any], list[int], str]] = [
 
 @pytest.mark.parametrize(("chosen", "had", "words"), REFUSED)
 def test_what_cannot_be_gone_on_with_is_refused(
-    served: House, stub: serving_pb2_grpc.CascadeStub, chosen: dict[str, Any], had: list[int], words: str
+    served: House, stub: Any, chosen: dict[str, Any], had: list[int], words: str
 ) -> None:
     """Guards against answers that no stream ever was: one sentence says why."""
     request = encode_request(PROMPT, SamplingParams(**{"seed": 1, **chosen}), None)
@@ -184,7 +184,7 @@ def test_what_cannot_be_gone_on_with_is_refused(
     served.settle()
 
 
-def test_only_streams_go_on(served: House, stub: serving_pb2_grpc.CascadeStub) -> None:
+def test_only_streams_go_on(served: House, stub: Any) -> None:
     """Guards parameters that would be ignored, by whole answers and by routers that know less."""
     request = encode_request(PROMPT, SamplingParams(seed=1), None)
     request.resume.token_ids[:] = [5]

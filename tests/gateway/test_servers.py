@@ -15,10 +15,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from cascade.client import Client
+from cascade.client.rpc import stub_of
 from cascade.errors import ConfigError, DeadlineExceeded, InvalidRequest, Overloaded, Unauthenticated, Unavailable
 from cascade.params import SamplingParams
 from cascade.v1 import serving_pb2 as pb
-from cascade.v1 import serving_pb2_grpc
 from tests.doors import House, house, serving
 from tests.http.test_http import ask
 from tests.waiting import LONG_S, wait_until
@@ -56,7 +56,7 @@ def busy(served: House, num: int, *metadata: tuple[str, str]) -> Iterator[list[A
     """That many long answers being written, or waiting."""
     request = pb.GenerateRequest(prompt=PROMPT, sampling=pb.Sampling(max_tokens=4000, seed=1, ignore_eos=True))
     with grpc.insecure_channel(served.grpc) as channel:
-        stub = serving_pb2_grpc.CascadeStub(channel)
+        stub = stub_of(channel)
         calls = [stub.Generate(request, metadata=(*bearer(ALICE), *metadata)) for _ in range(num)]
         wait_until(lambda: served.router.admission.places.num_admitted >= num)
         yield calls
@@ -106,7 +106,7 @@ def test_full_server_says_so_at_once(small: House) -> None:
         assert (status, answer["error"]["code"], headers["retry-after"]) == (429, "overloaded", "1")
         assert answer["error"]["message"] == "The server is full: 2 answers are being written and 2 wait"
         with grpc.insecure_channel(small.grpc) as channel, pytest.raises(grpc.RpcError) as caught:
-            serving_pb2_grpc.CascadeStub(channel).Complete(pb.GenerateRequest(prompt="x"), metadata=bearer(ALICE))
+            stub_of(channel).Complete(pb.GenerateRequest(prompt="x"), metadata=bearer(ALICE))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert dict(caught.value.trailing_metadata())["retry-after"] == "1"
         assert small.router.admission.places.num_waiting == 2
@@ -132,7 +132,7 @@ def test_deadlines_are_kept(small: House) -> None:
 def test_abort_ends_a_request_of_the_same_key(small: House) -> None:
     """Guards Abort: it reaches what is written and what waits, of the own key only."""
     with busy(small, 3, ("request_id", "mine")) as calls, grpc.insecure_channel(small.grpc) as channel:
-        stub = serving_pb2_grpc.CascadeStub(channel)
+        stub = stub_of(channel)
         assert stub.Abort(pb.AbortRequest(request_id="mine"), metadata=bearer(BOB)).aborted == 0
         assert stub.Abort(pb.AbortRequest(request_id="other"), metadata=bearer(ALICE)).aborted == 0
         assert stub.Abort(pb.AbortRequest(request_id="mine"), metadata=bearer(ALICE)).aborted == 3
@@ -253,7 +253,7 @@ def test_slow_readers_are_slowed_then_dropped() -> None:
             served.settle()
         with grpc.insecure_channel(served.grpc, options=SMALL_WINDOW) as channel:
             request = pb.GenerateRequest(prompt="x", sampling=pb.Sampling(max_tokens=4000, seed=1, ignore_eos=True))
-            calls = [serving_pb2_grpc.CascadeStub(channel).Generate(request) for _ in range(2)]
+            calls = [stub_of(channel).Generate(request) for _ in range(2)]
             wait_until(lambda: places.num_admitted > 0)
             wait_until(lambda: places.num_admitted == 0)
             with Client(served.grpc) as client:

@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from cascade.answer import Answer
+from cascade.client.rpc import LINK, stub_of
 from cascade.engine.grammar import Grammars
 from cascade.engine.sampling.state import state_maker
 from cascade.errors import Unavailable
@@ -18,7 +19,6 @@ from cascade.settings.config import LinkTLS
 from cascade.simulation.toy import ToyModel, full_text
 from cascade.tier.tier import Tier
 from cascade.v1 import link_pb2 as pb
-from cascade.v1 import link_pb2_grpc
 from deployments.links.codec import decode, encode
 from deployments.links.downlink import Downlink
 from deployments.links.leases import Lease, LeasePool, Lessor
@@ -285,7 +285,7 @@ def entry(node: Node) -> tuple[tuple[str, str], ...]:
     return (("authorization", authorization(node.server.secret)),)
 
 
-class Rogue(link_pb2_grpc.LinkServicer):
+class Rogue:
     """A replica that answers every batch with the same bytes."""
 
     def __init__(self, reply: Callable[[str], bytes]) -> None:
@@ -316,7 +316,7 @@ class Peer:
 
     async def __aenter__(self) -> "Peer":
         self._channel = grpc.aio.insecure_channel(self._node.server.address)
-        self.call = link_pb2_grpc.LinkStub(self._channel).Connect(metadata=entry(self._node))
+        self.call = stub_of(self._channel, LINK).Connect(metadata=entry(self._node))
         return self
 
     async def __aexit__(self, *error: object) -> None:

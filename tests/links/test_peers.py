@@ -9,10 +9,10 @@ import grpc
 import pytest
 
 from cascade.answer import Answer
+from cascade.client.rpc import LINK, stub_of
 from cascade.messages import Close, Commit, Failed, Proposal
 from cascade.simulation.toy import ToyModel, full_text
 from cascade.v1 import link_pb2 as pb
-from cascade.v1 import link_pb2_grpc
 from deployments.links.codec import encode
 from tests.links.net import Held, Net, Peer, Rogue, drafted, entry, opening, serve_raw
 from tests.tier.test_tier import PROMPT, Silent
@@ -125,7 +125,7 @@ async def test_strangers_are_not_let_in(net: Net, said: tuple[tuple[str, str], .
     net.leases.append(lease)
     await anext(lease)
     async with grpc.aio.insecure_channel(node.server.address) as channel:
-        call = link_pb2_grpc.LinkStub(channel).Connect(metadata=said)
+        call = stub_of(channel, LINK).Connect(metadata=said)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED

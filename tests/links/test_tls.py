@@ -17,11 +17,11 @@ from starlette.responses import PlainTextResponse
 
 from cascade import SamplingParams
 from cascade.client import Client
+from cascade.client.rpc import LINK, stub_of
 from cascade.errors import ConfigError, Unavailable
 from cascade.messages import Failed, Message, Open
 from cascade.settings.config import LinkTLS
 from cascade.settings.router import ListenConfig, ListenTLS, RequestLimits
-from cascade.v1 import link_pb2_grpc
 from deployments.gateway.http import server as http_server
 from deployments.links.downlink import Downlink
 from deployments.links.leases import LeasePool
@@ -58,7 +58,7 @@ async def net(tidy: None, ours: Authority) -> AsyncIterator[Net]:
 async def refused(joined: grpc.aio.Channel, net: Net) -> None:
     """Somebody who has even the secret gets no stream over this channel."""
     async with joined:
-        call = link_pb2_grpc.LinkStub(joined).Connect(metadata=entry(net.nodes["full"]), timeout=LONG_S)
+        call = stub_of(joined, LINK).Connect(metadata=entry(net.nodes["full"]), timeout=LONG_S)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

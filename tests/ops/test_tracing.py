@@ -15,10 +15,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode, format_span_id, format_trace_id
 
 from cascade.client.exchange import encode_request
+from cascade.client.rpc import stub_of
 from cascade.errors import ConfigError
 from cascade.messages import Open, Routing
 from cascade.params import SamplingParams, Speculation
-from cascade.v1 import serving_pb2_grpc
 from deployments.ops import tracing as export
 from deployments.ops.tracing import (
     UNTRACED,
@@ -84,7 +84,7 @@ def generate(
     num_tokens = 0
     with grpc.insecure_channel(served.grpc) as channel:
         request = encode_request(PROMPT, params, speculation)
-        for piece in serving_pb2_grpc.CascadeStub(channel).Generate(request, metadata=(("traceparent", traceparent),)):
+        for piece in stub_of(channel).Generate(request, metadata=(("traceparent", traceparent),)):
             num_tokens += len(piece.tokens)
             if num_tokens >= 4 and then is not None:
                 then()
@@ -203,7 +203,7 @@ def test_contexts_as_w3c_has_them() -> None:
 def test_refusals_and_leavers_end_their_spans(served: House, traces: Traces) -> None:
     """Guards against spans that are kept for ever: of requests that fail, and of clients that leave."""
     with grpc.insecure_channel(served.grpc) as channel:
-        stub = serving_pb2_grpc.CascadeStub(channel)
+        stub = stub_of(channel)
         call = stub.Generate(encode_request(PROMPT, replace(LONG, max_tokens=1500), ALL), metadata=(("traceparent", GIVEN),))
         next(iter(call))
         call.cancel()

@@ -17,9 +17,9 @@ from cascade import Cascade, Completion, SamplingParams, Speculation, Structured
 from cascade.cli.scrape import scrape
 from cascade.client import Client
 from cascade.client.exchange import encode_request
+from cascade.client.rpc import stub_of
 from cascade.params import Handling
 from cascade.v1 import serving_pb2 as pb
-from cascade.v1 import serving_pb2_grpc
 from deployments.ops.launch import APPLICATION, Server
 from tests import small
 from tests.waiting import LONG_S, wait_until
@@ -172,7 +172,7 @@ def test_any_router_aborts_for_all(server: Server, client: Client) -> None:
     own = [("grpc.use_local_subchannel_pool", 1)]  # connections of their own, which the kernel spreads over routers
     with contextlib.ExitStack() as stack:
         channels = [stack.enter_context(grpc.insecure_channel(server.address, options=own)) for _ in range(9)]
-        *stubs, aborting = map(serving_pb2_grpc.CascadeStub, channels)
+        *stubs, aborting = map(stub_of, channels)
         request = pb.GenerateRequest(prompt=PROMPT, sampling=sampling)
         calls = [stub.Generate(request, metadata=(("request_id", "ours"),)) for stub in stubs]
         for call in calls:
@@ -225,7 +225,7 @@ def test_a_clients_session_meets_one_replica(server: Server, client: Client) -> 
         for number in range(8):
             request = encode_request(f"{number} of {session}", SHORT, None)
             with grpc.insecure_channel(server.address, options=own) as channel:
-                serving_pb2_grpc.CascadeStub(channel).Complete(request, metadata=(("x-session-id", session),))
+                stub_of(channel).Complete(request, metadata=(("x-session-id", session),))
         grown = [count - before[pid] for pid, count in asked().items()]
         together, every = together + max(grown), every + sum(grown)
     assert together >= 0.8 * every > 0

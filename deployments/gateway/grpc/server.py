@@ -16,6 +16,7 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from cascade.client.rpc import CASCADE
 from cascade.settings.router import ListenConfig, RequestLimits
 from cascade.v1 import serving_pb2 as pb
 from deployments.gateway.admission.status import UNKNOWN_FAILURE
@@ -24,7 +25,6 @@ from deployments.links.tls import check, server_credentials
 
 log = logging.getLogger(__name__)
 
-SERVICE = pb.DESCRIPTOR.services_by_name["Cascade"]
 MAX_METADATA_BYTES = 16 * 2**10
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -50,10 +50,10 @@ class GrpcServer:
             ],
         )
         self._read_timeout_s = limits.read_timeout_s
-        handlers = {method.name: self._handler(method, getattr(service, method.name)) for method in SERVICE.methods}
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE.full_name, handlers),))
+        handlers = {method.name: self._handler(method, getattr(service, method.name)) for method in CASCADE.methods}
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(CASCADE.full_name, handlers),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection((SERVICE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        reflection.enable_server_reflection((CASCADE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
 
     async def open(self) -> None:
         """Listen; raises `ConfigError` if a TLS file cannot be used, `RuntimeError` if the port cannot be had."""
@@ -65,7 +65,7 @@ class GrpcServer:
             check(tls)
             self._server.add_secure_port(place, server_credentials(tls))
         await self._server.start()
-        for name in ("", SERVICE.full_name):
+        for name in ("", CASCADE.full_name):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
     async def leave(self, grace_s: float) -> None:

@@ -1,0 +1,38 @@
+"""Calls and handlers of a gRPC service, made of its descriptor, so that nothing is generated but the messages."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message_factory import GetMessageClass
+
+from cascade.v1 import link_pb2, serving_pb2
+
+CASCADE: ServiceDescriptor = serving_pb2.DESCRIPTOR.services_by_name["Cascade"]
+LINK: ServiceDescriptor = link_pb2.DESCRIPTOR.services_by_name["Link"]
+
+
+def stub_of(channel: Any, service: ServiceDescriptor = CASCADE) -> Any:
+    """The calls of a service over a channel of `grpc` or `grpc.aio`, by the names of its methods."""
+    calls = {}
+    for method in service.methods:
+        request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
+        path = f"/{service.full_name}/{method.name}"
+        calls[method.name] = getattr(channel, _kind(method))(path, request.SerializeToString, response.FromString)
+    return SimpleNamespace(**calls)
+
+
+def handlers_of(servicer: Any, service: ServiceDescriptor = CASCADE) -> grpc.GenericRpcHandler:
+    """What lets a server answer the calls of a service by the methods of ``servicer`` that have the same names."""
+    made = {}
+    for method in service.methods:
+        request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
+        handler = getattr(grpc, f"{_kind(method)}_rpc_method_handler")
+        made[method.name] = handler(getattr(servicer, method.name), request.FromString, response.SerializeToString)
+    return grpc.method_handlers_generic_handler(service.full_name, made)
+
+
+def _kind(method: MethodDescriptor) -> str:
+    """As gRPC names the kinds of calls, such as ``unary_stream``."""
+    return "_".join("stream" if streams else "unary" for streams in (method.client_streaming, method.server_streaming))

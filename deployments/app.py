@@ -20,7 +20,7 @@ from cascade.errors import ConfigError
 from cascade.settings.config import CascadeConfig, TierConfig
 from cascade.settings.deployment import RouterDeploymentConfig, resources
 from cascade.settings.file import load_config
-from cascade.settings.live import fixed_of_router, fixed_of_tier, live
+from cascade.settings.live import fixed_of_router, fixed_of_tier
 from cascade.settings.section import did_you_mean, sentence
 from deployments.ray_compat import versioned
 from deployments.versions import packages
@@ -136,7 +136,7 @@ def _bind_router(
         config = config.model_copy(update={"router": router})
     options = config.router.deployment_config.model_dump(exclude_none=True)
     options["ray_actor_options"] = {"num_cpus": 0} | _environment(options["ray_actor_options"])
-    options = {"name": f"{prefix}router", **options, "user_config": live(config)}
+    options = {"name": f"{prefix}router", **options}
     ingress = Router if prefix else serve.ingress()(Router)  # an application has one: `Models`, where it has several routers
     deployment = _deployment(ingress, options, "router", {"router": fixed_of_router(config), "limits": limits})
     return deployment.bind(config.model_dump(mode="json"), tiers, limits, *learner)

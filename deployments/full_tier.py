@@ -141,11 +141,6 @@ class FullTier:
         )
         self.downlink = Downlink(leases, self._receive, tls=config.link_tls, tracing=admission.tracing)
 
-    def change(self, config: CascadeConfig) -> None:
-        """Follow ``config`` from now on."""
-        self._stall_timeout_s = self.downlink.leases.timeout_s = config.router.stall_timeout_s
-        self.downlink.leases.hold_s = held_lease_s(config)
-
     async def pieces(self, spec: SessionSpec, request: ActiveRequest, index: int = 0) -> AsyncGenerator[Chunk, None]:
         """One answer, piece by piece, when its turn has come; ``index`` is that of its prompt."""
         async with self._admission.answering(spec, request, index) as record:

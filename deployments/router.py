@@ -14,10 +14,8 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message
 
 from cascade.answer import Chunk
-from cascade.errors import ConfigError
 from cascade.params import MOST_BRANCHES
 from cascade.settings.config import CascadeConfig
-from cascade.settings.live import changed
 from cascade.v1 import serving_pb2 as pb
 from deployments.full_tier import FullTier
 from deployments.gateway.admission.admission import Admission
@@ -59,8 +57,6 @@ class Router:
     ) -> None:
         join_serves()
         self._config = CascadeConfig.model_validate(config)
-        self._values = config
-        self._reconfigured = False
         if self._config.link_tls is not None:
             check(self._config.link_tls)
         self.admission = Admission(self._config)
@@ -78,27 +74,6 @@ class Router:
         self._background = [asyncio.create_task(work) for work in (self._tiers.count(metrics.replicas), reported)]
         self._api = Api(self.model, self.assistant, self.admission, self._full).application()
         await self._listen()
-
-    async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
-        """Called by Serve with what changes while a router runs, see `cascade.settings.live`, and once at its start.
-
-        What is wrong raises `ConfigError` then. Later the router keeps what it has and logs why: Serve would replace a replica
-        that raises, and the next one, too.
-        """
-        try:
-            self._change(CascadeConfig.parse(changed(self._values, user_config)))
-        except ConfigError as error:
-            if not self._reconfigured:
-                raise
-            log.error("This replica goes on as it was configured before: %s", error)
-        self._reconfigured = True
-
-    def _change(self, config: CascadeConfig) -> None:
-        """Follow ``config`` from now on; raises `ConfigError`."""
-        self.admission.change(config)
-        self._config = config
-        self.model.change(config)
-        self._full.change(config)
 
     async def _listen(self) -> None:
         """Open own servers, if the configuration asks for them; else clients come through Ray Serve's proxies."""

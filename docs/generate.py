@@ -100,7 +100,7 @@ def _section(place: str, section: type[BaseModel], places: dict[type[BaseModel],
         elif default and kind.startswith(("integer", "number")):
             kind = kind.partition(" ")[2]
         needed = "required" if field.is_required() else ""
-        marks = filter(None, (meanings[name], kind, needed, "live" if shape.get("live") else ""))
+        marks = filter(None, (meanings[name], kind, needed))
         lines.append(_line(f"{name}: {'...' if needed else default}".rstrip(), _sentence("; ".join(marks))))
     if place:
         yield f"### {place.strip('.')}"

@@ -23,7 +23,7 @@ from cascade.settings.alignment import AlignmentConfig, alignment_problems, stud
 from cascade.settings.deployment import DeploymentConfig, resources
 from cascade.settings.engine import EMBEDDED, EngineKwargs, ModelLoadingConfig, pinned
 from cascade.settings.router import RouterConfig
-from cascade.settings.section import Live, Port, Section, Text, sentence
+from cascade.settings.section import Port, Section, Text, sentence
 
 MAX_TIERS = 5
 RESERVED = ("router", "learner")  # names of deployments that are no tiers
@@ -90,7 +90,7 @@ class CascadeConfig(Section):
     tiers: Annotated[tuple[TierConfig, ...], Field(min_length=1, max_length=MAX_TIERS)]
     router: RouterConfig = RouterConfig()  # the ingress
     # tokens that a tier may run ahead of the one above; a request may set its own
-    window: Annotated[int, Field(ge=1, le=MAX_WINDOW), Live] = DEFAULT_WINDOW
+    window: Annotated[int, Field(ge=1, le=MAX_WINDOW)] = DEFAULT_WINDOW
     # tokens of prompt and output together; by default the shortest context of the models
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     link_tls: LinkTLS | None = None  # encrypts links between tiers

@@ -13,7 +13,7 @@ RESOURCES = {"num_cpus": "CPU", "num_gpus": "GPU"}  # Ray's names, by the option
 class DeploymentConfig(Section):
     """Options of the Ray Serve deployment, passed on as they are.
 
-    `name` and `user_config` are set by cascade; in place of `placement_group_*` a tier has `placement_group_config`.
+    There is no `user_config`, and cascade sets `name`; in place of `placement_group_*` a tier has `placement_group_config`.
     """
 
     num_replicas: Count | Literal["auto"] | None = None  # fixed number, or `auto`; 1 by default

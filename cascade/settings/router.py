@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from cascade.params import MAX_PRIORITY
 from cascade.settings.deployment import RouterDeploymentConfig
-from cascade.settings.section import Count, Live, Port, Seconds, Section, Text, Variable
+from cascade.settings.section import Count, Port, Seconds, Section, Text, Variable
 
 MAX_PROMPTS = 4096  # prompts of one request; `limits` may lower both
 MAX_ANSWERS = 1024  # answers for each prompt
@@ -34,18 +34,18 @@ class AccessConfig(Section):
     open_metrics: bool = False  # answer GET /metrics without a key
     # origins, such as https://chat.example, whose pages may send requests; "*" is every one
     allowed_origins: tuple[Text, ...] = ()
-    limits: Annotated[dict[str, KeyLimits], Live] = Field(default_factory=dict)  # limits of single keys, by name
-    default_limits: Annotated[KeyLimits, Live] = KeyLimits()  # limits of keys that `limits` does not name
+    limits: dict[str, KeyLimits] = Field(default_factory=dict)  # limits of single keys, by name
+    default_limits: KeyLimits = KeyLimits()  # limits of keys that `limits` does not name
 
 
 class RequestLimits(Section):
     """How much one request may ask for."""
 
     max_body_bytes: Annotated[int, Field(ge=1024)] = 16 * 2**20  # bytes of an HTTP body or a gRPC message
-    max_prompt_chars: Annotated[Count, Live] = 4_000_000  # characters of a prompt or a conversation
-    max_prompts: Annotated[Count, Field(le=MAX_PROMPTS), Live] = 64  # prompts in one HTTP request
-    max_n: Annotated[Count, Field(le=MAX_ANSWERS), Live] = 16  # answers for each prompt
-    max_tokens: Annotated[Count | None, Live] = None  # output tokens of an answer; by default what the context leaves
+    max_prompt_chars: Count = 4_000_000  # characters of a prompt or a conversation
+    max_prompts: Annotated[Count, Field(le=MAX_PROMPTS)] = 64  # prompts in one HTTP request
+    max_n: Annotated[Count, Field(le=MAX_ANSWERS)] = 16  # answers for each prompt
+    max_tokens: Count | None = None  # output tokens of an answer; by default what the context leaves
     body_timeout_s: Seconds = 30.0  # seconds to send a request
     read_timeout_s: Seconds = 60.0  # seconds until a client that reads nothing is dropped
 
@@ -85,11 +85,11 @@ class RouterConfig(Section):
 
     deployment_config: RouterDeploymentConfig = RouterDeploymentConfig()  # replicas of the router
     # seconds until a request without progress fails: longer than a full replica takes to start anew
-    stall_timeout_s: Annotated[Seconds, Live] = 600.0
-    max_running: Annotated[Count, Live] = 256  # answers at once, of one router
-    max_waiting: Annotated[int, Field(ge=0), Live] = 256  # answers that wait; more are refused
+    stall_timeout_s: Seconds = 600.0
+    max_running: Count = 256  # answers at once, of one router
+    max_waiting: Annotated[int, Field(ge=0)] = 256  # answers that wait; more are refused
     # seconds for which a lease is held for the next request
-    held_lease_s: Annotated[float, Field(ge=0, le=8), Live] = 5.0
+    held_lease_s: Annotated[float, Field(ge=0, le=8)] = 5.0
     prefix_affinity: bool = True  # send requests that begin alike to one full replica
     # how the model writes calls; by default found in its chat template
     tool_format: Literal["hermes", "mistral", "mistral11", "llama3", "json"] | None = None

@@ -11,7 +11,6 @@ Seconds = Annotated[float, Field(gt=0)]
 Text = Annotated[str, Field(min_length=1)]
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]  # an environment variable's name
 Port = Annotated[int, Field(ge=1, le=65535)]
-Live = Field(json_schema_extra={"live": True})  # marks a field that changes while routers run, see `cascade.settings.live`
 
 UNION_PARTS = ("constrained-", "literal[")  # begin the names that pydantic adds to the place of a value of several types
 

@@ -41,6 +41,9 @@ class ServedModel:
         grammars: Grammars,
     ) -> None:
         self.tokenizer = tokenizer
+        self.names = config.model_names  # answers have the first one
+        self.chain_names = config.chain_names  # drafters inside tiers and tiers, bottom to top
+        self.limits = config.router.limits
         self.defaults = defaults  # arguments of `SamplingParams` for requests that do not give them
         self.context_len = min(config.max_model_len or 2**31, tiers.limit("context_len"))  # prompt and answer together
         self._folder = folder
@@ -56,8 +59,8 @@ class ServedModel:
             check_grammar=grammars.check,
             window=config.window,
             answer_window=STREAM_WINDOW,
+            max_tokens=self.limits.max_tokens,
         )
-        self.change(config)
 
     @classmethod
     async def load(cls, config: CascadeConfig, tiers: Tiers) -> "ServedModel":
@@ -73,13 +76,6 @@ class ServedModel:
         await tiers.start()
         await asyncio.to_thread((grammars := Grammars(tokenizer)).prepare)
         return cls(config, tiers, tokenizer, defaults, folder, grammars)
-
-    def change(self, config: CascadeConfig) -> None:
-        """Follow ``config`` from now on."""
-        self.names = config.model_names  # answers have the first one
-        self.chain_names = config.chain_names  # drafters inside tiers and tiers, bottom to top
-        self.limits = config.router.limits
-        self._capabilities = replace(self._capabilities, window=config.window, max_tokens=self.limits.max_tokens)
 
     # names
 

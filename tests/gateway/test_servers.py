@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from cascade.client import Client
 from cascade.client.rpc import stub_of
-from cascade.errors import ConfigError, DeadlineExceeded, InvalidRequest, Overloaded, Unauthenticated, Unavailable
+from cascade.errors import DeadlineExceeded, Overloaded, Unauthenticated, Unavailable
 from cascade.params import SamplingParams
 from cascade.v1 import serving_pb2 as pb
 from tests.doors import House, house, serving
@@ -199,29 +199,6 @@ def test_requests_are_logged_without_their_words(small: House, alice: Client, ca
     said = "request_id=my-request key=alice outcomes=length answers=2 prompt_tokens=14 output_tokens=20 seconds="
     assert record.getMessage().startswith(said)
     assert vars(record)["request_id"] == "my-request"
-
-
-def test_a_running_router_heeds_what_it_is_told(served: House) -> None:
-    """Guards limits that are lowered in a hurry: nothing is restarted, and what is wrong changes nothing.
-
-    Guards service: Serve replaces a replica that refuses a change, and the next one, too; only one that starts may refuse.
-    """
-    router = served.router
-    with pytest.raises(ConfigError, match="window is 'long'"):
-        served.call(router.reconfigure({"window": "long"}))
-    with Client(served.grpc) as client:
-        told = {"window": 9, "router.limits.max_tokens": 8, "router.max_running": 3, "router.held_lease_s": 0.0}
-        served.call(router.reconfigure(told))
-        assert client.describe().window == 9
-        assert len(client.generate("x", SamplingParams(max_tokens=8, seed=1, ignore_eos=True)).token_ids) == 8
-        with pytest.raises(InvalidRequest, match="writes at most 8"):
-            client.generate("x", SamplingParams(max_tokens=9))
-        served.call(router.reconfigure({"window": 0}))  # logged
-        served.call(router.reconfigure({"router.access.limits": {"nobody": {"max_running": 1}}}))
-        assert client.describe().window == 9
-        served.call(router.reconfigure({}))  # what is not said is as it was at the start
-        assert client.describe().window != 9
-        client.generate("x", SamplingParams(max_tokens=9))
 
 
 def test_health_and_reflection(small: House) -> None:

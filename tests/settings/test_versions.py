@@ -15,7 +15,7 @@ from ray.serve.schema import DeploymentSchema
 
 from cascade.errors import ConfigError
 from cascade.settings.deployment import DeploymentConfig
-from cascade.settings.live import COMPARED_BY_SERVE, READ_BY_ROUTERS, changed, fixed_of_router, fixed_of_tier, live
+from cascade.settings.live import COMPARED_BY_SERVE, READ_BY_ROUTERS, fixed_of_router, fixed_of_tier
 from deployments.app import bind, parse
 from deployments.versions import check_alike, packages
 from tests import small
@@ -86,9 +86,8 @@ CHANGES: list[tuple[Callable[[Values], None], set[str], set[str]]] = [  # what i
     (set_at("tiers.1.deployment_config.num_replicas", 3), set(), set()),
     (set_at("tiers.1.deployment_config.max_surge_percent", 50), set(), set()),
     (set_at("tiers.0.engine_kwargs.drafter", [CORPUS]), ALL, set()),
-    (set_at("window", 9), set(), {"router"}),
-    (set_at("router.max_running", 3), set(), {"router"}),
-    (set_at("router.access.default_limits.max_running", 3), set(), {"router"}),
+    (set_at("window", 9), {"router"}, set()),
+    (set_at("router.max_running", 3), {"router"}, set()),
     (set_at("router.tool_format", "json"), {"router"}, set()),
     (set_at("max_model_len", 512), {"router"}, set()),
     (set_at("alignment", {"folder": "/shared"}), {"router"}, set()),
@@ -129,25 +128,15 @@ def paths(values: Any, prefix: str = "") -> set[str]:
 
 
 def test_no_change_is_without_effect() -> None:
-    """Guards options against being changed without a word: each replaces replicas, or is told to them, or is Serve's own."""
+    """Guards options against being changed without a word: each replaces replicas, or is Serve's own."""
     config = small.config()
     tier = config.tiers[0].model_dump(mode="json")
     assert set(fixed_of_tier(config, config.tiers[0])["tier"]) | {*COMPARED_BY_SERVE} == set(tier)
     said = {path for path in paths(config.model_dump(mode="json")) if not path.startswith("router.deployment_config")}
     fixed = fixed_of_router(config)
     read = fixed.pop("full")
-    told = {inner for path, value in live(config).items() for inner in paths(value, f"{path}.")}
-    assert (paths(fixed) - {"drafters", "asleep"}) | told == said - {"verify"}
+    assert paths(fixed) - {"drafters", "asleep"} == said - {"verify"}
     assert set(read) == set(tier["model_loading_config"]) | READ_BY_ROUTERS | {"max_ongoing_requests"}
-
-
-def test_what_is_told_is_what_stands_there() -> None:
-    """Guards the way of a change to running routers: told to one that has the old values, it makes the new ones of them."""
-    old, new = values(), values()
-    new["router"]["max_running"], new["window"], new["router"]["access"]["limits"] = 3, 9, {"alice": {"max_running": 1}}
-    assert changed(old, live(parse(new))) == parse(new).model_dump(mode="json")
-    with pytest.raises(ConfigError, match=r"user_config has 'router\.listen', which no running router changes"):
-        changed(old, {"router.listen": None})
 
 
 def test_every_option_of_serve_is_known() -> None:

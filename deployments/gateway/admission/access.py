@@ -36,12 +36,6 @@ class Account:
     def __post_init__(self) -> None:
         self._balance = float(self.limits.tokens_per_minute or 0)
 
-    def limit(self, limits: KeyLimits) -> None:
-        """Take other limits; a new rate begins with a whole minute's tokens, and with no debts."""
-        if limits.tokens_per_minute != self.limits.tokens_per_minute:
-            self._balance, self._since = float(limits.tokens_per_minute or 0), time.monotonic()
-        self.limits = limits
-
     @contextlib.contextmanager
     def admitted(self, num_answers: int) -> Iterator[None]:
         """Hold places for the answers of a request; raises `Overloaded` if the key has none left, `InvalidRequest` if never."""
@@ -87,33 +81,24 @@ class Access:
     """The keys of a server; those of a file are read again when it has changed. Raises `ConfigError` if they cannot be used."""
 
     def __init__(self, config: AccessConfig) -> None:
+        self._config = config
         self._accounts: dict[bytes, Account] = {}  # accounts by digests of keys
-        self._anonymous = Account(ANONYMOUS)
+        self._anonymous = Account(ANONYMOUS, config.default_limits)
         self._look_at = time.monotonic() + LOOK_S
         self._problem = ""  # what is wrong with the file of keys
         self._set_keys(_read(config))
-        self.limit(config)
-
-    def limit(self, config: AccessConfig) -> None:
-        """Limit what keys may take from now on; raises `ConfigError` if limits are for a key that is not there."""
-        unknown = set(config.limits) - {account.name for account in self._accounts.values()}
-        if unknown:
-            raise ConfigError(f"router.access.limits names {sorted(unknown)[0]!r}, and no key has this name: add or mend it")
-        self._config = config
-        self._set_limits()
+        if unknown := sorted(set(config.limits) - {account.name for account in self._accounts.values()}):
+            raise ConfigError(f"router.access.limits names {unknown[0]!r}, and no key has this name: add or mend it")
 
     def _set_keys(self, names: Mapping[bytes, str]) -> None:
-        """Know these keys. One that was known keeps what it has used; answers that are being written for others go on."""
-        known = {account.name: account for account in self._accounts.values()}
-        self._accounts = {digest: known.get(name) or Account(name) for digest, name in names.items()}
+        """Know these keys. A key that stays keeps what it has used; answers that are being written for others go on."""
+        kept = {account.name: account for account in self._accounts.values()}
+        self._accounts = {digest: kept.get(name) or Account(name, self._limits(name)) for digest, name in names.items()}
 
-    def _set_limits(self) -> None:
-        for account in self._accounts.values():
-            limits = self._config.limits.get(account.name, self._config.default_limits)
-            if limits.min_priority is None:  # where there are several keys, none goes before the others unless it may
-                limits = limits.model_copy(update={"min_priority": 0})
-            account.limit(limits)
-        self._anonymous.limit(self._config.default_limits)
+    def _limits(self, name: str) -> KeyLimits:
+        """What the requests of a key may take; where there are several keys, none goes before the others unless it may."""
+        limits = self._config.limits.get(name, self._config.default_limits)
+        return limits if limits.min_priority is not None else limits.model_copy(update={"min_priority": 0})
 
     def _renew(self) -> None:
         """Read the file of keys again; where it cannot be used, the log says so and nothing changes."""
@@ -129,7 +114,6 @@ class Access:
             return
         if names != {digest: account.name for digest, account in self._accounts.items()}:
             self._set_keys(names)
-            self._set_limits()  # limits of a key that is gone are for nobody
 
     @property
     def open_metrics(self) -> bool:

@@ -85,13 +85,6 @@ class Admission:
         self._log_after = 0.0  # on the clock of `time.monotonic`
         self._num_unlogged = 0  # refused requests since the last one that the log names
 
-    def change(self, config: CascadeConfig) -> None:
-        """Admit by these limits from now on; raises `ConfigError` if they name keys that are not there."""
-        router = config.router
-        self.access.limit(router.access)
-        self.limits = router.limits
-        self.places.resize(router.max_running, router.max_waiting)
-
     @contextlib.contextmanager
     def admitted(
         self,

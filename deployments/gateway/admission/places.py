@@ -16,9 +16,8 @@ class Places:
     """At most ``max_running`` answers are written at once, and ``max_waiting`` more wait for their turn, see `FairQueue`."""
 
     def __init__(self, max_running: int, max_waiting: int) -> None:
-        self._max_running = max_running
         self._capacity = max_running + max_waiting
-        self._free = max_running  # turns that nobody has; below 0 after `resize` to fewer than are in use
+        self._free = max_running
         self._queue = FairQueue()
         self._calls: dict[Ticket, asyncio.Event] = {}  # one for each answer that waits
         self._empty = asyncio.Event()
@@ -77,7 +76,7 @@ class Places:
                 self._queue.leave(ticket)
             else:  # called in the very moment in which it leaves
                 self._queue.undo(ticket)
-                self._give_back(1)
+                self._give_back()
             raise
         self.num_running += 1
         try:
@@ -85,15 +84,10 @@ class Places:
         finally:
             self.num_running -= 1
             self._queue.settle(ticket)
-            self._give_back(1)
+            self._give_back()
 
-    def resize(self, max_running: int, max_waiting: int) -> None:
-        """Have so many places from now on; answers that are being written or wait keep theirs until they end."""
-        more, self._max_running, self._capacity = max_running - self._max_running, max_running, max_running + max_waiting
-        self._give_back(more)
-
-    def _give_back(self, turns: int) -> None:
-        self._free += turns
+    def _give_back(self) -> None:
+        self._free += 1
         self._call()
 
     def _call(self) -> None:

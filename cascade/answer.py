@@ -96,6 +96,25 @@ class Chunk:
     seed: int | None = None  # the shared noise's seed, set on the first piece
 
 
+def joined(chunks: Sequence[Chunk]) -> Chunk:
+    """All pieces of an answer as one."""
+    text, ends, first, last = "", list[int](), chunks[0], chunks[-1]
+    for chunk in chunks:
+        ends += [len(text) + end for end in chunk.ends]
+        text += chunk.text
+    return Chunk(
+        text,
+        tuple(token for chunk in chunks for token in chunk.token_ids),
+        tuple(ends),
+        b"".join(chunk.origins for chunk in chunks),
+        last.completion,
+        last.index,
+        tuple(logprobs for chunk in chunks for logprobs in chunk.logprobs),
+        first.prompt,
+        first.seed,
+    )
+
+
 @dataclass(slots=True)
 class Answer:
     """The text of one request as it grows; ``spec`` is what the full tier was first asked.

@@ -59,9 +59,17 @@ def reader(name: str, hidden: dict[int, str] | None = None) -> TurnReader:
 
 
 def message(name: str, pieces: list[Chunk]) -> dict[str, Any]:
-    form = Form("chat", "1", "m", reader=lambda: reader(name))
-    whole = CompletionReply(form, [Echo()]).whole([(0, piece) for piece in pieces])
-    return dict(whole["choices"][0])
+    """The choice of a whole answer, to which its pieces must add up."""
+    form, in_pieces, arguments = Form("chat", "1", "m", reader=lambda: reader(name)), reader(name), dict[int, str]()
+    choice: dict[str, Any] = CompletionReply(form, [Echo()]).whole([(0, piece) for piece in pieces])["choices"][0]
+    deltas = [in_pieces.take(piece) for piece in pieces]
+    for call in itertools.chain.from_iterable(delta.calls for delta in deltas):
+        arguments[call.index] = arguments.get(call.index, "") + call.arguments
+    whole = choice["message"]
+    assert "".join(delta.content for delta in deltas) == (whole["content"] or "")
+    assert [*arguments.values()] == [call["function"]["arguments"] for call in whole.get("tool_calls", ())]
+    assert in_pieces.finish_reason(END) == choice["finish_reason"]
+    return choice
 
 
 @pytest.mark.parametrize("name", CALLED)

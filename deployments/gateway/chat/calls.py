@@ -99,7 +99,7 @@ class CallDelta:
 
 @dataclass(slots=True)
 class Delta:
-    """Thoughts, words, and pieces of calls; also a whole turn, once all its pieces are added up."""
+    """Thoughts, words, and pieces of calls: what a piece of an answer says, or all of it."""
 
     content: str = ""
     calls: list[CallDelta] = field(default_factory=list)
@@ -109,24 +109,9 @@ class Delta:
         return bool(self.content or self.calls or self.thoughts)
 
     @property
-    def whole_content(self) -> str | None:
-        """The content of a whole message: none at all if it only calls."""
-        return self.content or (None if self.calls else "")
-
-    @property
     def reasoning(self) -> dict[str, str]:
         """Thoughts under both names: clients of DeepSeek and SGLang read the one, those of vLLM and OpenRouter the other."""
         return {"reasoning_content": self.thoughts, "reasoning": self.thoughts} if self.thoughts else {}
-
-    def add(self, piece: "Delta") -> None:
-        """Append the next piece of the same turn."""
-        self.content += piece.content
-        self.thoughts += piece.thoughts
-        for call in piece.calls:
-            if call.id:
-                self.calls.append(call)
-            else:
-                self.calls[call.index].arguments += call.arguments
 
 
 class ObjectScanner:

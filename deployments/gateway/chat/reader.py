@@ -1,6 +1,6 @@
 """An answer taken apart as it comes: thoughts, words, and calls of tools."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from cascade.answer import Chunk, Completion, overlap
@@ -122,18 +122,3 @@ class TurnReader:
             yield chunk.text[at:end] + self._hidden.get(token, "")
             at = end
         yield chunk.text[at:]
-
-
-def read(chunks: Sequence[Chunk], reader: TurnReader) -> Delta:
-    """What a whole answer says."""
-    said = Delta()
-    for chunk in chunks:
-        said.add(reader.take(chunk))
-    return said
-
-
-def ending(chunks: Sequence[Chunk]) -> Completion:
-    """What the last piece of an answer brings."""
-    completion = chunks[-1].completion
-    assert completion is not None, "the last piece brings the completion"
-    return completion

@@ -10,7 +10,7 @@ from google.protobuf.message import Message as ProtoMessage
 from google.protobuf.unknown_fields import UnknownFieldSet
 from ray.serve.grpc_util import RayServegRPCContext
 
-from cascade.answer import Chunk, Completion
+from cascade.answer import Chunk, Completion, joined
 from cascade.capabilities import Task
 from cascade.chat.conversation import MAX_MESSAGES, MAX_TOOLS, Conversation, parsed_object
 from cascade.client.chat import UNCONVERTED
@@ -24,7 +24,7 @@ from deployments.gateway.admission.admission import Admission
 from deployments.gateway.admission.status import refusal
 from deployments.gateway.chat.assistant import Assistant
 from deployments.gateway.chat.calls import CallDelta
-from deployments.gateway.chat.reader import TurnReader, ending, read
+from deployments.gateway.chat.reader import TurnReader
 from deployments.gateway.model import ServedModel
 
 T = TypeVar("T")
@@ -87,8 +87,8 @@ class TextRequest:
 
     def whole(self, chunks: Sequence[Chunk]) -> pb.CompleteResponse:
         """The answer of these pieces."""
-        end = ending(chunks)
-        return pb.CompleteResponse(text=end.text, tokens=all_tokens(chunks), finish=finish(end), prompt=prompt(chunks[0]))
+        answer = self.piece(joined(chunks))
+        return pb.CompleteResponse(text=answer.text, tokens=answer.tokens, finish=answer.finish, prompt=answer.prompt)
 
 
 class TurnRequest:
@@ -128,20 +128,15 @@ class TurnRequest:
 
     def whole(self, chunks: Sequence[Chunk]) -> pb.CompleteChatResponse:
         """The answer of these pieces."""
-        end = ending(chunks)
-        turn = read(chunks, self._reader)
-        return pb.CompleteChatResponse(
-            message=pb.ChatMessage(
-                role="assistant",
-                content=turn.whole_content,
-                tool_calls=map(_called, turn.calls),
-                reasoning_content=turn.thoughts or None,
-            ),
-            tokens=all_tokens(chunks),
-            finish=_finish(end, self._reader),
-            prompt=prompt(chunks[0]),
-            text=None if self._reader.plain else end.text,
+        turn = self.piece(joined(chunks))
+        message = pb.ChatMessage(
+            role="assistant",
+            content=turn.content or (None if turn.tool_calls else ""),
+            tool_calls=turn.tool_calls,
+            reasoning_content=turn.reasoning_content or None,
         )
+        text = turn.text if turn.HasField("text") else None
+        return pb.CompleteChatResponse(message=message, tokens=turn.tokens, finish=turn.finish, prompt=turn.prompt, text=text)
 
 
 def parse_sampling(request: Asked, defaults: Mapping[str, Any], room: int | None = None) -> SamplingParams:
@@ -182,10 +177,10 @@ def refuse_unknown(message: ProtoMessage, where: str = "the request") -> None:
                 refuse_unknown(part, field.name)
 
 
-def tokens(chunk: Chunk, num_chars: int = 0) -> list[pb.Token]:
-    """Tokens of a piece with their history; ``num_chars`` come before it in the message's text."""
+def tokens(chunk: Chunk) -> list[pb.Token]:
+    """Tokens of a piece with their history."""
     tokens = [
-        pb.Token(id=id, level=origin_level(byte), replaced=origin_replaced(byte), end=num_chars + end)
+        pb.Token(id=id, level=origin_level(byte), replaced=origin_replaced(byte), end=end)
         for id, byte, end in zip(chunk.token_ids, chunk.origins, chunk.ends, strict=True)
     ]
     if chunk.logprobs:
@@ -193,14 +188,6 @@ def tokens(chunk: Chunk, num_chars: int = 0) -> list[pb.Token]:
             token.logprob = logprobs.logprob
             token.top.extend(_likeliest(logprobs.top))
     return tokens
-
-
-def all_tokens(chunks: Iterable[Chunk]) -> Iterator[pb.Token]:
-    """Tokens of all pieces of an answer."""
-    num_chars = 0
-    for chunk in chunks:
-        yield from tokens(chunk, num_chars)
-        num_chars += len(chunk.text)
 
 
 def prompt(chunk: Chunk) -> list[pb.PromptToken]:

@@ -1,15 +1,15 @@
 """Completions and chat completions in OpenAI's form, whole and in pieces."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from cascade.answer import Chunk, Completion, PromptToken
+from cascade.answer import Chunk, Completion, PromptToken, joined
 from cascade.engine.spelling import Spelling
 from cascade.messages import Logprobs
 from deployments.gateway.admission.status import Refusal
-from deployments.gateway.chat.reader import TurnReader, ending, read
+from deployments.gateway.chat.reader import TurnReader
 from deployments.gateway.http.events import event
 
 Kind = Literal["chat", "text"]
@@ -66,21 +66,18 @@ class CompletionReply:
 
     def whole(self, pieces: Sequence[tuple[int, Chunk]]) -> dict[str, Any]:
         """The answers at once."""
-        answers: list[list[Chunk]] = [[] for _ in self._echoes]
-        for index, chunk in pieces:
-            answers[index].append(chunk)
         choices = []
-        for index, (chunks, echo) in enumerate(zip(answers, self._echoes, strict=True)):
-            completion = ending(chunks)
-            self._ended.append(completion)
-            extra = report(completion) | (history(chunks) if self._form.history else {})
+        for index, echo in enumerate(self._echoes):
+            answer = joined([chunk for number, chunk in pieces if number == index])
+            assert answer.completion is not None, "the last piece brings the completion"
+            self._ended.append(answer.completion)
             choices.append(
                 {
                     "index": index,
-                    **self._text(index, chunks),
-                    "finish_reason": self._readers[index].finish_reason(completion),
-                    "logprobs": self._logprobs(chunks, len(echo.text), self._prompt_logprobs(chunks[0], echo)),
-                    "cascade": extra,
+                    **self._text(index, answer),
+                    "finish_reason": self._readers[index].finish_reason(answer.completion),
+                    "logprobs": self._logprobs(answer, len(echo.text), self._prompt_logprobs(answer, echo)),
+                    "cascade": report(answer.completion) | (history(answer) if self._form.history else {}),
                 }
             )
         return self._form.head(False) | {"choices": choices} | self._costs()
@@ -106,13 +103,14 @@ class CompletionReply:
         """The event that ends a stream that failed."""
         return event(refused.body)
 
-    def _text(self, index: int, chunks: Sequence[Chunk]) -> dict[str, Any]:
+    def _text(self, index: int, answer: Chunk) -> dict[str, Any]:
         """Thoughts, text and calls of a whole choice."""
-        said = read(chunks, self._readers[index])
+        turn = self._readers[index].take(answer)
         if self._form.kind == "text":
-            return {"text": self._echoes[index].text + said.content}
-        calls = {"tool_calls": [call.body for call in said.calls]} if said.calls else {}
-        return {"message": {"role": "assistant", "content": said.whole_content, **said.reasoning, **calls}}
+            return {"text": self._echoes[index].text + turn.content}
+        calls = {"tool_calls": [call.body for call in turn.calls]} if turn.calls else {}
+        content = turn.content or (None if turn.calls else "")
+        return {"message": {"role": "assistant", "content": content, **turn.reasoning, **calls}}
 
     def _opening(self, index: int, first: Chunk) -> bytes:
         """What comes before the ``first`` piece of a choice."""
@@ -125,20 +123,19 @@ class CompletionReply:
     def _piece(self, index: int, chunk: Chunk, offset: int) -> bytes:
         """A piece of a choice, ``offset`` characters after its begin; nothing if there is nothing to say yet."""
         form, reader, end = self._form, self._readers[index], chunk.completion
-        said = reader.take(chunk)
-        if not (said or end or form.history or form.spelling or chunk.seed is not None):
+        delta = reader.take(chunk)
+        if not (delta or end or form.history or form.spelling or chunk.seed is not None):
             return b""
-        extra = history([chunk]) if form.history else {}
+        extra = history(chunk) if form.history else {}
         if end is not None:
             extra |= report(end)
         if chunk.seed is not None:
             extra["seed"] = chunk.seed
-        content = {"content": said.content} if said.content or reader.plain else {}
-        calls = {"tool_calls": [call.streamed for call in said.calls]} if said.calls else {}
-        text = {"delta": {**said.reasoning, **content, **calls}} if form.kind == "chat" else {"text": said.content}
-        return self._choice(
-            index, text, None if end is None else reader.finish_reason(end), self._logprobs([chunk], offset), extra
-        )
+        content = {"content": delta.content} if delta.content or reader.plain else {}
+        calls = {"tool_calls": [call.streamed for call in delta.calls]} if delta.calls else {}
+        text = {"delta": {**delta.reasoning, **content, **calls}} if form.kind == "chat" else {"text": delta.content}
+        reason = None if end is None else reader.finish_reason(end)
+        return self._choice(index, text, reason, self._logprobs(chunk, offset), extra)
 
     def _choice(
         self,
@@ -158,14 +155,14 @@ class CompletionReply:
         """What all answers took, once they have ended."""
         return {"usage": usage(self._ended, self._readers), **draft_metrics(self._ended)}
 
-    def _logprobs(self, chunks: Sequence[Chunk], offset: int, before: dict[str, Any] | None = None) -> dict[str, Any] | None:
-        """Those of the ``chunks``, after those ``before`` of an echoed prompt."""
+    def _logprobs(self, chunk: Chunk, offset: int, before: dict[str, Any] | None = None) -> dict[str, Any] | None:
+        """Those of a piece, after those ``before`` of an echoed prompt."""
         spelling = self._form.spelling
         if spelling is None:
             return None
         if self._form.kind == "chat":
-            return chat_logprobs(chunks, spelling, offset)
-        logprobs = text_logprobs(chunks, spelling, offset)
+            return chat_logprobs(chunk, spelling, offset)
+        logprobs = text_logprobs(chunk.token_ids, chunk.logprobs, _begins(chunk, offset), spelling)
         return logprobs if before is None else {key: before[key] + logprobs[key] for key in before}
 
     def _prompt_logprobs(self, first: Chunk, echo: Echo) -> dict[str, Any] | None:
@@ -173,7 +170,7 @@ class CompletionReply:
         prompt, spelling = first.prompt, self._form.spelling
         if not prompt or spelling is None:
             return None
-        return _listed([token.id for token in prompt], prompt, echo.begins, spelling)
+        return text_logprobs([token.id for token in prompt], prompt, echo.begins, spelling)
 
 
 def usage(completions: Sequence[Completion], readers: Sequence[TurnReader]) -> dict[str, Any]:
@@ -215,23 +212,14 @@ def report(completion: Completion) -> dict[str, Any]:
     return {"seed": completion.seed, "edges": edges, "first_token_s": stats.first_token_s, "undrafted": stats.undrafted}
 
 
-def history(chunks: Iterable[Chunk]) -> dict[str, Any]:
+def history(chunk: Chunk) -> dict[str, Any]:
     """Of each token: its id, the characters that are complete with it, and who wrote it (`cascade.messages.origin`)."""
-    ids: list[int] = []
-    ends: list[int] = []
-    origins: list[int] = []
-    num_chars = 0
-    for chunk in chunks:
-        ids += chunk.token_ids
-        ends += [num_chars + end for end in chunk.ends]
-        origins += chunk.origins
-        num_chars += len(chunk.text)
-    return {"token_ids": ids, "ends": ends, "origins": origins}
+    return {"token_ids": list(chunk.token_ids), "ends": list(chunk.ends), "origins": list(chunk.origins)}
 
 
-def chat_logprobs(chunks: Sequence[Chunk], spelling: Spelling, offset: int) -> dict[str, Any]:
-    """Log-probabilities as chat completions have them; the first chunk's text begins at ``offset`` of the answer."""
-    stripped = offset == 0 and not "".join(chunk.text for chunk in chunks).startswith(" ")  # decoders of some families strip it
+def chat_logprobs(chunk: Chunk, spelling: Spelling, offset: int) -> dict[str, Any]:
+    """Log-probabilities as chat completions have them; the piece begins at ``offset`` of the answer's text."""
+    stripped = offset == 0 and not chunk.text.startswith(" ")  # decoders of some families strip it
 
     def named(id: int, logprob: float, begin: int) -> dict[str, Any]:
         spelled = spelling.bytes(id)
@@ -239,42 +227,27 @@ def chat_logprobs(chunks: Sequence[Chunk], spelling: Spelling, offset: int) -> d
             spelled = spelled.removeprefix(b" ")
         return {"token": spelling.name(id), "logprob": logprob, "bytes": list(spelled)}
 
-    said = [one for chunk in chunks for one in chunk.logprobs]
     return {
         "content": [
-            named(id, one.logprob, begin) | {"top_logprobs": [named(*top, begin) for top in one.top]}
-            for id, one, begin in zip(_ids(chunks), said, _begins(chunks, offset), strict=True)
+            named(id, own.logprob, begin) | {"top_logprobs": [named(*top, begin) for top in own.top]}
+            for id, own, begin in zip(chunk.token_ids, chunk.logprobs, _begins(chunk, offset), strict=True)
         ]
     }
 
 
-def text_logprobs(chunks: Sequence[Chunk], spelling: Spelling, offset: int) -> dict[str, Any]:
-    """As completions have them; the first chunk's text begins at ``offset`` of the choice's text."""
-    said = [one for chunk in chunks for one in chunk.logprobs]
-    return _listed(_ids(chunks), said, _begins(chunks, offset), spelling)
-
-
-def _ids(chunks: Sequence[Chunk]) -> list[int]:
-    return [id for chunk in chunks for id in chunk.token_ids]
-
-
-def _begins(chunks: Sequence[Chunk], offset: int) -> list[int]:
-    """Characters before each token."""
-    begins = []
-    for chunk in chunks:
-        begins += [offset + begin for begin in (0, *chunk.ends)[: len(chunk.ends)]]
-        offset += len(chunk.text)
-    return begins
-
-
-def _listed(
-    ids: Sequence[int], said: Sequence[Logprobs | PromptToken], begins: Sequence[int], spelling: Spelling
+def text_logprobs(
+    ids: Sequence[int], logprobs: Sequence[Logprobs | PromptToken], begins: Sequence[int], spelling: Spelling
 ) -> dict[str, Any]:
-    """Tokens with their log-probabilities and the places where they begin."""
+    """Log-probabilities as completions have them, with the places in the text where tokens begin."""
     name = spelling.name
     return {
         "tokens": [name(id) for id in ids],
-        "token_logprobs": [one.logprob for one in said],
-        "top_logprobs": [None if one.logprob is None else {name(id): value for id, value in one.top} for one in said],
+        "token_logprobs": [own.logprob for own in logprobs],
+        "top_logprobs": [None if own.logprob is None else {name(id): value for id, value in own.top} for own in logprobs],
         "text_offset": list(begins),
     }
+
+
+def _begins(chunk: Chunk, offset: int) -> list[int]:
+    """Characters before each token."""
+    return [offset + begin for begin in (0, *chunk.ends)[: len(chunk.ends)]]

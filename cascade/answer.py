@@ -119,7 +119,7 @@ def joined(chunks: Sequence[Chunk]) -> Chunk:
 class Answer:
     """The text of one request as it grows; ``spec`` is what the full tier was first asked.
 
-    Output that the spec has is known to the client, whose stream broke off there. Only what comes after it is handed out,
+    Output that the spec has is delivered already: the client's stream broke off there. Only what comes after it is handed out,
     and the completion has only that.
     """
 
@@ -129,13 +129,13 @@ class Answer:
     elapsed: Callable[[], float] | None = None  # seconds since the request came
     finish_reason: FinishReason | None = None
     tokens: list[int] = field(default_factory=list)  # output of the full tier so far
-    _num_known: int = 0  # how many of them the client has
-    _origins: bytearray = field(default_factory=bytearray)  # one a token, 0 if known
+    _num_delivered: int = 0  # how many of them the client has
+    _origins: bytearray = field(default_factory=bytearray)  # one a token, 0 if it was delivered before
     logprobs: list[Logprobs] = field(default_factory=list)  # one for each token that the client has not, if asked for
     prompt: tuple[PromptToken, ...] = ()
     _ends: list[int] = field(default_factory=list)  # characters of _text up to the end of each token
     _text: str = ""
-    _num_known_chars: int = 0
+    _num_delivered_chars: int = 0
     _num_sent_chars: int = 0
     _num_sent_tokens: int = 0
     edges: tuple[Edge, ...] = ()
@@ -146,10 +146,10 @@ class Answer:
 
     def __post_init__(self) -> None:
         """Take up the text after the tokens that the client has, as if they had been written here."""
-        known = self.spec.tokens[self.spec.prompt_len :]
-        self._extend(known, bytes(len(known)))
-        self._num_known = self._num_sent_tokens = len(self.tokens)
-        self._num_known_chars = self._num_sent_chars = len(self._text)
+        delivered = self.spec.tokens[self.spec.prompt_len :]
+        self._extend(delivered, bytes(len(delivered)))
+        self._num_delivered = self._num_sent_tokens = len(self.tokens)
+        self._num_delivered_chars = self._num_sent_chars = len(self._text)
 
     @property
     def finished(self) -> bool:
@@ -160,11 +160,11 @@ class Answer:
         return len(self.tokens)
 
     @property
-    def known(self) -> Chunk:
+    def delivered(self) -> Chunk:
         """What the client has, as one piece without history; with a completion if that is the whole answer."""
-        text, ids = self._text[: self._num_known_chars], tuple(self.tokens[: self._num_known])
-        ends = tuple(min(end, len(text)) for end in self._ends[: self._num_known])
-        return Chunk(text, ids, ends, bytes(len(ids)), self._completion(self._num_known), self.index)
+        text, ids = self._text[: self._num_delivered_chars], tuple(self.tokens[: self._num_delivered])
+        ends = tuple(min(end, len(text)) for end in self._ends[: self._num_delivered])
+        return Chunk(text, ids, ends, bytes(len(ids)), self._completion(self._num_delivered), self.index)
 
     def rest(self) -> Chunk | None:
         """The last, empty piece of an answer that the client has whole; ``None`` if there is more to come."""
@@ -175,11 +175,11 @@ class Answer:
         if self.finished:
             return None, None
         begin = self.spec.prompt_len + len(self.tokens)
-        known = begin - proposal.start
-        new = proposal.draft.tokens[known:] if known >= 0 else ()
+        num_old = begin - proposal.start
+        new = proposal.draft.tokens[num_old:] if num_old >= 0 else ()
         if not new:
             return None, None
-        if len(self.tokens) == self._num_known:
+        if len(self.tokens) == self._num_delivered:
             self._num_cached = proposal.cached
         if not self.tokens and self.elapsed is not None:
             self._first_token_s = self.elapsed()
@@ -189,8 +189,8 @@ class Answer:
             self.edges, self._skip_reason = proposal.edges, proposal.skip_reason
         if self.spec.params.logprobs is not None:
             assert len(proposal.logprobs) == len(proposal.draft), "the full tier was asked for log-probabilities"
-            self.logprobs += proposal.logprobs[known:]
-        self._extend(new, proposal.draft.origins[known:])
+            self.logprobs += proposal.logprobs[num_old:]
+        self._extend(new, proposal.draft.origins[num_old:])
         return self._piece(), Commit(proposal.session, begin, tuple(new))
 
     def resumed(self) -> SessionSpec:
@@ -220,10 +220,10 @@ class Answer:
         params = self.spec.params
         kept = self._covers(min(params.min_tokens, len(self._ends)))
         begin = max(self._num_sent_chars, kept)
-        found = [(at, stop) for stop in params.stop if (at := self._text.find(stop, begin)) >= 0]
-        if found:
+        places = [(at, stop) for stop in params.stop if (at := self._text.find(stop, begin)) >= 0]
+        if places:
             self.finish_reason = "stop"
-            at, self._stop_string = min(found)
+            at, self._stop_string = min(places)
             self._text = self._text[:at]
 
     def _piece(self) -> Chunk | None:
@@ -244,8 +244,8 @@ class Answer:
         text = self._text[self._num_sent_chars : end]
         ends = tuple(min(e, end) - self._num_sent_chars for e in self._ends[sent])
         self._num_sent_chars, self._num_sent_tokens = end, num_tokens
-        logprobs = tuple(self.logprobs[sent.start - self._num_known : sent.stop - self._num_known])
-        seed = self.spec.params.seed if sent.start == self._num_known else None
+        logprobs = tuple(self.logprobs[sent.start - self._num_delivered : sent.stop - self._num_delivered])
+        seed = self.spec.params.seed if sent.start == self._num_delivered else None
         return Chunk(
             text,
             tuple(self.tokens[sent]),
@@ -269,9 +269,9 @@ class Answer:
         assert seed is not None
         reason = undrafted(self.spec, self.edges, self._skip_reason)
         stats = Stats(self.spec.prompt_len, len(self.tokens), self.edges, self._first_token_s, reason, self._num_cached)
-        new = slice(self._num_known, num_tokens)
-        text, ids, origins = self._text[self._num_known_chars :], tuple(self.tokens[new]), bytes(self._origins[new])
-        logprobs = tuple(self.logprobs[: num_tokens - self._num_known])
+        new = slice(self._num_delivered, num_tokens)
+        text, ids, origins = self._text[self._num_delivered_chars :], tuple(self.tokens[new]), bytes(self._origins[new])
+        logprobs = tuple(self.logprobs[: num_tokens - self._num_delivered])
         stop = self._stop_string
         return Completion(text, ids, self.finish_reason, seed, stats, origins, self.index, logprobs, self.prompt, stop)
 
@@ -280,7 +280,7 @@ def _prompt_tokens(spec: SessionSpec, logprobs: Sequence[Logprobs]) -> tuple[Pro
     first, *others = spec.tokens[: spec.prompt_len]
     assert len(logprobs) == len(others), "the full tier was asked for log-probabilities of the prompt"
     pairs = zip(others, logprobs, strict=True)
-    return (PromptToken(first), *(PromptToken(id, said.logprob, said.top) for id, said in pairs))
+    return (PromptToken(first), *(PromptToken(id, own.logprob, own.top) for id, own in pairs))
 
 
 def undrafted(spec: SessionSpec, edges: Sequence[Edge], skip_reason: str = "") -> Undrafted | None:

@@ -18,7 +18,7 @@ class Task:
     params: SamplingParams
     speculation: Speculation = field(default_factory=Speculation)
     handling: Handling = field(default_factory=Handling)
-    known: Sequence[int] = ()  # tokens of the answer that the client has, whose stream broke off there
+    delivered: Sequence[int] = ()  # tokens of the answer that the client has, whose stream broke off there
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Capabilities:
     drafters: tuple[str, ...] = ()  # those of ``names`` that are inside tiers
     max_tokens: int | None = None  # the limit of an answer
 
-    def check(self, params: SamplingParams, known: Sequence[int] = ()) -> None:
+    def check(self, params: SamplingParams, delivered: Sequence[int] = ()) -> None:
         """Raise `InvalidRequest` if a parameter cannot be honoured, after the tokens of the answer that the client has.
 
         A grammar that is new is compiled for that.
@@ -48,13 +48,15 @@ class Capabilities:
             )
         params.check_vocabulary(self.vocab_size)
         check_adapter(params.adapter, self.adapters)
-        if known and params.seed is None:
+        if delivered and params.seed is None:
             raise InvalidRequest(SEED_MISSING, "seed")
-        self._check_ids(known)
-        if len(known) > params.max_tokens:
-            raise InvalidRequest(f"resume has {len(known)} tokens of an answer: max_tokens is {params.max_tokens}", "resume")
+        self._check_ids(delivered)
+        if len(delivered) > params.max_tokens:
+            raise InvalidRequest(
+                f"resume has {len(delivered)} tokens of an answer: max_tokens is {params.max_tokens}", "resume"
+            )
         if params.structured is not None:
-            self.check_grammar(params.structured, known)
+            self.check_grammar(params.structured, delivered)
 
     def admit(self, task: Task) -> SessionSpec:
         """What the full tier is asked to write, with a seed.
@@ -62,7 +64,7 @@ class Capabilities:
         Raises `InvalidRequest` if the prompt cannot be served, or any parameter not be honoured.
         """
         ids, params, speculation = task.ids, task.params, task.speculation
-        self.check(params, task.known)
+        self.check(params, task.delivered)
         if not ids:
             raise InvalidRequest("The prompt is empty: it must have at least one token", "prompt")
         self._check_ids(ids)
@@ -74,7 +76,7 @@ class Capabilities:
             )
         chosen = speculation.chosen(self.names)
         return SessionSpec(
-            tokens=(*ids, *task.known),
+            tokens=(*ids, *task.delivered),
             prompt_len=len(ids),
             params=params.seeded(),
             ends=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_ids),

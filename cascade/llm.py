@@ -46,9 +46,9 @@ class LLM:
     def __init__(self, model: str, draft_models: Sequence[str] = (), **options: Any) -> None:
         if isinstance(draft_models, str):
             raise ConfigError(f"draft_models is {draft_models!r}: give a list, the largest first")
-        known = set(signature(Cascade.from_pretrained).parameters) - {"models"}
-        if unknown := sorted(options.keys() - known):
-            near = did_you_mean(unknown[0], known) or f": it takes {', '.join(sorted(known))}"
+        options_of = set(signature(Cascade.from_pretrained).parameters) - {"models"}
+        if unknown := sorted(options.keys() - options_of):
+            near = did_you_mean(unknown[0], options_of) or f": it takes {', '.join(sorted(options_of))}"
             raise ConfigError(f"LLM has no option {unknown[0]!r}{near}")
         self._model = model
         self._trust_remote_code = bool(options.get("trust_remote_code"))

@@ -146,7 +146,7 @@ class Cascade:
         Raises `ModelError` if a model cannot be loaded, `ConfigError` if they do not belong together.
         """
         names, inner = tier_names(models, names), specs(drafter)
-        check_drafters([one.kind for one in inner], names)
+        check_drafters([drafter.kind for drafter in inner], names)
         tokenizer = _common_tokenizer(models, trust_remote_code)
         default_params = SamplingParams(**generation.sampling_defaults(models[-1], generation_config))
         options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
@@ -271,8 +271,8 @@ class Cascade:
         how = (speculation or Speculation(), handling or Handling())
         begin, answers = time.monotonic(), []
         prompts = prompt if _is_batch(prompt) else [prompt]
-        for index, (one, chosen) in enumerate(zip(prompts, self._sampled(params, len(prompts)), strict=True)):
-            spec = self._capabilities.admit(Task(self._encode(one), chosen, *how))
+        for index, (text, chosen) in enumerate(zip(prompts, self._sampled(params, len(prompts)), strict=True)):
+            spec = self._capabilities.admit(Task(self._encode(text), chosen, *how))
             decoder = self.tokenizer.decoder(spec.tokens)
             answers.append(Answer(spec, decoder, index, lambda: time.monotonic() - begin))
         return Requests(self.tiers[-1], answers, link)
@@ -281,7 +281,7 @@ class Cascade:
         """Parameters of each prompt; raises `InvalidRequest`."""
         if params is None or isinstance(params, SamplingParams):
             return [params or self.default_params] * num_prompts
-        if not (isinstance(params, Sequence) and all(isinstance(one, SamplingParams) for one in params)):
+        if not (isinstance(params, Sequence) and all(isinstance(each, SamplingParams) for each in params)):
             raise InvalidRequest(f"params is {params!r:.60}: it must be a SamplingParams, or a list with one for each prompt")
         if len(params) != num_prompts:
             raise InvalidRequest(f"There are {num_prompts} prompts and {len(params)} SamplingParams: give one for each, or one")
@@ -332,21 +332,21 @@ def _kept(layers: Mapping[str, Layers], names: Sequence[str]) -> list[tuple[int,
     """Layers of each tier, none for all; raises `ConfigError`."""
     if unknown := sorted(layers.keys() - {*names}):
         raise ConfigError(f"layers names {unknown[0]!r}, which is no tier: they are {', '.join(names)}")
-    found = []
+    kept = []
     for name in names:
         try:
-            found.append(numbers(layers[name]) if name in layers else ())
+            kept.append(numbers(layers[name]) if name in layers else ())
         except ConfigError as error:
             raise ConfigError(f"layers of {name}: {error}") from None
-    return found
+    return kept
 
 
 def _drafters(models: Sequence[Scorer], chosen: Drafters, tokenizer: Tokenizer) -> tuple[tuple[str, ...], list[list[Drafter]]]:
     """Kinds of the drafters inside tiers, and those of each model: a head is made with its model."""
-    inner = [one for one in specs(chosen) if not one.reads]
+    inner = [spec for spec in specs(chosen) if not spec.reads]
     heads: list[str] = [getattr(model, "drafter", "") for model in models]
-    kinds = tuple(dict.fromkeys([*(one.kind for one in inner), *filter(None, heads)]))
+    kinds = tuple(dict.fromkeys([*(spec.kind for spec in inner), *filter(None, heads)]))
     drafters = [make(inner, kinds, tokenizer.encode_part) for _ in models]
-    for head, found in zip(heads, drafters, strict=True):
-        found += [InPass(head, kinds.index(head))] if head else []
+    for head, its in zip(heads, drafters, strict=True):
+        its += [InPass(head, kinds.index(head))] if head else []
     return kinds, drafters

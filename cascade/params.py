@@ -167,9 +167,9 @@ class SamplingParams:
     structured: Structured | None = None  # what the text has to be
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
-        known = [field.name for field in fields(cls)]
-        if unknown := sorted(named.keys() - set(known)):
-            mend = NOT_HERE.get(unknown[0], f"it takes {', '.join(known)}")
+        names = [field.name for field in fields(cls)]
+        if unknown := sorted(named.keys() - set(names)):
+            mend = NOT_HERE.get(unknown[0], f"it takes {', '.join(names)}")
             raise InvalidRequest(f"SamplingParams has no {unknown[0]}: {mend}")
         return object.__new__(cls)
 
@@ -230,8 +230,8 @@ class SamplingParams:
     @property
     def shaped(self) -> bool:
         """Whether a pass must know the tokens before, or report more than own tokens: more than temperature and filters."""
-        asked = self.penalised or self.logit_bias or self.min_tokens or self.structured
-        return bool(asked) or self.logprobs is not None or self.prompt_logprobs is not None
+        changed = self.penalised or self.logit_bias or self.min_tokens or self.structured
+        return bool(changed) or self.logprobs is not None or self.prompt_logprobs is not None
 
     def seeded(self) -> "SamplingParams":
         """The same parameters with a seed: the given one, or a random one."""
@@ -244,10 +244,10 @@ class SamplingParams:
                 _require(token < vocab_size, name, token, f"token ids from 0 to {vocab_size - 1}")
 
 
-def check_adapter(name: str, known: Iterable[str]) -> None:
+def check_adapter(name: str, adapters: Iterable[str]) -> None:
     """Raise `InvalidRequest` if a request names an adapter that the full tier does not have."""
-    known = tuple(known)
-    _require(not name or name in known, "adapter", name, f"one of {', '.join(known)}" if known else "empty: none is served")
+    names = tuple(adapters)
+    _require(not name or name in names, "adapter", name, f"one of {', '.join(names)}" if names else "empty: none is served")
 
 
 @dataclass(frozen=True, slots=True)

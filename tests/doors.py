@@ -14,8 +14,8 @@ from cascade.engine.grammar import Grammars
 from cascade.engine.tokenizer import Tokenizer
 from cascade.settings.config import CascadeConfig
 from cascade.settings.router import ListenConfig
-from deployments import router as module
 from deployments.gateway.admission import admission
+from deployments.gateway.grpc import api
 from deployments.links import replica_status
 from deployments.ops.launch import free_port
 from deployments.ops.tracing import UNTRACED, Tracing
@@ -137,7 +137,7 @@ def house(
     patch = pytest.MonkeyPatch()
     patch.setattr(replica_status, "count_replicas", lambda: dict.fromkeys(present, 1))  # nobody asks Ray
     if len(present) < len(NAMES):
-        patch.setattr(module, "DESCRIBE_TIMEOUT_S", 0.05)
+        patch.setattr(api, "DESCRIBE_TIMEOUT_S", 0.05)
     patch.setattr(admission, "tracing", tracing)
     thread.start()
     try:

@@ -114,8 +114,8 @@ def test_answers_go_on_wherever_their_streams_broke_off(
     for cut in range(1, len(unbroken)):
         had = tuple(token for piece in unbroken[:cut] for token in piece.token_ids)
         answer = Answer(begun.spec.after(had), Words())
-        assert (answer.known.text, answer.known.token_ids) == ("".join(piece.text for piece in unbroken[:cut]), had)
-        assert (answer.finished, answer.rest(), answer.known.completion) == (False, None, None)
+        assert (answer.delivered.text, answer.delivered.token_ids) == ("".join(piece.text for piece in unbroken[:cut]), had)
+        assert (answer.finished, answer.rest(), answer.delivered.completion) == (False, None, None)
         rest = pieces(answer, tokens)
         for name in ("text", "token_ids", "origins"):
             joined, expected = ([one for piece in said for one in getattr(piece, name)] for said in (rest, unbroken[cut:]))

@@ -92,7 +92,7 @@ class Sparse(Body):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, value: Any) -> Any:
-        return {name: one for name, one in value.items() if one is not None} if isinstance(value, dict) else value
+        return {name: field for name, field in value.items() if field is not None} if isinstance(value, dict) else value
 
 
 class Kept(Body):

@@ -29,12 +29,12 @@ Later: TypeAlias = Coroutine[Any, Any, T]
 # what calls return: `Client` the values, `AsyncClient` awaitables and asynchronous iterators of them
 Text = TypeVar("Text")
 Texts = TypeVar("Texts")
-Said = TypeVar("Said")
-SaidPieces = TypeVar("SaidPieces")
+Reply = TypeVar("Reply")
+ReplyPieces = TypeVar("ReplyPieces")
 Info = TypeVar("Info")
 
 
-class Calls(Connection, ABC, Generic[Text, Texts, Said, SaidPieces, Info]):
+class Calls(Connection, ABC, Generic[Text, Texts, Reply, ReplyPieces, Info]):
     """What both clients offer."""
 
     def generate(
@@ -64,7 +64,7 @@ class Calls(Connection, ABC, Generic[Text, Texts, Said, SaidPieces, Info]):
         speculation: Speculation | None = None,
         handling: Handling | None = None,
         **options: Unpack[ChatOptions],
-    ) -> Said:
+    ) -> Reply:
         """The assistant's whole next turn after ``messages``, which are as OpenAI's clients have them.
 
         Without ``params`` it may be as long as the context has room for.
@@ -78,7 +78,7 @@ class Calls(Connection, ABC, Generic[Text, Texts, Said, SaidPieces, Info]):
         speculation: Speculation | None = None,
         handling: Handling | None = None,
         **options: Unpack[ChatOptions],
-    ) -> SaidPieces:
+    ) -> ReplyPieces:
         """The assistant's next turn piece by piece; closing the iterator ends the request on the server."""
         return self._pieces(ChatExchange(encode_chat(messages, params, speculation, handling, options)))
 

@@ -137,7 +137,7 @@ class Connection:
     ) -> None:
         addresses = [address] if isinstance(address, str) else list(address)
         if not addresses:
-            raise ConfigError("address is an empty list: give HOST:PORT of at least one server's gRPC door")
+            raise ConfigError("address is an empty list: give HOST:PORT of at least one server's gRPC endpoint")
         self._metadata = _metadata(application, os.environ.get(API_KEY) if api_key is None else api_key)
         self._timeout = timeout
         self._patience_s = patience_s
@@ -214,7 +214,7 @@ def _target(address: str, authority: str | None) -> tuple[str, grpc.ChannelCrede
         if authority is not None:
             raise ConfigError(f"authority is given and address is {address!r}: begin it with {SECURE} for TLS")
         if address.startswith(OTHER_SCHEMES):
-            raise ConfigError(f"address is {address!r}: give HOST:PORT of the server's gRPC door, or {SECURE}HOST:PORT for TLS")
+            raise ConfigError(f"address is {address!r}: give HOST:PORT of its gRPC endpoint, or {SECURE}HOST:PORT for TLS")
         return address, None
     try:
         roots = None if authority is None else Path(authority).read_bytes()

@@ -23,10 +23,13 @@ def stub_of(channel: Any, service: ServiceDescriptor = CASCADE) -> Any:
     return SimpleNamespace(**calls)
 
 
-def handlers_of(servicer: Any, service: ServiceDescriptor = CASCADE) -> grpc.GenericRpcHandler:
-    """What lets a server answer the calls of a service by the methods of ``servicer`` that have the same names."""
+def handlers_of(servicer: Any, service: ServiceDescriptor = CASCADE) -> "grpc.GenericRpcHandler[Any, Any]":
+    """What lets a server answer the calls of a service by the methods of ``servicer`` that have the same names.
+
+    Calls for which it has none are unimplemented.
+    """
     made = {}
-    for method in service.methods:
+    for method in [method for method in service.methods if hasattr(servicer, method.name)]:
         request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
         handler = getattr(grpc, f"{_kind(method)}_rpc_method_handler")
         made[method.name] = handler(getattr(servicer, method.name), request.FromString, response.SerializeToString)

@@ -1,1 +1,1 @@
-"""Between clients and the full tier: who is admitted, and the doors: HTTP, gRPC, chat prompts and replies."""
+"""Between clients and the full tier: admission, the HTTP and gRPC endpoints, chat prompts and replies."""

@@ -93,8 +93,8 @@ class ServedModel:
         model, _, adapter = name.rpartition(":")
         named = adapter if model in self.names else name
         if not await self._has(named):
-            known = ", ".join(map(repr, (*self.names, *await self.adapters())))
-            raise NotFound(f"model is {name[:200]!r}: this server has {known[:200]}", "model")
+            names = ", ".join(map(repr, (*self.names, *await self.adapters())))
+            raise NotFound(f"model is {name[:200]!r}: this server has {names[:200]}", "model")
         return named
 
     async def _has(self, adapter: str) -> bool:
@@ -103,8 +103,8 @@ class ServedModel:
             return True
         if self._folder is None or not adapter or not await asyncio.to_thread(self._folder.has, adapter):
             return False
-        if adapter not in (known := self._capabilities.adapters):
-            self._capabilities = replace(self._capabilities, adapters=(*known, adapter))
+        if adapter not in (adapters := self._capabilities.adapters):
+            self._capabilities = replace(self._capabilities, adapters=(*adapters, adapter))
         return True
 
     # text
@@ -152,12 +152,12 @@ class ServedModel:
             return self._capabilities.admit(task)
         return await in_thread(GRAMMARS, self._capabilities.admit, task)  # it may have to compile a grammar
 
-    async def known(self, specs: Sequence[SessionSpec]) -> list[Chunk]:
+    async def delivered(self, specs: Sequence[SessionSpec]) -> list[Chunk]:
         """What clients have of answers that they resume; raises `InvalidRequest` if all are whole."""
-        known = [(await self.answer(spec)).known for spec in specs]
-        if all(chunk.completion is not None for chunk in known):
+        delivered = [(await self.answer(spec)).delivered for spec in specs]
+        if all(chunk.completion is not None for chunk in delivered):
             raise InvalidRequest("resume has all tokens of the answer: it has ended, and nothing is left to be written")
-        return known
+        return delivered
 
     async def check_grammar(self, structured: Structured) -> None:
         """Raise `InvalidRequest` if a grammar cannot be compiled."""

@@ -66,7 +66,7 @@ def test_what_no_call_can_carry_is_refused() -> None:
         with pytest.raises(ConfigError, match="api_key has characters"):
             AsyncClient("127.0.0.1:1", api_key=key)
     for address in ("http://127.0.0.1:8000", "grpc://127.0.0.1:9000"):
-        with pytest.raises(ConfigError, match="give HOST:PORT of the server's gRPC door"):
+        with pytest.raises(ConfigError, match="give HOST:PORT of its gRPC endpoint"):
             Client(address)
     with pytest.raises(ConfigError, match="address is an empty list"):
         Client([])

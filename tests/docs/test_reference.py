@@ -11,7 +11,7 @@ import cascade
 from cascade.client import AsyncClient, Client
 from cascade.params import Handling, SamplingParams, Speculation
 from cascade.settings.config import CascadeConfig
-from deployments.gateway.http.api import Api
+from deployments.gateway.http.api import HttpApi
 from deployments.gateway.http.openai import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from deployments.ops.metrics.series import PREFIX, SERIES
 from docs.generate import PAGES, comments, filled, sections
@@ -43,7 +43,7 @@ def test_every_route_is_on_a_page() -> None:
     everything = "".join(text for name, text in TEXTS.items() if name.startswith("reference/"))
     unused: Any = None
     admission: Any = SimpleNamespace(access=SimpleNamespace(allowed_origins=()))
-    routes: list[Any] = Api(unused, unused, admission, unused).application().routes
+    routes: list[Any] = HttpApi(unused, unused, admission, unused).application().routes
     paths = [route.path for route in routes]
     assert "/v1/completions" in paths
     for path in paths:

@@ -140,11 +140,11 @@ class Access:
                 key = base64.b64decode(credentials, validate=True).decode("latin-1").partition(":")[2]
         if not key:
             raise Unauthenticated("The request has no API key: send it as 'Authorization: Bearer KEY'")
-        asked = _digest(key.strip())
-        found = [account for digest, account in self._accounts.items() if hmac.compare_digest(digest, asked)]
-        if not found:
+        digest_of_key = _digest(key.strip())
+        accounts = [account for digest, account in self._accounts.items() if hmac.compare_digest(digest, digest_of_key)]
+        if not accounts:
             raise Unauthenticated("The API key is not known here")
-        return found[0]
+        return accounts[0]
 
 
 def _read(config: AccessConfig) -> dict[bytes, str]:

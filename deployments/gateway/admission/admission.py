@@ -43,6 +43,17 @@ def request_id(given: str) -> str:
     return given
 
 
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sent a request, and what came with it in HTTP headers or gRPC metadata."""
+
+    account: Account
+    request_id: str | None  # the client's own, if it gave one
+    since: float  # when the request arrived, on the clock of `time.monotonic`
+    headers: Collection[tuple[str, object]]
+    timeout_s: float | None  # until the request's deadline, if it has one
+
+
 @dataclass(eq=False, slots=True)
 class ActiveRequest:
     """One request while it is served; it may have several answers."""
@@ -86,31 +97,22 @@ class Admission:
         self._num_unlogged = 0  # refused requests since the last one that the log names
 
     @contextlib.contextmanager
-    def admitted(
-        self,
-        account: Account,
-        id: str | None,
-        timeout_s: float | None,
-        specs: Sequence[SessionSpec],
-        *,
-        since: float,
-        headers: Collection[tuple[str, object]] = (),
-        train: bool = True,
-    ) -> Iterator[ActiveRequest]:
-        """Hold places for the answers to ``specs`` of a request that came at ``since`` with ``headers``, or metadata.
+    def admitted(self, caller: Caller, specs: Sequence[SessionSpec], *, train: bool) -> Iterator[ActiveRequest]:
+        """Hold places for the answers to ``specs`` of a request.
 
         Raises `PermissionDenied`, `InvalidRequest`, `Overloaded`, `Unavailable` or `DeadlineExceeded` at once.
         """
-        num_answers = len(specs)
+        account, num_answers = caller.account, len(specs)
         for priority in {spec.priority for spec in specs}:
             account.check_priority(priority)
-        affinity = next((str(value) for name, value in headers if name == SESSION), "")
-        lifetime = Lifetime.of(timeout_s)
-        request = ActiveRequest(mint() if id is None else request_id(id), account, lifetime, since, affinity, train)
+        affinity = next((str(value) for name, value in caller.headers if name == SESSION), "")
+        lifetime = Lifetime.of(caller.timeout_s)
+        id = mint() if caller.request_id is None else request_id(caller.request_id)
+        request = ActiveRequest(id, account, lifetime, caller.since, affinity, train)
         lifetime.check()
         with account.admitted(num_answers), self.places.admitted(num_answers):
             self._active.add(request)
-            request.span = request_span(self.tracing, headers, since)
+            request.span = request_span(self.tracing, caller.headers, caller.since)
             try:
                 yield request
             finally:
@@ -127,7 +129,7 @@ class Admission:
         self._num_unlogged += 1
         if (now := time.monotonic()) < self._log_after:
             return
-        said = {
+        fields = {
             "code": refused.kind.code,
             "param": refused.param or "none",
             "key": "unknown" if account is None else account.name,
@@ -135,14 +137,14 @@ class Admission:
             "since_last": self._num_unlogged,
         }
         self._log_after, self._num_unlogged = now + LOG_S, 0
-        log.info("Refused a request: %s", " ".join(f"{name}={value}" for name, value in said.items()), extra=said)
+        log.info("Refused a request: %s", " ".join(f"{name}={value}" for name, value in fields.items()), extra=fields)
 
     def abort(self, key: str, id: str) -> int:
         """End the requests with this id of the key of this name, and return how many there were."""
-        found = [request for request in self._active if request.id == id and request.account.name == key]
-        for request in found:
+        requests = [request for request in self._active if request.id == id and request.account.name == key]
+        for request in requests:
             request.lifetime.abort()
-        return len(found)
+        return len(requests)
 
     def abort_all(self) -> None:
         """End all requests, because the server goes."""
@@ -155,10 +157,10 @@ class Admission:
         record = AnswerRecord(spec, request, index, self.metrics, self.tracing)
         account, read = request.account, len(spec.tokens)
         account.charge(read)
-        known = read - spec.prompt_len  # tokens of the answer that the client has
-        if known:
+        num_delivered = read - spec.prompt_len  # tokens of the answer that the client has
+        if num_delivered:
             self.metrics.counters["resumed_answers"].inc()
-        most, rank = spec.params.max_tokens - known, request.since + PRIORITY_S * spec.priority  # as at the tiers
+        most, rank = spec.params.max_tokens - num_delivered, request.since + PRIORITY_S * spec.priority  # as at the tiers
         try:
             turn = self.places.turn(request.lifetime, account.name, account.limits.weight, read, most, rank)
             async with turn as record.ticket:

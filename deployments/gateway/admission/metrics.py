@@ -61,7 +61,7 @@ class RouterMetrics(Page):
         self.gauge("num_requests_running").set_function(lambda: places.num_running)
         self.gauge("num_requests_waiting").set_function(lambda: places.num_waiting)
         self.gauge("tiers").set(len(names))
-        for name, *labels in _known(names, drafters):
+        for name, *labels in _expected(names, drafters):
             self.counters[name].labels(*labels)  # 0, so that a rate sees the first that is counted
 
     def text(self) -> bytes:
@@ -134,7 +134,7 @@ class RouterMetrics(Page):
         self._drafted = active
 
 
-def _known(names: Sequence[str], drafters: Sequence[str]) -> Iterator[tuple[str, ...]]:
+def _expected(names: Sequence[str], drafters: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """Counters with labels that may come, as far as the configuration tells; of positions the first."""
     codes = sorted({kind.code for kind in KINDS})
     yield from (("refused", code) for code in codes)

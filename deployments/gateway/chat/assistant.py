@@ -36,9 +36,9 @@ class ToolPlan:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """What is said before the assistant's turn."""
+    """The conversation before the assistant's turn."""
 
-    said: Conversation
+    conversation: Conversation
     plan: ToolPlan
     ids: list[int]
     room: int  # tokens that the turn may have
@@ -67,19 +67,19 @@ class Assistant:
         self.template = ChatTemplate(model.tokenizer)
         self._grammars = GrammarWriter(model.tokenizer)
 
-    async def prompt(self, said: Conversation) -> ChatPrompt:
+    async def prompt(self, conversation: Conversation) -> ChatPrompt:
         """The prompt of a conversation; raises `InvalidRequest`."""
-        plan = self._plan(said)
-        ids = await self.encode(said.messages, said.tools if plan.shown else None, said.style)
+        plan = self._plan(conversation)
+        ids = await self.encode(conversation.messages, conversation.tools if plan.shown else None, conversation.style)
         left = max(1, self._model.context_len - len(ids))  # what is too long is refused when it is admitted
-        return ChatPrompt(said, plan, ids, min(left, self._model.limits.max_tokens or left))
+        return ChatPrompt(conversation, plan, ids, min(left, self._model.limits.max_tokens or left))
 
     async def task(self, prompt: ChatPrompt, params: SamplingParams) -> ChatTask:
         """What a prompt and the request's parameters ask for; raises `InvalidRequest`."""
-        said, plan, ids = prompt.said, prompt.plan, prompt.ids
+        conversation, plan, ids = prompt.conversation, prompt.plan, prompt.ids
         params = await self._enforced(plan, params)
         free = unenforced(params.structured, *plan.schemas.values())
-        within = self._within(said, ids)
+        within = self._within(conversation, ids)
         if params.structured is not None and within is not None and not plan.words_first:
             if within:  # else the text is held from its first token on, and the model does not think
                 await self._model.check_grammar(params.structured)
@@ -87,20 +87,21 @@ class Assistant:
                 params = replace(params, structured=structured)
             else:
                 within = None
-        shown = said.include_reasoning is not False
-        unread = ("reasoning_effort",) if said.reasoning_effort and "reasoning_effort" not in self.template.variables else ()
+        shown = conversation.include_reasoning is not False
+        effort_is_read = "reasoning_effort" in self.template.variables or not conversation.reasoning_effort
+        unread = () if effort_is_read else ("reasoning_effort",)
         return ChatTask(ids, params, lambda: self._reader(plan, within, shown), (*unread, *free))
 
     async def encode(self, messages: Sequence[ChatMessage], tools: Sequence[ToolBody] | None, style: Style) -> list[int]:
         """Token ids of a conversation; raises `InvalidRequest`."""
-        said = [message.given for message in messages]
+        turns = [message.given for message in messages]
         shown = None if tools is None else [tool.given for tool in tools]
         num_chars = sum(message.num_chars for message in messages) + len(str(shown or ""))
         self._model.check_length(num_chars)
         encode = self.template.encode
         if num_chars < LONG_PROMPT:
-            return encode(said, shown, style)
-        return await in_thread(TEXT, encode, said, shown, style)
+            return encode(turns, shown, style)
+        return await in_thread(TEXT, encode, turns, shown, style)
 
     async def _enforced(self, plan: ToolPlan, params: SamplingParams) -> SamplingParams:
         """``params`` that make the text calls of tools, if the plan says so; raises `InvalidRequest`."""
@@ -118,12 +119,12 @@ class Assistant:
                 raise InvalidRequest(str(error).replace("structured.json_schema", where), where) from None
         return replace(params, structured=plan.structured)
 
-    def _within(self, said: Conversation, ids: Sequence[int]) -> bool | None:
+    def _within(self, conversation: Conversation, ids: Sequence[int]) -> bool | None:
         """Whether the prompt ends within thoughts; ``None`` if no thoughts are to be told apart after it."""
-        if said.separate_reasoning is False or not self.template.thinks:
+        if conversation.separate_reasoning is False or not self.template.thinks:
             return None
-        if said.continue_final_message:
-            last = said.messages[-1]
+        if conversation.continue_final_message:
+            last = conversation.messages[-1]
             return None if last.thoughts and not opened(last.text) else opened(last.text)
         return prompted(self._tokenizer.decode(ids[-TAIL:], skip_special_tokens=False))
 
@@ -153,8 +154,8 @@ class Assistant:
         tools = enumerate(body.tools or ())  # by index
         named = None if isinstance(choice, str) else choice.function.name
         functions = {index: tool.function for index, tool in tools if named in (None, tool.function.name)}
-        schemas = {index: one.schema_of_object for index, one in functions.items() if not free or one.strict}
-        names = {index: one.name for index, one in functions.items()}
+        schemas = {index: tool.schema_of_object for index, tool in functions.items() if not free or tool.strict}
+        names = {index: tool.name for index, tool in functions.items()}
         form, several = self.format or JSON, isinstance(choice, str) and body.parallel_tool_calls is not False
         return ToolPlan(
             shown=self.template.shows_tools,

@@ -1,4 +1,4 @@
-"""Calls of tools: how models write them, and how they are found in the text of an answer as it comes."""
+"""Calls of tools: how models write them, and how a parser takes them out of the text of an answer as it comes."""
 
 import re
 import secrets
@@ -77,6 +77,11 @@ FORMATS = {
 }
 
 
+def call_body(id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call as chat completions have it."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 @dataclass(slots=True)
 class CallDelta:
     """A call, or a piece of one: its first piece has id and name, later ones continue the arguments."""
@@ -89,7 +94,7 @@ class CallDelta:
     @property
     def body(self) -> dict[str, Any]:
         """As OpenAI has it in whole messages."""
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+        return call_body(self.id, self.name, self.arguments)
 
     @property
     def streamed(self) -> dict[str, Any]:
@@ -124,8 +129,8 @@ class ObjectScanner:
     def scan(self, text: str) -> tuple[int, bool]:
         """How far the object goes in ``text``, and whether it ends there; half an escape is left over."""
         at = 0
-        while found := (INSIDE_STRING if self._quoted else OUTSIDE_STRING).search(text, at):
-            at, sign = found.end(), found.group()
+        while sign_at := (INSIDE_STRING if self._quoted else OUTSIDE_STRING).search(text, at):
+            at, sign = sign_at.end(), sign_at.group()
             if sign == '"':
                 self._quoted = not self._quoted
             elif not self._quoted:
@@ -171,24 +176,24 @@ class CallParser:
 
     def _words(self) -> bool:
         """Words up to the next mark of calls; where there is none, all the rest."""
-        found = self._begin.search(self._unread, partial=not self._ended) if self._form.begin else None
-        words, self._candidate = self._cut(found.start() if found else len(self._unread)), ""
-        self._delta.content += words.rstrip() if self._ended and self._num_calls and not found else words
-        if not found or found.partial:
+        match = self._begin.search(self._unread, partial=not self._ended) if self._form.begin else None
+        words, self._candidate = self._cut(match.start() if match else len(self._unread)), ""
+        self._delta.content += words.rstrip() if self._ended and self._num_calls and not match else words
+        if not match or match.partial:
             return False
-        self._candidate = self._cut(found.end() - found.start())
+        self._candidate = self._cut(match.end() - match.start())
         return self._enter(self._head)
 
     def _head(self) -> bool:
         """The name of a function, up to the bracket of its arguments."""
-        found = self._head_pattern.match(self._unread, partial=not self._ended)
-        if found is not None and found.partial:
+        match = self._head_pattern.match(self._unread, partial=not self._ended)
+        if match is not None and match.partial:
             return False
-        if found is None or found["name"] not in self._functions:
+        if match is None or match["name"] not in self._functions:
             self._delta.content += self._candidate
             return self._enter(self._words)
-        self._cut(found.end() - 1)
-        self._delta.calls.append(CallDelta(self._num_calls, self._form.new_id(), found["name"]))
+        self._cut(match.end() - 1)
+        self._delta.calls.append(CallDelta(self._num_calls, self._form.new_id(), match["name"]))
         self._num_calls += 1
         self._argue(self._cut(1))
         return self._enter(self._arguments)
@@ -209,13 +214,13 @@ class CallParser:
         following = self._words if self._form.begin else self._head
         if self._after_pattern is None:
             return self._enter(following)
-        found = self._after_pattern.match(self._unread, partial=not self._ended)
-        if found is None:
+        match = self._after_pattern.match(self._unread, partial=not self._ended)
+        if match is None:
             return self._enter(following)
-        if found.partial:
+        if match.partial:
             return False
-        self._candidate = self._cut(found.end())
-        return self._enter(self._head if found.groupdict().get("more") else following)
+        self._candidate = self._cut(match.end())
+        return self._enter(self._head if match.groupdict().get("more") else following)
 
     def _enter(self, state: Callable[[], bool]) -> bool:
         self._state, self._scanner = state, ObjectScanner()

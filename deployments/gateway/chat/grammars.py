@@ -97,7 +97,7 @@ class GrammarWriter:
 
     def _others(self, mark: str) -> str:
         """Any added token but the ``mark`` and those that end a text; "" if there is none."""
-        kept = {id for id, one in self._added.items() if one.content != mark} - set(self._tokenizer.end_ids)
+        kept = {id for id, token in self._added.items() if token.content != mark} - set(self._tokenizer.end_ids)
         return f"<[{_ranges(kept)}]>" if kept else ""
 
     def _mark(self, text: str) -> str:

@@ -31,8 +31,8 @@ class ThoughtSplitter:
         thoughts = words = ""
         while True:
             tag = self._tags[0] if self._tags else ""
-            before, found, rest = self._held.partition(tag) if tag else (self._held, "", "")
-            if not found:
+            before, reached, rest = self._held.partition(tag) if tag else (self._held, "", "")
+            if not reached:
                 certain = len(before) - (0 if ended else overlap(before, tag))
                 before, rest = before[:certain], before[certain:]
             if self.within:
@@ -40,7 +40,7 @@ class ThoughtSplitter:
             else:
                 words += before
             self._held = rest
-            if not found:
+            if not reached:
                 return thoughts, words
             del self._tags[0]
 

@@ -1,14 +1,11 @@
 """gRPC requests as the library's values, and pieces of an answer as messages; conversations in the form of OpenAI's JSON."""
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeAlias, TypeVar
 
-import grpc
 from google.protobuf.message import Message as ProtoMessage
 from google.protobuf.unknown_fields import UnknownFieldSet
-from ray.serve.grpc_util import RayServegRPCContext
 
 from cascade.answer import Chunk, Completion, joined
 from cascade.capabilities import Task
@@ -16,45 +13,20 @@ from cascade.chat.conversation import MAX_MESSAGES, MAX_TOOLS, Conversation, par
 from cascade.client.chat import UNCONVERTED
 from cascade.client.wire import decode_handling, decode_sampling, decode_speculation, encode_edge, values
 from cascade.engine.generation import with_room
-from cascade.errors import CascadeError, InvalidRequest
+from cascade.errors import InvalidRequest
 from cascade.messages import origin_level, origin_replaced
 from cascade.params import SamplingParams
 from cascade.v1 import serving_pb2 as pb
-from deployments.gateway.admission.admission import Admission
-from deployments.gateway.admission.status import refusal
 from deployments.gateway.chat.assistant import Assistant
-from deployments.gateway.chat.calls import CallDelta
+from deployments.gateway.chat.calls import CallDelta, call_body
 from deployments.gateway.chat.reader import TurnReader
 from deployments.gateway.model import ServedModel
 
 T = TypeVar("T")
-Asked: TypeAlias = pb.GenerateRequest | pb.ChatRequest
+GenerationRequest: TypeAlias = pb.GenerateRequest | pb.ChatRequest
 
 
-@contextlib.contextmanager
-def reported(context: RayServegRPCContext, admission: Admission) -> Iterator[None]:
-    """Give a call that fails in here its gRPC status and sentence, and tell ``admission``."""
-    try:
-        yield
-    except Exception as error:
-        refused = refusal(error)
-        said, account = metadata(context), None
-        with contextlib.suppress(CascadeError):
-            account = admission.access.account(said.get("authorization"))
-        admission.refused(refused, said.get("request_id"), account)
-        context.set_code(grpc.StatusCode[refused.kind.grpc])
-        context.set_details(refused.message)
-        context.set_trailing_metadata(refused.metadata)
-        raise
-
-
-def metadata(context: RayServegRPCContext) -> dict[str, str]:
-    """The call's metadata without binary values; the first value of a repeated key."""
-    pairs = context.invocation_metadata() or ()
-    return {key: value for key, value in reversed([*pairs]) if isinstance(value, str)}
-
-
-class TextRequest:
+class TextCall:
     """A request for the text after a prompt."""
 
     def __init__(self, request: pb.GenerateRequest, model: ServedModel) -> None:
@@ -72,7 +44,7 @@ class TextRequest:
         ids = await self._model.encode(request.prompt if kind == "prompt" else list(request.token_ids.ids))
         return parse_task(request, ids, params)
 
-    def resume(self, known: Chunk) -> None:
+    def resume(self, delivered: Chunk) -> None:
         """The client has this of the answer; nothing that follows depends on it."""
 
     def piece(self, chunk: Chunk) -> pb.GenerateResponse:
@@ -91,7 +63,7 @@ class TextRequest:
         return pb.CompleteResponse(text=answer.text, tokens=answer.tokens, finish=answer.finish, prompt=answer.prompt)
 
 
-class TurnRequest:
+class TurnCall:
     """A request for the assistant's next turn: its `task` comes first, then the pieces of the answer."""
 
     def __init__(self, request: pb.ChatRequest, model: ServedModel, assistant: Assistant) -> None:
@@ -107,9 +79,9 @@ class TurnRequest:
         self._reader = task.reader()
         return parse_task(self.request, task.ids, task.params)
 
-    def resume(self, known: Chunk) -> None:
+    def resume(self, delivered: Chunk) -> None:
         """Read what the client has of the answer, without sending it again."""
-        self._reader.take(known)
+        self._reader.take(delivered)
 
     def piece(self, chunk: Chunk) -> pb.ChatResponse:
         """The next piece of the answer."""
@@ -139,7 +111,7 @@ class TurnRequest:
         return pb.CompleteChatResponse(message=message, tokens=turn.tokens, finish=turn.finish, prompt=turn.prompt, text=text)
 
 
-def parse_sampling(request: Asked, defaults: Mapping[str, Any], room: int | None = None) -> SamplingParams:
+def parse_sampling(request: GenerationRequest, defaults: Mapping[str, Any], room: int | None = None) -> SamplingParams:
     """Sampling parameters, the model's ``defaults`` where nothing is set; raises `InvalidRequest`.
 
     Without a ``max_tokens`` an answer may fill the ``room`` that the context leaves, if that is given.
@@ -149,16 +121,10 @@ def parse_sampling(request: Asked, defaults: Mapping[str, Any], room: int | None
     return decode_sampling(sampling)
 
 
-def parse_task(request: Asked, ids: Sequence[int], params: SamplingParams) -> Task:
+def parse_task(request: GenerationRequest, ids: Sequence[int], params: SamplingParams) -> Task:
     """What the full tier is asked after the tokens ``ids``; raises `InvalidRequest`."""
     speculation, handling = decode_speculation(request.speculation), decode_handling(request)
     return Task(ids, params, speculation, handling, request.resume.token_ids)
-
-
-def refuse_streaming(request: Asked, rpc: str) -> None:
-    """Raise `InvalidRequest` if a request for a whole answer asks for what only the streaming ``rpc`` has."""
-    if request.HasField("resume"):
-        raise InvalidRequest(f"resume is set: only streams go on where they broke off, so ask for {rpc}")
 
 
 def refuse_unknown(message: ProtoMessage, where: str = "the request") -> None:
@@ -231,17 +197,13 @@ def conversation(request: pb.ChatRequest) -> Conversation:
 
 def _listed(form: Callable[[T], Any], given: Sequence[T], most: int) -> list[Any]:
     """Each element in OpenAI's form; a list that is too long is refused for its length, whatever is at its end."""
-    return [form(one) for one in given[:most]] + [None] * (len(given) - most)
+    return [form(element) for element in given[:most]] + [None] * (len(given) - most)
 
 
 def _message(message: pb.ChatMessage) -> dict[str, Any]:
     body = values(message)
-    calls = body.pop("tool_calls")
-    if calls:
-        body["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": call.function.arguments}}
-            for call in calls
-        ]
+    if calls := body.pop("tool_calls"):
+        body["tool_calls"] = [call_body(call.id, call.function.name, call.function.arguments) for call in calls]
     return body
 
 

@@ -22,7 +22,7 @@ from cascade.errors import KINDS, CascadeError, InvalidRequest, NotFound, Unavai
 from cascade.messages import SessionSpec
 from cascade.params import MAX_SEED, SamplingParams
 from deployments.full_tier import FullTier
-from deployments.gateway.admission.admission import Admission
+from deployments.gateway.admission.admission import Admission, Caller
 from deployments.gateway.admission.metrics import CONTENT_TYPE
 from deployments.gateway.admission.status import Refusal, refusal
 from deployments.gateway.chat.assistant import Assistant, ChatTask
@@ -45,14 +45,14 @@ from deployments.gateway.http.responses import ResponseReply, ResponsesBody
 from deployments.gateway.model import ServedModel
 from deployments.gateway.threads import TEXT, in_thread
 
-Asked = TypeVar("Asked", bound=SamplingBody)
-Talking = TypeVar("Talking", ChatBody, ResponsesBody, MessagesBody)
+AnyBody = TypeVar("AnyBody", bound=SamplingBody)
+TurnBody = TypeVar("TurnBody", ChatBody, ResponsesBody, MessagesBody)
 COMPLETION_TOKENS = 16  # a completion's limit, as in OpenAI's API, if neither the request nor the model says
 STARTED = int(time.time())
 BEARER = HTTPBearer(auto_error=False)  # only for the schema: `Middleware` looks at the key
 Timeout = Annotated[float | None, Header(alias="x-request-timeout-seconds", gt=0, allow_inf_nan=False)]
-TOLD = {name: {"type": "string"} for name in ("message", "type")}  # fields of an error, in OpenAI's form and in Anthropic's
-ERROR_BODY = {"required": ["error"], "properties": {"error": {"required": [*TOLD], "properties": TOLD}}}
+ERROR_FIELDS = {name: {"type": "string"} for name in ("message", "type")}  # of OpenAI's and Anthropic's errors
+ERROR_BODY = {"required": ["error"], "properties": {"error": {"required": [*ERROR_FIELDS], "properties": ERROR_FIELDS}}}
 RESPONSES: dict[int | str, dict[str, Any]] = {
     kind.http: {"description": kind.__doc__, "content": {"application/json": {"schema": ERROR_BODY}}}
     for kind in KINDS
@@ -63,19 +63,20 @@ STREAMED: dict[int | str, dict[str, Any]] = {
 }
 
 
-class Caller:
-    """The HTTP side of a request."""
+class Call:
+    """The HTTP side of a request for answers."""
 
     def __init__(self, request: Request, timeout_s: Timeout = None) -> None:
-        self.request = request
-        self.timeout_s = timeout_s
-        self.id: str = request.state.request_id
+        state, headers = request.state, request.headers.items()
+        self.id: str = state.request_id
+        self.caller = Caller(state.account, self.id, state.since, headers, timeout_s)
+        self.receive = request.receive
 
 
-Asking = Annotated[Caller, Depends()]
+HttpCall = Annotated[Call, Depends()]
 
 
-class Api:
+class HttpApi:
     """The HTTP API of one router."""
 
     def __init__(self, model: ServedModel, assistant: Assistant, admission: Admission, full: FullTier) -> None:
@@ -158,7 +159,7 @@ class Api:
 
     # completions
 
-    async def complete(self, body: CompletionBody, caller: Asking) -> Any:
+    async def complete(self, body: CompletionBody, call: HttpCall) -> Any:
         """Continue one or more prompts."""
         body = await self._received(body)
         prompts, most = body.prompts, self._admission.limits.max_prompts
@@ -167,25 +168,26 @@ class Api:
         ids = [await self._model.encode(prompt) for prompt in prompts]
         params = body.params({"max_tokens": COMPLETION_TOKENS} | self._model.defaults)
         echoes = [await self._echo(*both, params) if body.echo else Echo() for both in zip(prompts, ids, strict=True)]
-        form = await self._form("text", body, params, f"cmpl-{caller.id}", sum(map(len, ids)))
+        form = await self._form("text", body, params, f"cmpl-{call.id}", sum(map(len, ids)))
         repeated = [echo for echo in echoes for _ in range(body.answers)]
-        return await self._answer(caller, body, params, ids, CompletionReply(form, repeated), unenforced(params.structured))
+        writer = CompletionReply(form, repeated)
+        return await self._answer(call, body, params, ids, writer, unenforced(params.structured))
 
-    async def chat(self, body: ChatBody, caller: Asking) -> Any:
+    async def chat(self, body: ChatBody, call: HttpCall) -> Any:
         """The assistant's next turn."""
         body, task = await self._task(body)
-        form = await self._form("chat", body, task.params, f"chatcmpl-{caller.id}", len(task.ids), task.reader)
-        return await self._turn(caller, body, task, CompletionReply(form, [Echo()] * body.answers))
+        form = await self._form("chat", body, task.params, f"chatcmpl-{call.id}", len(task.ids), task.reader)
+        return await self._turn(call, body, task, CompletionReply(form, [Echo()] * body.answers))
 
-    async def respond(self, body: ResponsesBody, caller: Asking) -> Any:
+    async def respond(self, body: ResponsesBody, call: HttpCall) -> Any:
         """The assistant's next turn, in the Responses API."""
         body, task = await self._task(body)
-        return await self._turn(caller, body, task, ResponseReply(body, task, caller.id, self._answering(body)))
+        return await self._turn(call, body, task, ResponseReply(body, task, call.id, self._answering(body)))
 
-    async def message(self, body: MessagesBody, caller: Asking) -> Any:
+    async def message(self, body: MessagesBody, call: HttpCall) -> Any:
         """The assistant's next turn, in Anthropic's Messages API."""
         body, task = await self._task(body)
-        return await self._turn(caller, body, task, MessageReply(task, caller.id, self._answering(body)))
+        return await self._turn(call, body, task, MessageReply(task, call.id, self._answering(body)))
 
     async def count_tokens(self, body: PromptBody) -> Response:
         """Tokens of the prompt that a message would have."""
@@ -193,7 +195,7 @@ class Api:
         prompt = await self._assistant.prompt(body.as_chat(self._assistant.template.variables))
         return JSONResponse({"input_tokens": len(prompt.ids)})
 
-    async def _received(self, body: Asked) -> Asked:
+    async def _received(self, body: AnyBody) -> AnyBody:
         """``body`` with the adapter that its model names, if it names one; raises `NotFound` or `InvalidRequest`."""
         self._admission.places.check()  # before the work of reading it
         named = await self._model.adapter(body.model)
@@ -205,7 +207,7 @@ class Api:
             )
         return body.model_copy(update={"adapter": named, "model": named})
 
-    async def _task(self, body: Talking) -> tuple[Talking, ChatTask]:
+    async def _task(self, body: TurnBody) -> tuple[TurnBody, ChatTask]:
         """The body as `_received` gives it, with the task of its conversation."""
         body = await self._received(body)
         prompt = await self._assistant.prompt(body.as_chat(self._assistant.template.variables))
@@ -225,50 +227,46 @@ class Api:
         spelling = None if params.logprobs is None else await self._model.spelling()
         return Form(kind, id, self._answering(body), body.history, options.include_usage, continuous, spelling, reader)
 
-    async def _turn(self, caller: Caller, body: SamplingBody, task: ChatTask, writer: Reply) -> Any:
-        return await self._answer(caller, body, task.params, [task.ids], writer, task.unread)
+    async def _turn(self, call: Call, body: SamplingBody, task: ChatTask, writer: Reply) -> Any:
+        return await self._answer(call, body, task.params, [task.ids], writer, task.unread)
 
     async def _answer(
         self,
-        caller: Caller,
+        call: Call,
         body: SamplingBody,
         params: SamplingParams,
         ids: Sequence[Sequence[int]],
         writer: Reply,
-        unread: Sequence[str] = (),
+        unread: Sequence[str],
     ) -> Any:
         """Admit all answers at once, then write them; a header names the fields without effect, ``unread`` among them."""
         if body.answers > self._admission.limits.max_n:
             raise InvalidRequest(f"n is {body.answers}: this server takes at most {self._admission.limits.max_n}", "n")
         specs = await self._specs(body, params, ids)
         if any(len(spec.tokens) > spec.prompt_len for spec in specs):
-            writer.resume(await self._model.known(specs))
+            writer.resume(await self._model.delivered(specs))
         cut = body.given_limits if any(spec.params.max_tokens < params.max_tokens for spec in specs) else ()
         warning = warned({"No effect here": (*body.ignored, *unread), "Cut to what the context leaves": cut})
-        asked = caller.request
         with contextlib.ExitStack() as held:
-            limits = asked.state.account, caller.id, caller.timeout_s, specs
-            since, train = asked.state.since, body.handling.train
-            admitted = self._admission.admitted(*limits, since=since, headers=asked.headers.items(), train=train)
-            active = held.enter_context(admitted)
+            active = held.enter_context(self._admission.admitted(call.caller, specs, train=body.handling.train))
             sources = [self._full.pieces(spec, active, index // body.answers) for index, spec in enumerate(specs)]
             if not body.writes:
                 sources = [unwritten(source) for source in sources]
             if not body.stream:
-                return JSONResponse(await attended(asked.receive, gathered(writer, merged(sources))), headers=warning)
+                return JSONResponse(await attended(call.receive, gathered(writer, merged(sources))), headers=warning)
             events = streamed(writer, merged(sources))
-            first = await attended(asked.receive, anext(events))  # so that what fails at once has its own status
+            first = await attended(call.receive, anext(events))  # so that what fails at once has its own status
             return Events(events, first, held.pop_all(), warning)
 
     async def _specs(self, body: SamplingBody, params: SamplingParams, ids: Sequence[Sequence[int]]) -> list[SessionSpec]:
         """One for each answer, as long as there is room for; several answers have consecutive seeds."""
-        params, specs, known = params.seeded(), list[SessionSpec](), iter(body.known(len(ids) * body.answers))
+        params, specs, delivered = params.seeded(), list[SessionSpec](), iter(body.delivered(len(ids) * body.answers))
         assert params.seed is not None
         for prompt in ids:
             left = room(len(prompt), self._model.context_len, body.PROMPT)
             for index in range(body.answers):
                 seed, most = (params.seed + index) % (MAX_SEED + 1), min(params.max_tokens, left)
-                task = Task(prompt, replace(params, seed=seed, max_tokens=most), body.drafts, body.handling, next(known))
+                task = Task(prompt, replace(params, seed=seed, max_tokens=most), body.drafts, body.handling, next(delivered))
                 specs.append(await self._model.admit(task))
         return specs
 

@@ -30,8 +30,8 @@ def event(content: dict[str, Any], name: str = "") -> bytes:
 
 def warned(fields: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """The header that names ``fields`` of a request by what became of them; none if there are none."""
-    told = [f'299 - "{what}: {", ".join(names)}"' for what, names in fields.items() if names]
-    return {"warning": ", ".join(told)} if told else {}
+    warnings = [f'299 - "{what}: {", ".join(names)}"' for what, names in fields.items() if names]
+    return {"warning": ", ".join(warnings)} if warnings else {}
 
 
 def finite(value: Any) -> Any:
@@ -78,8 +78,8 @@ async def attended(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             raise ClientLeft
         return task.result()
     finally:
-        for one in (task, leaving):
-            one.cancel()
+        for part in (task, leaving):
+            part.cancel()
         await asyncio.gather(task, leaving, return_exceptions=True)
 
 
@@ -91,7 +91,7 @@ async def _left(receive: Receive) -> None:
 class Reply(Protocol):
     """Writes the answers to one request in the form of an API: whole, or as server-sent events; a piece may have none."""
 
-    def resume(self, known: Sequence[Chunk]) -> None: ...
+    def resume(self, delivered: Sequence[Chunk]) -> None: ...
 
     def whole(self, pieces: Sequence[tuple[int, Chunk]]) -> dict[str, Any]: ...
 
@@ -157,15 +157,15 @@ async def gathered(reply: Reply, pieces: Pieces) -> dict[str, Any]:
 
 async def streamed(reply: Reply, pieces: Pieces) -> AsyncGenerator[bytes, None]:
     """The answer as server-sent events. What fails after the first one is an event too."""
-    told = False
+    begun = False
     try:
         async with contextlib.aclosing(pieces):
             async for index, chunk in pieces:
                 if events := reply.piece(index, chunk):
-                    told = True
+                    begun = True
                     yield events
     except Exception as error:
-        if not told:
+        if not begun:
             raise
         yield reply.failed(refusal(error))
         return

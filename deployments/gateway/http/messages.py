@@ -14,16 +14,15 @@ from cascade.errors import InvalidRequest
 from cascade.params import Structured
 from deployments.gateway.admission.status import Refusal
 from deployments.gateway.chat.assistant import ChatTask
-from deployments.gateway.chat.calls import CallDelta
+from deployments.gateway.chat.calls import CallDelta, call_body
 from deployments.gateway.http.events import event, finite
 from deployments.gateway.http.openai import Limit, SamplingBody, Stops
-from deployments.gateway.http.parts import Events, ForeignTool, PartsReply, left_out, named_tool, tool_fields
+from deployments.gateway.http.parts import Events, ForeignTool, PartsReply, kind_of_tool, left_out, named_tool, tool_fields
 from deployments.gateway.http.reply import report, usage
 
 PATH = "/v1/messages"
 BILLING = "x-anthropic-billing-header"  # begins a block of the system's text that is not for the model
 SWITCHES = ("enable_thinking", "thinking")  # variables by which chat templates let a model think, or not
-FUNCTION = {"name", "description", "parameters", "strict"}  # fields of a tool that chat completions have
 STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
 ERROR_TYPES = {  # Anthropic's names of statuses
     401: "authentication_error",
@@ -66,7 +65,7 @@ class CallBlock(Block):
     id: str
     name: str
     input: dict[str, Any]
-    caller: dict[str, Any] | None = None  # it says nothing: only the assistant calls here
+    caller: dict[str, Any] | None = None  # no effect: only the assistant calls here
 
     @property
     def called(self) -> dict[str, Any]:
@@ -75,7 +74,7 @@ class CallBlock(Block):
             arguments = json.dumps(self.input, ensure_ascii=False)
         except (ValueError, RecursionError):
             raise InvalidRequest(f"The input of the call {self.id[:60]!r} is no JSON object: mend it") from None
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
+        return call_body(self.id, self.name, arguments)
 
 
 Texts = Text | Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True)]
@@ -124,9 +123,9 @@ class AssistantTurn(Body):
         blocks = [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
         yield {
             "role": "assistant",
-            "content": text_of([one for one in blocks if isinstance(one, TextBlock)]),
-            "reasoning_content": "".join(one.thinking for one in blocks if isinstance(one, ThinkingBlock)) or None,
-            "tool_calls": [one.called for one in blocks if isinstance(one, CallBlock)] or None,
+            "content": text_of([block for block in blocks if isinstance(block, TextBlock)]),
+            "reasoning_content": "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock)) or None,
+            "tool_calls": [block.called for block in blocks if isinstance(block, CallBlock)] or None,
         }
 
 
@@ -151,13 +150,9 @@ class MessageTool(Block):
     eager_input_streaming: bool | None = None  # no effect: calls always stream as they come
 
 
-def _kind_of_tool(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "another tool" if isinstance(kind, str) and kind != "custom" else "our tool"
-
-
 AnyTool = Annotated[
-    Annotated[MessageTool, Tag("our tool")] | Annotated[ForeignTool, Tag("another tool")], Discriminator(_kind_of_tool)
+    Annotated[MessageTool, Tag("our tool")] | Annotated[ForeignTool, Tag("another tool")],
+    Discriminator(kind_of_tool("custom")),
 ]
 
 
@@ -212,27 +207,24 @@ class PromptBody(Body):
     def system_text(self) -> str:
         """The system's text without what Claude Code says there to its biller, new each time: prefixes would differ."""
         system = self.system or ""
-        return text_of(system if isinstance(system, str) else [one for one in system if not one.text.startswith(BILLING)])
+        return text_of(system if isinstance(system, str) else [part for part in system if not part.text.startswith(BILLING)])
 
     def as_chat(self, variables: Collection[str]) -> Conversation:
         """As chat completions have it, for a chat template that reads these ``variables``; raises `InvalidRequest`."""
         messages = [message for turn in self.messages for message in turn.messages()]
         system = [{"role": "system", "content": self.system_text}] if self.system_text else []
-        said: dict[str, Any] = {"messages": system + messages}
-        said["continue_final_message"] = messages[-1]["role"] == "assistant"
+        chat: dict[str, Any] = {"messages": system + messages}
+        chat["continue_final_message"] = messages[-1]["role"] == "assistant"
         thinking, values = self.thinking, dict(self.chat_template_kwargs or {})
         chosen = self.tool_choice or Choice(type="auto")
         choice = {"tool": named_tool(chosen.name or ""), "any": "required"}.get(chosen.type, chosen.type)
-        functions = [
-            tool.model_dump(include=FUNCTION, exclude_none=True) for tool in self.tools or () if isinstance(tool, MessageTool)
-        ]
-        said |= tool_fields(functions, choice, False if chosen.disable_parallel_tool_use else None)
+        chat |= tool_fields(self.tools, choice, False if chosen.disable_parallel_tool_use else None)
         if self.output_config is not None:
-            said["reasoning_effort"] = self.output_config.effort
+            chat["reasoning_effort"] = self.output_config.effort
         if thinking is not None:
             values = {name: thinking.type != "disabled" for name in SWITCHES if name in variables} | values
-            said["include_reasoning"] = thinking.type != "disabled" and thinking.display != "omitted"
-        return Conversation.of(said | {"chat_template_kwargs": values or None})
+            chat["include_reasoning"] = thinking.type != "disabled" and thinking.display != "omitted"
+        return Conversation.of(chat | {"chat_template_kwargs": values or None})
 
 
 class MessagesBody(SamplingBody, PromptBody):
@@ -247,7 +239,7 @@ class MessagesBody(SamplingBody, PromptBody):
     def ignored(self) -> list[str]:
         """With the kinds of tools, and of blocks, that are left out."""
         billing = [BILLING] if self.system_text != text_of(self.system or "") else []
-        return [*super().ignored, *left_out(self.tools or ()), *billing]
+        return [*super().ignored, *left_out(self.tools), *billing]
 
     @property
     def limit(self) -> int | None:
@@ -256,8 +248,8 @@ class MessagesBody(SamplingBody, PromptBody):
 
     @property
     def form(self) -> Structured | None:
-        said = self.output_config.format if self.output_config is not None else None
-        return None if said is None else Structured(json_schema=said.json_schema)
+        output = self.output_config.format if self.output_config is not None else None
+        return None if output is None else Structured(json_schema=output.json_schema)
 
 
 class MessageReply(PartsReply):
@@ -313,15 +305,15 @@ class MessageReply(PartsReply):
 
     def _finish(self, end: Completion) -> Events:
         yield from self._close()
-        told = usage([end], [self._reader])
-        cached = told["prompt_tokens_details"]["cached_tokens"]
+        counts = usage([end], [self._reader])
+        cached = counts["prompt_tokens_details"]["cached_tokens"]
         counted = {
-            "input_tokens": told["prompt_tokens"] - cached,
+            "input_tokens": counts["prompt_tokens"] - cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
-            "output_tokens": told["completion_tokens"],
+            "output_tokens": counts["completion_tokens"],
         }
-        if (details := told.get("completion_tokens_details")) is not None:
+        if (details := counts.get("completion_tokens_details")) is not None:
             counted["output_tokens_details"] = {"thinking_tokens": details["reasoning_tokens"]}
         why = "stop_sequence" if end.stop_string is not None else STOP_REASONS[self._reader.finish_reason(end)]
         delta = {"stop_reason": why, "stop_sequence": end.stop_string}

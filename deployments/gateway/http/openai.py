@@ -194,7 +194,7 @@ class SamplingBody(IgnoredFields):
     def handling(self) -> Handling:
         return Handling(self.priority or 0, self.cache_salt or "", train=self.train is not False)
 
-    def known(self, num_choices: int) -> list[list[int]]:
+    def delivered(self, num_choices: int) -> list[list[int]]:
         """Tokens that the client has of each choice; raises `InvalidRequest`."""
         return [[] for _ in range(num_choices)]
 
@@ -244,9 +244,9 @@ class AnswersBody(SamplingBody):
     def answers(self) -> int:
         return self.n or 1
 
-    def known(self, num_choices: int) -> list[list[int]]:
+    def delivered(self, num_choices: int) -> list[list[int]]:
         if self.resume is None:
-            return super().known(num_choices)
+            return super().delivered(num_choices)
         token_ids = self.resume.token_ids
         if len(token_ids) != num_choices:
             raise InvalidRequest(

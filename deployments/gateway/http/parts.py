@@ -4,7 +4,7 @@ Each part grows until the next begins.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
@@ -16,6 +16,7 @@ from deployments.gateway.chat.assistant import ChatTask
 from deployments.gateway.chat.calls import CallDelta
 from deployments.gateway.http.events import event
 
+FUNCTION = {"name", "description", "parameters", "strict"}  # fields of a tool that chat completions have
 Events = Iterator[dict[str, Any]]  # each is to be written before the next is asked for: parts grow meanwhile
 
 
@@ -27,9 +28,20 @@ class ForeignTool(Body):
     type: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
-def left_out(tools: Sequence[Any]) -> list[str]:
-    """What clients are told of tools that the model is not told of."""
-    return [f"tools of type {kind}" for kind in dict.fromkeys(tool.type for tool in tools if isinstance(tool, ForeignTool))]
+def kind_of_tool(function: str) -> Callable[[Any], str]:
+    """Tells the tag of a tool where functions have the type ``function``; a space keeps tags out of places in errors."""
+
+    def tag(value: Any) -> str:
+        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        return "another tool" if isinstance(kind, str) and kind != function else "our tool"
+
+    return tag
+
+
+def left_out(tools: Sequence[Any] | None) -> list[str]:
+    """Tools that the model is not told of, as a warning has them."""
+    kinds = dict.fromkeys(tool.type for tool in tools or () if isinstance(tool, ForeignTool))
+    return [f"tools of type {kind}" for kind in kinds]
 
 
 def named_tool(name: str) -> dict[str, Any]:
@@ -37,15 +49,16 @@ def named_tool(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
-def tool_fields(functions: Sequence[dict[str, Any]], choice: Any, parallel: bool | None) -> dict[str, Any]:
+def tool_fields(given: Sequence[Body] | None, choice: Any, parallel: bool | None) -> dict[str, Any]:
     """The fields of chat completions about tools; to choose freely among none is no choice."""
-    tools = [{"type": "function", "function": function} for function in functions]
-    said: dict[str, Any] = {"tools": tools, "parallel_tool_calls": parallel} if tools else {}
-    return said | ({"tool_choice": choice} if tools or choice != "auto" else {})
+    own = [tool for tool in given or () if not isinstance(tool, ForeignTool)]
+    tools = [{"type": "function", "function": tool.model_dump(include=FUNCTION, exclude_none=True)} for tool in own]
+    fields: dict[str, Any] = {"tools": tools, "parallel_tool_calls": parallel} if tools else {}
+    return fields | ({"tool_choice": choice} if tools or choice != "auto" else {})
 
 
 class PartsReply(ABC):
-    """The one answer to a request; ``answer`` is its body as it is told at the begin, which `_finish` completes."""
+    """The one answer to a request; ``answer`` is its body as the first event has it, which `_finish` completes."""
 
     THOUGHTS: ClassVar[str]  # kinds of parts
     WORDS: ClassVar[str]
@@ -58,9 +71,9 @@ class PartsReply(ABC):
         self._parts: list[dict[str, Any]] = []
         self._open = False  # the last part grows
 
-    def resume(self, known: Sequence[Chunk]) -> None:
-        """Nothing is known: these APIs have no way to say so."""
-        assert not known
+    def resume(self, delivered: Sequence[Chunk]) -> None:
+        """These APIs have no way to go on with an answer."""
+        raise AssertionError
 
     def whole(self, pieces: Sequence[tuple[int, Chunk]]) -> dict[str, Any]:
         """The answer at once."""
@@ -82,13 +95,13 @@ class PartsReply(ABC):
         """The event that ends a stream that failed."""
 
     def _events(self, chunk: Chunk) -> Events:
-        said = self._reader.take(chunk)
+        delta = self._reader.take(chunk)
         if not self._begun:
             self._begun = True
             yield from self._start()
-        continued = [(self.CALLS, call.arguments, None) for call in said.calls if not call.id]
-        texts = [(self.THOUGHTS, said.thoughts, None), (self.WORDS, said.content, None)]
-        begun = [(self.CALLS, call.arguments, call) for call in said.calls if call.id]
+        continued = [(self.CALLS, call.arguments, None) for call in delta.calls if not call.id]
+        texts = [(self.THOUGHTS, delta.thoughts, None), (self.WORDS, delta.content, None)]
+        begun = [(self.CALLS, call.arguments, call) for call in delta.calls if call.id]
         for kind, text, call in [*continued, *texts, *begun]:
             if call is not None or (text and not (self._open and self._parts[-1]["type"] == kind)):
                 yield from self._begin(kind, call)
@@ -97,8 +110,8 @@ class PartsReply(ABC):
         if chunk.completion is not None:
             yield from self._finish(chunk.completion)
 
-    def _event(self, said: dict[str, Any]) -> bytes:
-        return event(said, said["type"])
+    def _event(self, content: dict[str, Any]) -> bytes:
+        return event(content, content["type"])
 
     def _begin(self, kind: str, call: CallDelta | None = None) -> Events:
         yield from self._close()

@@ -56,9 +56,9 @@ class CompletionReply:
         self._ended: list[Completion] = []
         self._num_tokens = 0  # tokens of all choices so far
 
-    def resume(self, known: Sequence[Chunk]) -> None:
+    def resume(self, delivered: Sequence[Chunk]) -> None:
         """The client has this of each choice already."""
-        for index, chunk in enumerate(known):
+        for index, chunk in enumerate(delivered):
             self._num_tokens += len(chunk.token_ids)
             if chunk.token_ids:
                 self._lengths[index] = len(self._echoes[index].text) + len(chunk.text)

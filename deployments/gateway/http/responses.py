@@ -14,10 +14,10 @@ from cascade.chat.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body, 
 from cascade.params import Structured
 from deployments.gateway.admission.status import Refusal
 from deployments.gateway.chat.assistant import ChatTask
-from deployments.gateway.chat.calls import CallDelta
+from deployments.gateway.chat.calls import CallDelta, call_body
 from deployments.gateway.http.events import event, finite
 from deployments.gateway.http.openai import Limit, SamplingBody, StreamOptions, form_of
-from deployments.gateway.http.parts import Events, ForeignTool, PartsReply, left_out, named_tool, tool_fields
+from deployments.gateway.http.parts import Events, ForeignTool, PartsReply, kind_of_tool, left_out, named_tool, tool_fields
 from deployments.gateway.http.reply import report, usage
 
 PARTS = {"reasoning": "reasoning_text", "message": "output_text"}  # what the items that hold a text hold it as
@@ -90,11 +90,6 @@ InputItem = Annotated[
 ]
 
 
-def _kind_of_tool(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "another tool" if isinstance(kind, str) and kind != "function" else "our tool"
-
-
 class FunctionTool(Sparse):
     """A function that the assistant may call."""
 
@@ -106,7 +101,8 @@ class FunctionTool(Sparse):
 
 
 AnyTool = Annotated[
-    Annotated[FunctionTool, Tag("our tool")] | Annotated[ForeignTool, Tag("another tool")], Discriminator(_kind_of_tool)
+    Annotated[FunctionTool, Tag("our tool")] | Annotated[ForeignTool, Tag("another tool")],
+    Discriminator(kind_of_tool("function")),
 ]
 
 
@@ -135,7 +131,7 @@ class TextConfig(Sparse):
 
 
 class Reasoning(Sparse):
-    """How the assistant thinks. Its thoughts are told whole, never as a summary."""
+    """How the assistant thinks. Its thoughts come whole, never as a summary."""
 
     effort: Annotated[str, Field(max_length=64)] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -179,7 +175,7 @@ class ResponsesBody(SamplingBody):
     @property
     def ignored(self) -> list[str]:
         """With the kinds of tools that are left out."""
-        return [*super().ignored, *left_out(self.tools or ())]
+        return [*super().ignored, *left_out(self.tools)]
 
     @property
     def limit(self) -> int | None:
@@ -188,22 +184,19 @@ class ResponsesBody(SamplingBody):
 
     @property
     def form(self) -> Structured | None:
-        said = self.text.format if self.text is not None else None
-        return None if said is None else form_of(said.type, said.json_schema)
+        output = self.text.format if self.text is not None else None
+        return None if output is None else form_of(output.type, output.json_schema)
 
     def as_chat(self, variables: Collection[str]) -> Conversation:
         """As chat completions have it; raises `InvalidRequest`."""
         before = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         items = [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
-        said: dict[str, Any] = {"messages": [*before, *_messages(items)]}
-        functions = [
-            tool.model_dump(exclude={"type"}, exclude_none=True) for tool in self.tools or () if isinstance(tool, FunctionTool)
-        ]
+        chat: dict[str, Any] = {"messages": [*before, *_messages(items)]}
         choice = named_tool(self.tool_choice.name) if isinstance(self.tool_choice, NamedTool) else self.tool_choice
-        said |= tool_fields(functions, choice, self.parallel_tool_calls)
-        said["reasoning_effort"] = self.reasoning.effort if self.reasoning is not None else None
-        said["include_reasoning"] = self.include_reasoning
-        return Conversation.of(said | {"chat_template_kwargs": self.chat_template_kwargs})
+        chat |= tool_fields(self.tools, choice, self.parallel_tool_calls)
+        chat["reasoning_effort"] = self.reasoning.effort if self.reasoning is not None else None
+        chat["include_reasoning"] = self.include_reasoning
+        return Conversation.of(chat | {"chat_template_kwargs": self.chat_template_kwargs})
 
 
 def _messages(items: Sequence[Any]) -> list[dict[str, Any]]:
@@ -223,8 +216,7 @@ def _messages(items: Sequence[Any]) -> list[dict[str, Any]]:
             if thoughts := text_of(item.content) or text_of(item.summary):
                 turn(False)["reasoning_content"] = thoughts
         elif isinstance(item, CallItem):
-            call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
-            turn(True).setdefault("tool_calls", []).append(call)
+            turn(True).setdefault("tool_calls", []).append(call_body(item.call_id, item.name, item.arguments))
         elif item.role == "assistant":
             last = messages[-1] if messages else {}
             turn(not last.get("content") and "tool_calls" not in last)["content"] = text_of(item.content)
@@ -242,7 +234,7 @@ class ResponseReply(PartsReply):
         self._id = id
         self._num_events = 0
         self._status = "completed"  # the status of items that end
-        said = body.model_dump(by_alias=True, include={"tools", "tool_choice", "text", "reasoning"})
+        given = body.model_dump(by_alias=True, include={"tools", "tool_choice", "text", "reasoning"})
         response = {
             "id": f"resp_{id}",
             "object": "response",
@@ -257,11 +249,11 @@ class ResponseReply(PartsReply):
             "max_output_tokens": body.max_output_tokens,
             "temperature": task.params.temperature,
             "top_p": task.params.top_p,
-            "tools": said["tools"] or [],
-            "tool_choice": said["tool_choice"] or "auto",
+            "tools": given["tools"] or [],
+            "tool_choice": given["tool_choice"] or "auto",
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "text": said["text"] or {"format": {"type": "text"}},
-            "reasoning": said["reasoning"],
+            "text": given["text"] or {"format": {"type": "text"}},
+            "reasoning": given["reasoning"],
             "store": False,
             "metadata": body.metadata or {},
         }
@@ -273,9 +265,9 @@ class ResponseReply(PartsReply):
         response = self._answer | {"status": "failed", "error": error, "output": self._parts}
         return self._event({"type": "response.failed", "response": response})
 
-    def _event(self, said: dict[str, Any]) -> bytes:
+    def _event(self, content: dict[str, Any]) -> bytes:
         self._num_events += 1
-        return event(said | {"sequence_number": self._num_events - 1}, said["type"])
+        return event(content | {"sequence_number": self._num_events - 1}, content["type"])
 
     def _start(self) -> Events:
         for kind in ("response.created", "response.in_progress"):
@@ -293,43 +285,43 @@ class ResponseReply(PartsReply):
         if call is None:
             part = {"type": PARTS[kind], "text": "", **LOGPROBS[kind], **({"annotations": []} if kind == self.WORDS else {})}
             item["content"] = [part]
-            yield self._told("response.content_part.added", content_index=0, part=part)
+            yield self._part_event("response.content_part.added", content_index=0, part=part)
 
     def _grow(self, kind: str, part: dict[str, Any], text: str) -> dict[str, Any]:
         if kind == self.CALLS:
             part["arguments"] += text
-            return self._told("response.function_call_arguments.delta", delta=text)
+            return self._part_event("response.function_call_arguments.delta", delta=text)
         part["content"][0]["text"] += text
-        return self._told(f"response.{PARTS[kind]}.delta", content_index=0, delta=text, **LOGPROBS[kind])
+        return self._part_event(f"response.{PARTS[kind]}.delta", content_index=0, delta=text, **LOGPROBS[kind])
 
     def _end(self, part: dict[str, Any]) -> Events:
         kind = part["type"]
         if kind == self.CALLS:
-            yield self._told("response.function_call_arguments.done", name=part["name"], arguments=part["arguments"])
+            yield self._part_event("response.function_call_arguments.done", name=part["name"], arguments=part["arguments"])
         else:
             [content] = part["content"]
-            yield self._told(f"response.{PARTS[kind]}.done", content_index=0, text=content["text"], **LOGPROBS[kind])
-            yield self._told("response.content_part.done", content_index=0, part=content)
+            yield self._part_event(f"response.{PARTS[kind]}.done", content_index=0, text=content["text"], **LOGPROBS[kind])
+            yield self._part_event("response.content_part.done", content_index=0, part=content)
         part["status"] = self._status
         yield {"type": "response.output_item.done", "output_index": len(self._parts) - 1, "item": part}
 
-    def _told(self, kind: str, **fields: Any) -> dict[str, Any]:
+    def _part_event(self, kind: str, **fields: Any) -> dict[str, Any]:
         """An event of the item that grows."""
         return {"type": kind, "item_id": self._parts[-1]["id"], "output_index": len(self._parts) - 1, **fields}
 
     def _finish(self, end: Completion) -> Events:
-        """The last piece has come; an answer that says nothing is an empty message."""
+        """The last piece has come; an answer without parts is an empty message."""
         self._status = status = "completed" if end.finish_reason == "stop" else "incomplete"
         if not self._parts:
             yield from self._begin(self.WORDS)
         yield from self._close()
-        told = usage([end], [self._reader])
+        counts = usage([end], [self._reader])
         counted = {
-            "input_tokens": told["prompt_tokens"],
-            "input_tokens_details": {**told["prompt_tokens_details"], "cache_write_tokens": 0},
-            "output_tokens": told["completion_tokens"],
-            "output_tokens_details": told.get("completion_tokens_details", {"reasoning_tokens": 0}),
-            "total_tokens": told["total_tokens"],
+            "input_tokens": counts["prompt_tokens"],
+            "input_tokens_details": {**counts["prompt_tokens_details"], "cache_write_tokens": 0},
+            "output_tokens": counts["completion_tokens"],
+            "output_tokens_details": counts.get("completion_tokens_details", {"reasoning_tokens": 0}),
+            "total_tokens": counts["total_tokens"],
         }
         cut = None if status == "completed" else {"reason": "max_output_tokens"}
         self._answer |= {"status": status, "incomplete_details": cut, "output": self._parts, "usage": counted}

@@ -131,7 +131,8 @@ def test_answer_is_the_servers_and_coloured(page: Page, served: House) -> None:
 def test_conversations_have_a_history_and_survive_a_reload(page: Page, served: House) -> None:
     """Guards the second turn: the model hears the system message and all that was said, and no text becomes markup.
 
-    Guards visitors against a lost conversation: after a reload it is drawn again, goes on, and can be compared.
+    Guards visitors against a lost conversation: after a reload it is drawn again, goes on, with the same system message,
+    and can be compared.
     """
     choose(page, system="Be brief.")
     say(page)
@@ -143,7 +144,6 @@ def test_conversations_have_a_history_and_survive_a_reload(page: Page, served: H
     page.locator(".compare").click()
     settled(page)
     assert figure(page, "verdict").startswith("The same text")
-    choose(page, system="Be brief.")
     say(page, SECOND)
     assert said(page) == expected(served, FIRST, first, SECOND, system="Be brief.")["message"]["content"]
     assert page.locator(".asked").all_text_contents() == [FIRST, SECOND]
@@ -154,7 +154,7 @@ def test_conversations_have_a_history_and_survive_a_reload(page: Page, served: H
     expect(page.locator("#served")).not_to_be_empty()
     assert page.locator("article, .asked").count() == 0
     say(page, SECOND)
-    assert said(page) == expected(served, SECOND)["message"]["content"]
+    assert said(page) == expected(served, SECOND, system="Be brief.")["message"]["content"]
 
 
 def test_model_without_a_template_completes(page: Page, served: House, monkeypatch: pytest.MonkeyPatch) -> None:

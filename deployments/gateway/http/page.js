@@ -262,17 +262,19 @@ function ended(answer) {
   answer.node.querySelector("summary").textContent = `How it was written: ${answer.ids.length} tokens`;
 }
 
-// The conversation stays while its tab is open, as long as the same models are served.
+// The conversation stays, with its system message, while its tab is open, as long as the same models are served.
 const place = () => `cascade ${model.id} ${names}`;
 
 function keep() {
   const whole = turns.filter((turn, i) => (turn.ids || turns[i + 1]?.ids)?.length);
   const plain = whole.map(({ node, part, cell, mine, wrong, timer, ...rest }) => rest);
-  try { sessionStorage.setItem(place(), JSON.stringify(plain)); } catch {}  // longer than what a tab may keep
+  try { sessionStorage.setItem(place(), JSON.stringify({ system: $("system").value, turns: plain })); } catch {}  // longer than what a tab may keep
 }
 
 function restore() {
-  turns = JSON.parse(sessionStorage.getItem(place()) || "[]");
+  const kept = JSON.parse(sessionStorage.getItem(place()) || '{ "system": "", "turns": [] }');
+  $("system").value = kept.system;
+  turns = kept.turns;
   for (const turn of turns) {
     if (turn.role === "user") turn.node = element("div", "asked", turn.text); else ended(placed(turn));
     $("log").append(turn.node);

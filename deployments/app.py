@@ -20,7 +20,7 @@ from cascade.errors import ConfigError
 from cascade.settings.config import CascadeConfig, TierConfig
 from cascade.settings.deployment import RouterDeploymentConfig, resources
 from cascade.settings.file import load_config
-from cascade.settings.live import fixed_of_router, fixed_of_tier
+from cascade.settings.fixed import fixed_of_router, fixed_of_tier
 from cascade.settings.section import did_you_mean, sentence
 from deployments.ray_compat import versioned
 from deployments.versions import packages

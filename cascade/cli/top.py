@@ -20,7 +20,7 @@ EVERY_S = 1.0  # seconds between two looks
 
 @dataclass(slots=True)
 class Frame:
-    """What a server said at one time; where a door did not answer, its part is ``None`` and ``problems`` says why."""
+    """What a server said at one time; where an endpoint did not answer, its part is ``None`` and ``problems`` says why."""
 
     time_s: float  # on the clock of `time.monotonic`
     info: Any = None  # `cascade.client.ServerInfo`; not imported here, because it needs gRPC, which starts slowly

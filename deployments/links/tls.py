@@ -1,4 +1,4 @@
-"""TLS: mutual on the links between tiers, where both ends show a certificate of the same authority; one-sided at the doors."""
+"""TLS: mutual on links between tiers, where both ends show a certificate of the same authority; one-sided elsewhere."""
 
 import contextlib
 import ssl
@@ -29,7 +29,7 @@ def check(tls: LinkTLS | ListenTLS) -> None:
 
 
 def server_credentials(tls: LinkTLS | ListenTLS) -> grpc.ServerCredentials:
-    """Credentials of a server: of a link, for callers with a certificate of the authority; of a door, for everybody.
+    """Credentials of a server: of a link, for callers with a certificate of the authority; of a public endpoint, for everybody.
 
     Files that change are read again for later connections.
     """

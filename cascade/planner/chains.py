@@ -4,7 +4,7 @@ How many guesses of an attached tier a pass scores is computed (`cascade.planner
 attached. A tier with processors of its own costs next to nothing while its guesses are not scored, so it drafts from the first
 token on, until it is seen not to pay. A tier that shares the verifier's processors slows its passes, which only shows while it
 works. So such tiers begin detached, and are explored when `EXPLORATION_SHARE` of the verifier's time covers the whole price.
-The first try of a chain, at whatever load, may also cost `GAIN_SHARE` of what text drafters have spared.
+With few sessions the first try of a chain may also cost what text drafters have spared.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from cascade.planner.tuning import (
     EXPLORATION_PASSES,
     EXPLORATION_SHARE,
     FEW_PASSES,
-    GAIN_SHARE,
+    FEW_SESSIONS,
     MAX_PASSES,
     MIN_PASSES,
     RATE_DOUBT,
@@ -94,7 +94,6 @@ class Choice:
     used: Chain
     apart: Chain  # all tiers with processors of their own: scouts draft with them while others go alone
     budget: Budget
-    tried: set[Chain]  # with requests of this kind, at any load
     price_s: dict[Chain, float] = field(default_factory=dict)  # the price of the next exploration, after one that was cut short
     passes: int = 0  # settled passes with the chain in use
     cost_s: float = 0.0  # what this exploration has cost so far
@@ -109,7 +108,6 @@ class Choice:
         share = seen.rows / num_sessions
         if seen.settled:
             self.estimates[used].add(tokens, seconds)
-            self.tried.add(used)
         if used != self.used:
             return
         for estimate in self.estimates.values():
@@ -127,7 +125,7 @@ class Choice:
         elif not seen.settled:  # slowed by tiers below that still work after an exploration
             self.budget.spent_s += share * max(0.0, lost_s)
         elif self.passes >= MIN_PASSES:
-            self._seek(1 / seen.alone_s, EXPLORATION_PASSES * seconds + seen.reading_s, share)
+            self._seek(1 / seen.alone_s, EXPLORATION_PASSES * seconds + seen.reading_s, share, num_sessions)
 
     def _judge(self) -> None:
         """End the exploration when it is clear which chain is better, or when it costs too much."""
@@ -142,11 +140,11 @@ class Choice:
             self.price_s[self.used] = 2 * self.may_cost_s
             self._use(self.best)
 
-    def _seek(self, alone: float, price_s: float, share: float) -> None:
+    def _seek(self, alone: float, price_s: float, share: float, num_sessions: int) -> None:
         """Use a chain that is now known to be better than the best, else explore one that may be.
 
         ``alone`` is the predicted rate without drafts; less `EXPLORATION_SHARE` it stands in until that is measured.
-        ``price_s`` is what exploring may cost each of the sessions, which are a ``share`` of all.
+        ``price_s`` is what exploring may cost each of the sessions, which are a ``share`` of all ``num_sessions``.
         """
         best = self.estimates[self.best].rate
         measured = (item for item in self.estimates.items() if item[1].passes >= MIN_PASSES or item[0] in (self.best, ALONE))
@@ -163,8 +161,8 @@ class Choice:
         hopeful = max(others, key=lambda chain: others[chain])  # the first of equal ones
         price_s = max(price_s, self.price_s.get(hopeful, 0.0))
         budget_s = EXPLORATION_SHARE * self.budget.total_s
-        if hopeful not in self.tried:  # nothing is known of it: what text drafters have spared may pay for that
-            budget_s += GAIN_SHARE * max(0.0, self.budget.gained_s)
+        if num_sessions <= FEW_SESSIONS and not self.estimates[hopeful].passes:  # nothing is known of it
+            budget_s += max(0.0, self.budget.gained_s)
         affordable = self.budget.spent_s + share * price_s <= budget_s
         if affordable and others[hopeful] > BETTER * best:
             self._use(hopeful, price_s)
@@ -185,7 +183,6 @@ class Planner:
         self.shared = self._sharing = frozenset(shared)
         self._budget = Budget()
         self._choices: dict[tuple[Chain, bool], dict[int, Choice]] = {}  # by kind and load
-        self._tried: dict[tuple[Chain, bool], set[Chain]] = {}  # by kind
 
     def chain(self, allowed: Chain, num_sessions: int, *, sampled: bool = False, scouts: bool = False) -> Chain:
         """The chain for a session that may use ``allowed``, in a tier of ``num_sessions``.
@@ -240,8 +237,7 @@ class Planner:
             apart = tuple(tier for tier in allowed if tier not in self.shared)
             best = tuple(tier for tier in first[0] if tier in apart) if first else apart
             estimates = {chain: Estimate() for chain in dict.fromkeys(first + chains)}
-            tried = self._tried.setdefault((allowed, sampled), set())
-            choices[load] = Choice(estimates, best, best, apart, self._budget, tried)
+            choices[load] = Choice(estimates, best, best, apart, self._budget)
         return choices[load]
 
 

@@ -3,7 +3,7 @@
 # Chains: which tiers below draft (`cascade.planner.chains`, `cascade.tier.drafting`)
 
 EXPLORATION_SHARE = 0.02  # the share of a tier's time that exploration may cost: what "never slower" may lose to find out
-GAIN_SHARE = 0.5  # the share of what text drafters spare that first tries may cost: the rest is the users'
+FEW_SESSIONS = 2  # with more of them a try costs all of them, and draft tiers on the same processors rarely pay
 EXPLORATION_PASSES = 12.0  # what one exploration may cost, beside the prefill of the tiers below
 RATE_MEMORY = 0.99  # weight of a chain's rate after the next pass: loads change within some hundred passes
 RATE_DOUBT = 1.3  # relative error of a rate known from one pass; from ``n`` passes it is RATE_DOUBT / sqrt(n)

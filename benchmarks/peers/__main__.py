@@ -156,6 +156,8 @@ def serve(document: dict[str, Any], chosen: argparse.Namespace, subject: Subject
     document["missing"] = kept | {f"served {mode}": why for mode, why in arena.missing.items()}
     about = {"temperature": plan.temperature, "tokens": plan.tokens, "requests": requests, "vllm_drafter": drafter}
     document["how"]["served"] = about
+    for name, of in {"dates": "date", "processors": "processor"}.items():  # this part may be of another run than the other
+        document[name] = {"served": document[of]}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -18,7 +18,7 @@ from cascade.engine.sampling.kernel import _of_blocks, _of_rows
 target = GPUTarget("cuda", int(sys.argv[1]), 32)
 numbers = dict.fromkeys(("stride", "rows", "size", "kept", "count", "number"), "i32")
 for dtype, short in (("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "fp16")):
-    pointers = {"logits": f"*{short}", "highest": f"*{short}", "given": "*i64", "best": "*i64", "found": "*i64"}
+    pointers = {"logits": f"*{short}", "highest": f"*{short}", "given": "*i64", "best": "*i64", "out": "*i64"}
     for kernel, constants in ((_of_blocks, {"BLOCK": 1024}), (_of_rows, {"WIDTH": 512})):
         known = numbers | pointers | dict.fromkeys(constants, "constexpr")
         signature = {name: known[name] for name in kernel.arg_names}

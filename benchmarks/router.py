@@ -172,8 +172,8 @@ async def router(ticket: str) -> None:
 
 @contextlib.contextmanager
 def process(*arguments: str, root: Path | None = None) -> Iterator[tuple[psutil.Process, str]]:
-    """This file as another process, and its first line; with the packages of the checkout ``root`` if given."""
-    env = os.environ | ({} if root is None else {"PYTHONPATH": str(root)})
+    """This file as another process, and its first line; with the packages of the checkout ``root``, or of this one."""
+    env = os.environ | {"PYTHONPATH": str(root or Path(__file__).parents[1])}
     command = [sys.executable, __file__, *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env, cwd=root) as started:
         assert started.stdout is not None

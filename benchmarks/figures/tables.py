@@ -18,8 +18,7 @@ Document = Mapping[str, Any]
 def load(name: str) -> Document:
     """A document of `benchmarks/results`, empty if it is not there."""
     file = RESULTS / f"{name}.json"
-    found: Document = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    return found
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
 
 
 def rows(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -113,8 +112,7 @@ def contests(family: Document) -> str:
 
 def placed(cluster: Document) -> str:
     """Three tiers of the map's trio over the full one alone, and over the best pair, as words within a sentence."""
-    measured = cluster["map"]["measured"]
-    alone, pairs = measured["three_vs_alone"], measured["three_vs_pair"]
+    alone, pairs = (cluster["map"]["measured"][name] for name in ("three_vs_alone", "three_vs_pair"))
     return f"{alone:.1f} times as fast as the full one alone and {pairs:.1f} times the best pair"
 
 

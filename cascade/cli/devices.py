@@ -32,7 +32,7 @@ class Simulated:
 
     alone: list[tuple[float, ...]]
     cascade: list[tuple[float, ...]]
-    agreement: Mapping[str, float]  # of each draft tier with the full model
+    agreement: Mapping[str, float]  # each draft tier's with the full model
     models: tuple[str, ...]  # the published ones whose passes are priced, bottom to top
 
     @property

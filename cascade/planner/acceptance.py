@@ -57,7 +57,7 @@ class Calibration:
         kinds = [(rank, kind) for _ in range(2) for rank in range(MAX_RANKS) for kind in range(_GAPS)]
         self._chances = [_prior(rank, kind) for rank, kind in kinds]  # first those of guesses right after the text
         self._weights = [PRIOR_WEIGHT] * len(kinds)
-        # of drafts, by their confidences and parents, until a verdict
+        # the chances of drafts by their confidences and parents, kept until the next verdict
         self._of_drafts: dict[tuple[bytes, tuple[int, ...]], tuple[float, ...]] = {}
 
     def chance(self, rank: int, gap: int, *, first: bool) -> float:

@@ -161,7 +161,7 @@ class Choice:
         hopeful = max(others, key=lambda chain: others[chain])  # the first of equal ones
         price_s = max(price_s, self.price_s.get(hopeful, 0.0))
         budget_s = EXPLORATION_SHARE * self.budget.total_s
-        if num_sessions <= FEW_SESSIONS and not self.estimates[hopeful].passes:  # nothing is known of it
+        if num_sessions <= FEW_SESSIONS and not self.estimates[hopeful].passes:  # its first try
             budget_s += max(0.0, self.budget.gained_s)
         affordable = self.budget.spent_s + share * price_s <= budget_s
         if affordable and others[hopeful] > BETTER * best:

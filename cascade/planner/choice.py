@@ -83,7 +83,6 @@ class Policy:
         rate = float(tokens[best] / seconds[best])
         if room < 1 or (at_hand and (1 + at_hand) / float(cost[1 + min(room, round(at_hand))]) >= rate):
             return NO_GUESS, 0
-        price_s = max(
-            guess_s, (float(seconds[best]) - float(seconds[0])) / max(1, best)
-        )  # the price of writing a guess, and of scoring it
+        added_s = (float(seconds[best]) - float(seconds[0])) / max(1, best)  # what a guess takes to be written and scored
+        price_s = max(guess_s, added_s)
         return min(1.0, rate * price_s / stats.share), max(1, best)

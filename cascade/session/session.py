@@ -108,8 +108,8 @@ class Session:
         self._sent_len = len(self.text)  # positions of the text that the tier above has been sent
         self._sent_below = len(self.text)  # the same of the tier below
         self._without_totals = TOTALS_EVERY  # proposals since the last one with totals of edges
-        self._origins = bytearray(len(self.text))  # parallel to text, but for the passes that are not counted yet
-        # of these the rows, own tokens scored, new tokens of the text, nodes that say the same, and all guesses at hand
+        self._origins = bytearray(len(self.text))  # parallel to text, except for passes that are not counted yet
+        # passes that are not counted yet: row, guesses scored, new tokens, nodes that say the same, all guesses at hand
         self._passes: list[tuple[Work, int, Sequence[int], Sequence[int], Draft]] = []
         self._limit = spec.prompt_len + spec.params.max_tokens
         self.done = False  # the text is at its end, unless the tier above corrects it

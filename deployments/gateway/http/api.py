@@ -51,7 +51,7 @@ COMPLETION_TOKENS = 16  # a completion's limit, as in OpenAI's API, if neither t
 STARTED = int(time.time())
 BEARER = HTTPBearer(auto_error=False)  # only for the schema: `Middleware` looks at the key
 Timeout = Annotated[float | None, Header(alias="x-request-timeout-seconds", gt=0, allow_inf_nan=False)]
-ERROR_FIELDS = {name: {"type": "string"} for name in ("message", "type")}  # of OpenAI's and Anthropic's errors
+ERROR_FIELDS = {name: {"type": "string"} for name in ("message", "type")}  # OpenAI's and Anthropic's errors have both
 ERROR_BODY = {"required": ["error"], "properties": {"error": {"required": [*ERROR_FIELDS], "properties": ERROR_FIELDS}}}
 RESPONSES: dict[int | str, dict[str, Any]] = {
     kind.http: {"description": kind.__doc__, "content": {"application/json": {"schema": ERROR_BODY}}}

@@ -4,11 +4,12 @@ How many guesses of an attached tier a pass scores is computed (`cascade.planner
 attached. A tier with processors of its own costs next to nothing while its guesses are not scored, so it drafts from the first
 token on, until it is seen not to pay. A tier that shares the verifier's processors slows its passes, which only shows while it
 works. So such tiers begin detached, and are explored when `EXPLORATION_SHARE` of the verifier's time covers the whole price.
-With few sessions the first try of a chain may also cost what text drafters have spared.
+With few sessions the first try of a chain may also cost what text drafters have spared requests of the same kind.
 """
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
@@ -75,7 +76,7 @@ class Seen(NamedTuple):
 
 @dataclass(slots=True)
 class Budget:
-    """Seconds that exploration has cost a tier, all its seconds, and those that drafters inside it have spared."""
+    """Seconds of a tier for requests of one kind: what exploring cost, all of them, and what drafters inside it have spared."""
 
     spent_s: float = 0.0
     total_s: float = 0.0
@@ -181,7 +182,7 @@ class Planner:
     def __init__(self, shared: Collection[str] = ()) -> None:
         """``shared`` names tiers below that compute on the processors of this one, as far as is known; see `locate`."""
         self.shared = self._sharing = frozenset(shared)
-        self._budget = Budget()
+        self._budgets: defaultdict[tuple[Chain, bool], Budget] = defaultdict(Budget)  # by kind: none pays for another
         self._choices: dict[tuple[Chain, bool], dict[int, Choice]] = {}  # by kind and load
 
     def chain(self, allowed: Chain, num_sessions: int, *, sampled: bool = False, scouts: bool = False) -> Chain:
@@ -237,7 +238,7 @@ class Planner:
             apart = tuple(tier for tier in allowed if tier not in self.shared)
             best = tuple(tier for tier in first[0] if tier in apart) if first else apart
             estimates = {chain: Estimate() for chain in dict.fromkeys(first + chains)}
-            choices[load] = Choice(estimates, best, best, apart, self._budget)
+            choices[load] = Choice(estimates, best, best, apart, self._budgets[allowed, sampled])
         return choices[load]
 
 

@@ -144,6 +144,14 @@ def test_what_drafting_has_spared_pays_for_no_try_with_many_sessions() -> None:
     assert ("tiny",) not in play(Planner(["tiny"]), {ALONE: 1.3, ("tiny",): 0.5}, 150, sessions=32, allowed=("tiny",))
 
 
+def test_no_kind_of_request_pays_for_another() -> None:
+    """Guards sampled requests: what text drafters spared greedy ones was spent on tries with them, and they came later than
+    without drafts."""
+    planner, speed = Planner(["tiny"]), {ALONE: 1.3, ("tiny",): 0.5}
+    play(planner, speed, 600, allowed=("tiny",))
+    assert ("tiny",) not in play(planner, speed | {ALONE: 1.0}, 150, allowed=("tiny",), sampled=True)
+
+
 def test_what_exploring_leaves_behind_is_paid_too() -> None:
     """Guards shared processors: tiers below still work when an exploration is over, and slow what is used then."""
     planner, speed = Planner(ALLOWED), paces(0.3, 0.6, 0.6)

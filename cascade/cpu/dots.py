@@ -9,7 +9,7 @@ from typing import Any
 from llvmlite import ir
 
 from cascade.cpu.jit import floats, function_of, halves, integer, kernel, num_threads, rounded, thread_num
-from cascade.cpu.tile import LANES, VECTOR, Loop, tile_blocks
+from cascade.cpu.tile import AT_ONCE, LANES, VECTOR, Loop, tile_blocks
 
 PAIR = 4  # bytes
 CHAIN = 256  # pairs that are summed in one chain
@@ -71,7 +71,9 @@ def multiply(given: int) -> None:
     if rows <= group:
         _blocks(rows, x, w + first * size, out + first * LANES * 4, stride, pairs, CHAIN, last - first, pairs * LANES)
         return
-    for block in range(first, last):
-        for row in range(0, rows, group):  # a block is read once from memory, then from a cache
-            to = out + (row * stride + block * LANES) * 4
-            _blocks(min(group, rows - row), x + row * pairs * PAIR, w + block * size, to, stride, pairs, CHAIN, 1, 0)
+    for block in range(first, last, AT_ONCE):
+        number = min(AT_ONCE, last - block)
+        for row in range(0, rows, group):  # blocks are read once from memory, then from a cache
+            taken, to = min(group, rows - row), out + (row * stride + block * LANES) * 4
+            source = x + row * pairs * PAIR
+            _blocks(taken, source, w + block * size, to, stride, pairs, CHAIN, number, pairs * LANES)

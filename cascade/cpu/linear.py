@@ -21,7 +21,7 @@ from torch import Tensor
 from cascade.cpu.jit import Step, Worker, floats, integer, kernel, num_threads, run_step, thread_num
 from cascade.cpu.layers import Rows, shift_step
 from cascade.cpu.processor import has_matrix_tiles, has_pairs
-from cascade.cpu.tile import LANES, STEP, group_of, multiply
+from cascade.cpu.tile import AT_ONCE, LANES, STEP, group_of, multiply
 
 MADV_COLLAPSE = 25
 PAGE_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")  # the size of huge pages
@@ -39,10 +39,12 @@ def _multiply(given: int) -> None:
         weights, to = w + first * size, out + first * LANES * 4
         multiply(halves, rows, x, weights, to, stride, depth, CHAIN, last - first, depth * LANES)
         return
-    for block in range(first, last):
-        for row in range(0, rows, group):  # a block is read once from memory, then from a cache
-            to = out + (row * stride + block * LANES) * 4
-            multiply(halves, min(group, rows - row), x + row * depth * 4, w + block * size, to, stride, depth, CHAIN, 1, 0)
+    for block in range(first, last, AT_ONCE):
+        number = min(AT_ONCE, last - block)
+        for row in range(0, rows, group):  # blocks are read once from memory, then from a cache
+            taken, to = min(group, rows - row), out + (row * stride + block * LANES) * 4
+            source = x + row * depth * 4
+            multiply(halves, taken, source, w + block * size, to, stride, depth, CHAIN, number, depth * LANES)
 
 
 @kernel

@@ -2,7 +2,8 @@
 
 Each result is one chain of fused multiply-adds over the depth, in order. So its bits do not depend on the number of rows, of
 blocks side by side or of threads, nor on the width of registers. Each step of a chain waits four cycles for the one before on
-most processors, so a tile should have eight chains or more: few rows take several blocks side by side.
+most processors, so a tile should have eight chains or more. Blocks side by side share each number of a row that is loaded, as
+rows share weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +20,10 @@ LANES = 16  # columns of a block
 STEP = 32  # places of the depth that one instruction of matrix tiles takes
 _MANY_REGISTERS = has_avx512()
 ROWS = 12 if _MANY_REGISTERS else 6  # the most rows of a tile: their sums stay in registers
-WIDE = (1, 4, 4 if _MANY_REGISTERS else 2, 2)  # blocks side by side, by rows; one of more rows
+# Blocks side by side, by rows from 1 on; one of more rows. Sums of all fit into registers, of which AVX-512 has 32.
+WIDE = (4, 4, 4, 4, 4, 4, 2, 2, 2, 2, 2, 2) if _MANY_REGISTERS else (4, 2, 2)
+
+AT_ONCE = max(WIDE)  # blocks of a pass of many rows that are multiplied with all rows before the next
 
 VECTOR = ir.VectorType(F32, LANES)
 HALVES, WORDS = ir.VectorType(I16, LANES), ir.VectorType(I32, LANES)
@@ -134,8 +138,8 @@ _onward, _onward_of_halves = _tile(_ONE_BLOCK, 32, onward=True), _tile(_ONE_BLOC
 
 
 def tile_blocks(width: int, loop: type[Loop] = Loop) -> Any:
-    """Multiply with `WIDE` blocks side by side where rows are few, and with single blocks for the rest."""
-    single, several = (_tile(blocks, width, loop=loop) for blocks in (_ONE_BLOCK, dict(enumerate(WIDE[1:], 1))))
+    """Multiply with `WIDE` blocks side by side, and with single blocks for the rest."""
+    single, several = (_tile(blocks, width, loop=loop) for blocks in (_ONE_BLOCK, dict(enumerate(WIDE, 1))))
     nbytes = width // 8
 
     @inlined
@@ -143,11 +147,11 @@ def tile_blocks(width: int, loop: type[Loop] = Loop) -> Any:
         rows: int, x: int, w: int, out: int, stride: int, depth: int, chunk: int, number: int, block_stride: int
     ) -> None:
         block = 0
-        if rows < len(WIDE):
-            while block + WIDE[rows] <= number:
+        if rows <= len(WIDE):
+            while block + WIDE[rows - 1] <= number:
                 at, to = w + block * block_stride * nbytes, out + block * LANES * 4
                 several(rows, x, at, to, stride, depth, chunk, block_stride)
-                block += WIDE[rows]
+                block += WIDE[rows - 1]
         while block < number:
             single(rows, x, w + block * block_stride * nbytes, out + block * LANES * 4, stride, depth, chunk, 0)
             block += 1

@@ -100,6 +100,14 @@ class Choice:
     cost_s: float = 0.0  # what this exploration has cost so far
     may_cost_s: float = 0.0  # what this exploration may cost at most
 
+    def relocate(self, apart: Chain) -> None:
+        """Tiers turn out to have processors of their own, or not. What was never tried is begun with, as at a new load."""
+        gained = not set(apart) <= set(self.apart)
+        self.apart = apart
+        if gained and not self.estimates[apart].passes:
+            self.best = apart
+            self._use(apart)
+
     def record(self, used: Chain, seen: Seen, num_sessions: int) -> None:
         """Learn what rows got whose sessions were to use ``used``, in a tier of ``num_sessions``."""
         scouts = used == self.apart and self.used == ALONE
@@ -230,12 +238,16 @@ class Planner:
     def _choice(self, allowed: Chain, num_sessions: int, *, sampled: bool) -> Choice:
         """A new one begins with the best chain of the nearest load, else with all; without tiers that share processors."""
         choices, load = self._choices.setdefault((allowed, sampled), {}), load_bucket(num_sessions)
+        shared = self.shared
+        apart = tuple(tier for tier in allowed if tier not in shared)
+        for choice in choices.values():
+            if choice.apart != apart:
+                choice.relocate(apart)
         if load not in choices:
             near = min(choices, key=lambda other: abs(other - load), default=None)
             first = [] if near is None else [choices[near].best]
             sizes = range(len(allowed) + 1)  # short chains are explored first
             chains = [chain[::-1] for size in sizes for chain in itertools.combinations(allowed[::-1], size)]
-            apart = tuple(tier for tier in allowed if tier not in self.shared)
             best = tuple(tier for tier in first[0] if tier in apart) if first else apart
             estimates = {chain: Estimate() for chain in dict.fromkeys(first + chains)}
             choices[load] = Choice(estimates, best, best, apart, self._budgets[allowed, sampled])

@@ -204,6 +204,20 @@ def test_a_new_load_begins_with_what_is_best_at_the_nearest() -> None:
     assert set(used) <= {ALONE, ("tiny",)}
 
 
+def test_loads_that_were_met_learn_where_a_tier_runs() -> None:
+    """Guards tiers that turn out to run elsewhere: a load that had been met went on without them, and its scouts as well."""
+    planner, speed = Planner(ALLOWED), paces(0.5, 2.0, 0.5)
+    assert play(planner, speed, 20, 16) == [ALONE] * 20
+    planner.locate("medium", near=False)
+    assert planner.chain(ALLOWED, 16) == ("medium",)
+    assert play(planner, speed | {("medium",): 0.5}, 100, 16)[-50:] == [ALONE] * 50
+    assert planner.chain(ALLOWED, 16, scouts=True) == ("medium",)
+    planner.locate("medium", near=True)
+    assert planner.chain(ALLOWED, 16, scouts=True) == ALONE
+    planner.locate("medium", near=False)
+    assert planner.chain(ALLOWED, 16) == ALONE, "what was tried is not begun with again"
+
+
 def test_sessions_that_have_yet_to_follow_do_not_count_for_the_new_chain() -> None:
     """Guards the judgement: what comes of sessions that still use another chain says nothing about the one in use."""
     planner = Planner()

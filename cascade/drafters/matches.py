@@ -229,9 +229,10 @@ def follow(searches: Sequence[Search]) -> list[list[int]]:
             text.reserve(end)
         given += (text.address, start, text.size, end, most, len(tokens), others.address, others.size)
         tokens += new
-        text.size = end
         width = max(width, HEAD + BESIDE + most)
     results = np.empty((len(searches), width), np.int64)
     _follow.brief(arguments(len(searches), results.ctypes.data, width, *given, *tokens))
+    for text, start, new, *_ in searches:  # now, for nothing is up to date if one of them has raised
+        text.size = start + len(new)
     listed: list[list[int]] = results.tolist()
     return listed

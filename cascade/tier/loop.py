@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeAlias
 
+from cascade.draft import Draft
 from cascade.errors import InvalidRequest
 from cascade.messages import Commit, Failed, Message, Open, Proposal, SessionSpec
 from cascade.planner.chains import Planner
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 NewState: TypeAlias = Callable[[SessionSpec, Sequence[int]], RowState]
 # what a pass said of a row; None if it cannot be scored, an error if that is the request's own fault
 Result: TypeAlias = Scored | InvalidRequest | None
+# a session, a drafter inside the tier, and what it is asked
+Asked: TypeAlias = tuple[Slot[U], InnerDrafter, Query]
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +217,7 @@ class Loop(Generic[U]):
             return
         policy, slots = self._limits.policy, self._to_draft
         self._to_draft = {}
-        queries: dict[str, list[tuple[Slot[U], InnerDrafter, Query]]] = {drafter.name: [] for drafter in self._drafters}
+        queries: dict[str, list[Asked[U]]] = {drafter.name: [] for drafter in self._drafters}
         for slot in slots:
             session = slot.session
             if slot.drafters and not session.stalled:
@@ -223,21 +226,28 @@ class Loop(Generic[U]):
                     query = drafter.guesser, session.text, session.changed_from, most
                     queries[drafter.name].append((slot, drafter, query))
         hints: dict[Slot[U], list[Hint]] = {}
-        for name, rows in queries.items():
-            if rows:
-                try:
-                    drafts = type(rows[0][1].guesser).guess_all([query for _, _, query in rows])
-                except Exception:
-                    self._remove((slot for slot, _, _ in rows), name)
-                else:
-                    for (slot, drafter, _), draft in zip(rows, drafts, strict=True):
-                        hints.setdefault(slot, []).append(Hint(name, drafter.calibration, draft))
+        for rows in queries.values():
+            for (slot, drafter, _), draft in zip(rows, self._guess(rows), strict=True):
+                if draft is not None:
+                    hints.setdefault(slot, []).append(Hint(drafter.name, drafter.calibration, draft))
         for slot, of_slot in hints.items():
             slot.session.hint(of_slot)
         drafted = [slot for slot in slots if slot.attached]
         num_in_turns = sum(map(self._drafting.in_turns, self.slots.values())) if drafted else 0
         for slot in drafted:
             self._drafting.turn(slot, num_in_turns, policy, self._profile)
+
+    def _guess(self, rows: Sequence[Asked[U]]) -> list[Draft | None]:
+        """What one drafter inside the tier guesses after each text; None where it raises: that session goes on without it."""
+        try:
+            return list(type(rows[0][1].guesser).guess_all([query for _, _, query in rows])) if rows else []
+        except Exception:
+            if len(rows) == 1:
+                slot, drafter, _ = rows[0]
+                self._remove([slot], drafter.name)
+                return [None]
+        # one call for all texts does not tell which of them made it raise: each is tried by itself, in this pass
+        return [draft for row in rows for draft in self._guess([row])]
 
     def _fork(self, slot: Slot[U], work: Work) -> bool:
         """Give a branch a place in memory, and hold it no longer if there is none; whether it has one."""

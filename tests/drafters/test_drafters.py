@@ -11,11 +11,14 @@ from cascade.drafters import DrafterSpec, make
 from cascade.drafters.in_pass import MOST_STEPS, TRY, InPass
 from cascade.drafters.lookahead import Lookahead
 from cascade.drafters.matching import MAX_TENANTS, Corpus, Suffix, kind
-from cascade.messages import origin
+from cascade.messages import Message, origin
 from cascade.params import SamplingParams
+from cascade.planner.choice import Policy
 from cascade.planner.cost import Profile
 from cascade.scorer import UNREAD, Drafter, Guesser, RunnerUp, Scored
-from cascade.simulation.toy import ToyModel
+from cascade.simulation.toy import ToyCache, ToyModel
+from cascade.tier.kv_admission import KVAdmission
+from cascade.tier.loop import Limits, Loop
 from cascade.tier.tier import Tier
 from tests.test_draft import path_of
 from tests.tier.test_tier import alone, answered, opening, running, written
@@ -90,7 +93,31 @@ def test_a_drafter_that_raises_harms_no_session(method: str) -> None:
         assert not inbox.failures
         assert not top._loop._drafting._failures
         assert all(tier.healthy for tier in tiers)
-    assert 0 < broken.times <= 2 * len(asked)  # at each tier once for each session
+    assert 0 < broken.times <= 2 * (len(asked) + 1)  # at each tier once for each session, and for all of a pass
+
+
+class Partial(Nonsense):
+    """Raises where a text has a token, and guesses 5 after others."""
+
+    def guess(self, text: Sequence[int], since: int, most: int) -> Draft:
+        if 13 in text:
+            raise ValueError("this text's fault")
+        return Draft((5,), bytes(1))
+
+
+def test_a_text_that_a_drafter_raises_for_takes_it_from_nobody_else() -> None:
+    """Guards companions: one text's exception left all sessions of the pass without the drafter to the end of their answers."""
+    loop = Loop[list[Message]](
+        "full", 1, Limits(32, 4096, Policy()), KVAdmission(ToyCache, 1 << 20), Profile(),
+        send_up=list.append, send_down=lambda tier, message: None, drafters=[Partial()],
+    )  # fmt: skip
+    for token in (1, 13, 2):
+        loop.receive(opening(tokens=(token, token), prompt_len=2, chain=(), drafters=("nonsense",)), [], 0.0)
+    batch, _ = loop.schedule(512, 0.0)
+    loop.advance(batch, [Scored([7]) for _ in batch], 1.0)
+    batch, _ = loop.schedule(512, 1.0)
+    assert [len(slot.drafters) for slot in loop.slots.values()] == [1, 0, 1]
+    assert [slot.session.guesses.pool.draft.tokens for slot in loop.slots.values()] == [(5,), (), (5,)]
 
 
 @pytest.mark.parametrize("asked", [("suffix",), ()])

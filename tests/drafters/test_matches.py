@@ -1,7 +1,9 @@
 """Places where a text stood before are found, whatever was cut meanwhile, fast and in little memory."""
 
+import struct
 from itertools import cycle, islice, takewhile
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -84,3 +86,12 @@ def test_memory_is_bounded() -> None:
     assert result[:6] == [1, 1, GRAM, GRAM, 49, 48]
     held.extend(list(range(5000)))
     assert held.tokens.tolist()[-500:] == list(range(4500, 5000)), "of a text that is too long its end is held"
+
+
+def test_a_search_that_raises_leaves_others_as_they_were() -> None:
+    """Guards companions: texts before one that cannot be read were said to be up to date, and were not."""
+    text, others = Matches(), Matches()
+    with pytest.raises(struct.error):
+        follow([(text, 0, [1, 2, 3, 1, 2], MOST_AFTER, others), (Matches(), 0, [None], 4, others)])  # type: ignore[list-item]
+    assert follow([(text, 0, [1, 2, 3, 1, 2], MOST_AFTER, others)])[0][:13] == best([1, 2, 3, 1, 2], [])
+    assert text.tokens.tolist() == [1, 2, 3, 1, 2]

@@ -2,13 +2,14 @@
 
     make bench-never-slower
 
-Alone and auto take turns through a server as `cascade serve` starts it. The first round of each load does not count: there the
-planner finds out what pays. As many clients as there are requests at once ask again as soon as they are answered; then all are
-broken off. Tokens are counted from the middle of the first answers on, over a whole number of answers a client. Without drafts
-all clients read and write in step: a count that ended with an answer would leave out the reading of the next one, which with
-drafts is partly done by then. A slow machine makes a round longer, not smaller. What counts is the median of the ratios of
-rounds that followed each other. All texts must be the same in both modes, as far as they came, else the run fails. The last
-line is one JSON document.
+Alone and auto take turns through a server as `cascade serve` starts it. At each load a round without drafts comes first, which
+does not count. All rounds with drafts do: in the first one the planner finds out what pays, and those who ask then pay for its
+tries. As many clients as there are requests at once ask again as soon as they are answered; then all are broken off. Tokens are
+counted from the first request on until the middle of an answer. Without drafts all clients read and write in step: a count that
+ended with an answer would leave out the reading of the next one, which with drafts is partly done by then. A slow machine makes
+a round longer, not smaller. The ratio is that of the seconds that all rounds took; its error comes from the ratios of rounds
+that followed each other. All texts must be the same in both modes, as far as they came, else the run fails. The last line is
+one JSON document.
 """
 
 import asyncio
@@ -29,7 +30,6 @@ from deployments.ops.launch import Server
 
 MODES = (ALONE, AUTO)
 QUIET_S = 0.3  # until requests that were broken off are over
-MEDIAN_ERROR = 1.25  # of a median, over the standard error of a mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Size:
     """How much is asked."""
 
     tokens: int = 48  # of an answer
-    rounds: int = 4  # of each mode, after one that does not count
+    rounds: int = 5  # of each mode
     loads: tuple[tuple[int, int], ...] = ((1, 5), (8, 2), (32, 1))  # requests at once, answers of each client that count
     temperatures: tuple[float, ...] = (0.0, 0.7)
 
@@ -61,38 +61,37 @@ async def measure(stream: Stream, asked: Sequence[list[int]], size: Size, tell: 
         params = SamplingParams(max_tokens=size.tokens, temperature=temperature)
         for load, answers in size.loads:
             modes = {mode.name: Given() for mode in MODES}
-            for number in range(-1, size.rounds):
+            await _round(Crowd(stream, ALONE, params, asked), load, answers, Given())
+            for number in range(size.rounds):
                 for mode in rotated(MODES, number):
-                    await _round(Crowd(stream, mode, params, asked), load, answers, modes[mode.name], counts=number >= 0)
+                    await _round(Crowd(stream, mode, params, asked), load, answers, modes[mode.name])
             cell = cells[str(load)] = figures(modes)
             tell(f"{at(temperature)}, {load} at once: auto over alone {cell['ratio']:.3f} ± {cell['error']:.3f}")
     return found
 
 
-async def _round(clients: Crowd, load: int, answers: int, given: Given, *, counts: bool) -> None:
+async def _round(clients: Crowd, load: int, answers: int, given: Given) -> None:
     whole = load * clients.params.max_tokens
     clients.grow(load)
-    await clients.rate_of(whole // 2)
-    speed = await clients.rate_of(whole * answers)
+    given.speeds.append(await clients.rate_of(whole * answers + whole // 2))
     await clients.stop()
-    if counts:
-        given.speeds.append(speed)
     for seed, text in clients.texts.items():
         given.texts[seed] = max(given.texts.get(seed, text), text, key=len)
     await asyncio.sleep(QUIET_S)
 
 
 def figures(modes: Mapping[str, Given]) -> dict[str, Any]:
-    """Median speeds, the median of the ratios of rounds that followed each other with its error, whether texts are the same."""
+    """Speeds over all rounds, their ratio with its error, and whether texts are the same."""
     alone, auto = modes[ALONE.name], modes[AUTO.name]
     both = ((alone.texts[seed], auto.texts[seed]) for seed in alone.texts.keys() & auto.texts.keys())
     same = all(one == other for texts in both for one, other in zip(*texts, strict=False))  # as far as both have come
     pairs = [fast / slow for fast, slow in zip(auto.speeds, alone.speeds, strict=True)]
-    error = MEDIAN_ERROR * statistics.stdev(pairs) / len(pairs) ** 0.5 if len(pairs) > 1 else 0.0
+    error = statistics.stdev(pairs) / len(pairs) ** 0.5 if len(pairs) > 1 else 0.0
+    speeds = {name: statistics.harmonic_mean(given.speeds) for name, given in modes.items()}  # all rounds have as many tokens
     return {
         "same_text": same,
-        "tokens_per_second": {name: round(statistics.median(given.speeds), 1) for name, given in modes.items()},
-        "ratio": round(statistics.median(pairs), 3),
+        "tokens_per_second": {name: round(speed, 1) for name, speed in speeds.items()},
+        "ratio": round(speeds[AUTO.name] / speeds[ALONE.name], 3),
         "error": round(error, 3),
         "rounds": len(pairs),
     }

@@ -1,12 +1,12 @@
 """Conversations: OpenAI's messages and tools become a request, and its responses the assistant's turn."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, TypedDict
 
 from cascade.answer import Chunk, Completion
-from cascade.client.exchange import Exchange, encode_options, optional, read_completion
+from cascade.client.exchange import Exchange, encode_options, optional
 from cascade.errors import InvalidRequest
 from cascade.params import Handling, SamplingParams, Speculation
 from cascade.v1 import serving_pb2 as pb
@@ -81,36 +81,36 @@ class TurnPiece:
 class ChatExchange(Exchange[Turn, TurnPiece]):
     """A conversation to go on with; its request is that of `encode_chat`."""
 
-    unary, streaming = "CompleteChat", "Chat"
+    rpc = "Chat"
 
     def __init__(self, request: pb.ChatRequest) -> None:
         super().__init__(request)
-        self._content: list[str] = []
-        self._thoughts: list[str] = []
-        self._calls: dict[int, ToolCall] = {}
-
-    def read(self, response: pb.CompleteChatResponse) -> Turn:
-        message = response.message
-        text = response.text if response.HasField("text") else message.content
-        completion = read_completion(text, response.tokens, response.finish, response.prompt)
-        thoughts = optional(message, "reasoning_content")
-        return _turn(optional(message, "content"), _tool_calls(message.tool_calls), thoughts, completion, response.finish)
+        self._pieces: list[TurnPiece] = []
 
     def add(self, response: pb.ChatResponse) -> TurnPiece:
         chunk = self._chunk(response, response.text if response.HasField("text") else response.content)
-        calls = _tool_calls(response.tool_calls)
-        self._content.append(response.content)
-        self._thoughts.append(response.reasoning_content)
-        for call in calls:
-            begun = self._calls.get(call.index)
-            joined = call if begun is None else replace(begun, arguments=begun.arguments + call.arguments)
-            self._calls[call.index] = joined
-        turn = None
-        if chunk.completion is not None:
-            every_call = tuple(self._calls.values())
-            content = "".join(self._content) or (None if every_call else "")
-            turn = _turn(content, every_call, "".join(self._thoughts) or None, chunk.completion, response.finish)
-        return TurnPiece(response.content, calls, chunk, turn, response.reasoning_content)
+        called = [(call.index, call.id, call.function.name, call.function.arguments) for call in response.tool_calls]
+        piece = TurnPiece(response.content, tuple(ToolCall(*call) for call in called), chunk, None, response.reasoning_content)
+        self._pieces.append(piece)
+        if chunk.completion is None:
+            return piece
+        self.whole = self._turn(chunk.completion, response.finish)
+        return replace(piece, turn=self.whole)
+
+    def _turn(self, completion: Completion, finish: pb.Finish) -> Turn:
+        content, thoughts = "".join(piece.content for piece in self._pieces), "".join(p.reasoning_content for p in self._pieces)
+        calls: dict[int, ToolCall] = {}
+        for call in (call for piece in self._pieces for call in piece.calls):
+            begun = calls.get(call.index)
+            calls[call.index] = call if begun is None else replace(begun, arguments=begun.arguments + call.arguments)
+        return Turn(
+            content or (None if calls else ""),
+            tuple(calls.values()),
+            "tool_calls" if finish.reason == "tool_calls" else completion.finish_reason,
+            completion,
+            thoughts or None,
+            optional(finish, "reasoning_tokens"),
+        )
 
 
 def encode_chat(
@@ -184,14 +184,3 @@ def _without_type(fields: Mapping[str, Any]) -> dict[str, Any]:
     if kind != "function":
         raise ValueError(f"type is {kind!r:.60}: there are only functions")
     return given
-
-
-def _tool_calls(calls: Iterable[pb.ToolCall]) -> tuple[ToolCall, ...]:
-    return tuple(ToolCall(call.index, call.id, call.function.name, call.function.arguments) for call in calls)
-
-
-def _turn(
-    content: str | None, calls: tuple[ToolCall, ...], thoughts: str | None, completion: Completion, finish: pb.Finish
-) -> Turn:
-    reason: TurnReason = "tool_calls" if finish.reason == "tool_calls" else completion.finish_reason
-    return Turn(content, calls, reason, completion, thoughts, optional(finish, "reasoning_tokens"))

@@ -7,7 +7,7 @@
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar, Unpack
 
@@ -17,12 +17,10 @@ from cascade.answer import Chunk, Completion
 from cascade.client.chat import ChatExchange, ChatOptions, Messages, Turn, TurnPiece, encode_chat
 from cascade.client.connection import Connection
 from cascade.client.exchange import Exchange, Piece, Prompt, TextExchange, encode_request
-from cascade.client.server_info import ServerInfo, read_server_info
+from cascade.client.server_info import Description, ServerInfo
 from cascade.errors import Unavailable
 from cascade.params import Handling, SamplingParams, Speculation
 from cascade.v1 import serving_pb2 as pb
-
-DESCRIBE_TIMEOUT_S = 30.0
 
 T = TypeVar("T")
 Later: TypeAlias = Coroutine[Any, Any, T]
@@ -84,16 +82,10 @@ class Calls(Connection, ABC, Generic[Text, Texts, Reply, ReplyPieces, Info]):
 
     def describe(self) -> Info:
         """What is served. Where no server has ever answered this client, it is not waited for, as requests wait."""
-        return self._ask("Describe", pb.DescribeRequest(), read_server_info, DESCRIBE_TIMEOUT_S, probing=True)
-
-    def _whole(self, exchange: Exchange[Any, Any]) -> Any:
-        return self._ask(exchange.unary, exchange.request, exchange.read)
+        return self._whole(Description(pb.DescribeRequest()))
 
     @abstractmethod
-    def _ask(
-        self, rpc: str, request: Any, read: Callable[[Any], Any], timeout_s: float | None = None, *, probing: bool = False
-    ) -> Any:
-        """What ``read`` makes of the response."""
+    def _whole(self, exchange: Exchange[Any, Any]) -> Any: ...
 
     @abstractmethod
     def _pieces(self, exchange: Exchange[Any, Any]) -> Any: ...
@@ -127,25 +119,16 @@ class Client(Calls[Completion, Iterator[Chunk], Turn, Iterator[TurnPiece], Serve
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _ask(
-        self, rpc: str, request: Any, read: Callable[[Any], T], timeout_s: float | None = None, *, probing: bool = False
-    ) -> T:
-        attempts = self._attempts(timeout_s, probing=probing)
-        while True:
-            server = self._next_server()
-            try:
-                response = self._call(server, rpc, request, attempts)
-                self._received(server, attempts)
-                return read(response)
-            except grpc.RpcError as error:
-                pause_s = self._failed(error, server, attempts)
-            time.sleep(pause_s)
+    def _whole(self, exchange: Exchange[T, Any]) -> T | None:
+        for _ in self._pieces(exchange):
+            pass
+        return exchange.whole
 
     def _pieces(self, exchange: Exchange[Any, Piece]) -> Iterator[Piece]:
-        attempts = self._attempts()
+        attempts = self._attempts(exchange)
         while True:
             server = self._next_server()
-            call = self._call(server, exchange.streaming, exchange.request, attempts)
+            call = self._call(server, exchange, attempts)
             try:
                 for response in call:
                     self._received(server, attempts)
@@ -153,7 +136,7 @@ class Client(Calls[Completion, Iterator[Chunk], Turn, Iterator[TurnPiece], Serve
                 exchange.check()
                 return
             except (grpc.RpcError, Unavailable) as error:
-                if exchange.complete:
+                if exchange.whole is not None:
                     return
                 pause_s = self._failed(error, server, attempts, again=exchange.resume())
             finally:
@@ -179,25 +162,16 @@ class AsyncClient(Calls[Later[Completion], AsyncIterator[Chunk], Later[Turn], As
     ) -> None:
         await self.close()
 
-    async def _ask(
-        self, rpc: str, request: Any, read: Callable[[Any], T], timeout_s: float | None = None, *, probing: bool = False
-    ) -> T:
-        attempts = self._attempts(timeout_s, probing=probing)
-        while True:
-            server = self._next_server()
-            try:
-                response = await self._call(server, rpc, request, attempts)
-                self._received(server, attempts)
-                return read(response)
-            except grpc.RpcError as error:
-                pause_s = self._failed(error, server, attempts)
-            await asyncio.sleep(pause_s)
+    async def _whole(self, exchange: Exchange[T, Any]) -> T | None:
+        async for _ in self._pieces(exchange):
+            pass
+        return exchange.whole
 
     async def _pieces(self, exchange: Exchange[Any, Piece]) -> AsyncIterator[Piece]:
-        attempts = self._attempts()
+        attempts = self._attempts(exchange)
         while True:
             server = self._next_server()
-            call = self._call(server, exchange.streaming, exchange.request, attempts)
+            call = self._call(server, exchange, attempts)
             try:
                 async for response in call:
                     self._received(server, attempts)
@@ -205,7 +179,7 @@ class AsyncClient(Calls[Later[Completion], AsyncIterator[Chunk], Later[Turn], As
                 exchange.check()
                 return
             except (grpc.RpcError, Unavailable) as error:
-                if exchange.complete:
+                if exchange.whole is not None:
                     return
                 pause_s = self._failed(error, server, attempts, again=exchange.resume())
             finally:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import grpc
 
+from cascade.client.exchange import Exchange
 from cascade.client.rpc import stub_of
 from cascade.errors import KINDS, CascadeError, ConfigError, DeadlineExceeded, Overloaded, Unauthenticated, Unavailable
 
@@ -154,14 +155,12 @@ class Connection:
             channel = self._channels.insecure_channel(target, options)
         else:
             channel = self._channels.secure_channel(target, credentials, options)
-        return Server(channel, stub_of(channel))
+        return Server(channel, stub_of(channel, streamed=True))
 
-    def _attempts(self, timeout_s: float | None = None, *, probing: bool = False) -> Attempts:
-        """For one request, with the connection's deadline unless another is given.
-
-        One that is ``probing`` is told at once where no server has ever answered: the addresses may be wrong.
-        """
-        return Attempts(self._patience_s, timeout_s or self._timeout, len(self._servers), probing and not self._answered)
+    def _attempts(self, exchange: Exchange[Any, Any]) -> Attempts:
+        """Those of one request."""
+        unproven = exchange.probing and not self._answered  # the addresses may be wrong
+        return Attempts(self._patience_s, exchange.timeout_s or self._timeout, len(self._servers), unproven)
 
     def _next_server(self) -> Server:
         """The next one in turn; if all are avoided, the one that was first."""
@@ -170,8 +169,8 @@ class Connection:
         now, servers = time.monotonic(), (*self._servers[first:], *self._servers[:first])
         return min(servers, key=lambda server: max(0.0, server.avoided_until - now))
 
-    def _call(self, server: Server, rpc: str, request: Any, attempts: Attempts) -> Any:
-        return getattr(server.stub, rpc)(request, timeout=attempts.left_s, metadata=self._metadata)
+    def _call(self, server: Server, exchange: Exchange[Any, Any], attempts: Attempts) -> Any:
+        return getattr(server.stub, exchange.rpc)(exchange.request, timeout=attempts.left_s, metadata=self._metadata)
 
     def _received(self, server: Server, attempts: Attempts) -> None:
         """A message of the answer has come."""

@@ -13,13 +13,17 @@ CASCADE: ServiceDescriptor = serving_pb2.DESCRIPTOR.services_by_name["Cascade"]
 LINK: ServiceDescriptor = link_pb2.DESCRIPTOR.services_by_name["Link"]
 
 
-def stub_of(channel: Any, service: ServiceDescriptor = CASCADE) -> Any:
-    """The calls of a service over a channel of `grpc` or `grpc.aio`, by the names of its methods."""
+def stub_of(channel: Any, service: ServiceDescriptor = CASCADE, *, streamed: bool = False) -> Any:
+    """The calls of a service over a channel of `grpc` or `grpc.aio`, by the names of its methods.
+
+    ``streamed``: a call that is answered by one message gives a stream of one, which is the same on the wire.
+    """
     calls = {}
     for method in service.methods:
         request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
         path = f"/{service.full_name}/{method.name}"
-        calls[method.name] = getattr(channel, _kind(method))(path, request.SerializeToString, response.FromString)
+        kind = "unary_stream" if streamed else _kind(method)
+        calls[method.name] = getattr(channel, kind)(path, request.SerializeToString, response.FromString)
     return SimpleNamespace(**calls)
 
 

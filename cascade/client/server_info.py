@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from cascade.client.exchange import Exchange
 from cascade.client.wire import decode_sampling, values
 from cascade.params import SamplingParams
 from cascade.planner.chains import Worth
@@ -54,10 +55,18 @@ class ServerInfo:
     defaults: SamplingParams = field(default_factory=SamplingParams)  # what a request without parameters gets
 
 
-def read_server_info(response: pb.DescribeResponse) -> ServerInfo:
-    tiers = tuple(map(_tier_info, response.tiers))
-    decoded = {"tiers": tiers, "key": KeyInfo(**values(response.key)), "defaults": decode_sampling(response.defaults)}
-    return ServerInfo(**values(response) | decoded)
+class Description(Exchange[ServerInfo, ServerInfo]):
+    """The question what a server serves."""
+
+    rpc = "Describe"
+    timeout_s = 30.0
+    probing = True
+
+    def add(self, response: pb.DescribeResponse) -> ServerInfo:
+        tiers = tuple(map(_tier_info, response.tiers))
+        decoded = {"tiers": tiers, "key": KeyInfo(**values(response.key)), "defaults": decode_sampling(response.defaults)}
+        self.whole = ServerInfo(**values(response) | decoded)
+        return self.whole
 
 
 def _tier_info(tier: pb.Tier) -> TierInfo:

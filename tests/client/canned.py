@@ -33,12 +33,12 @@ TIER.worth.add(drafter="tiny", sampled=True, num_sessions=4, factor=1.25)
 
 @dataclass
 class Canned:
-    """Answers `PIECES`, a status, or one piece and then nothing."""
+    """Answers its ``pieces``, a status, or one piece and then nothing."""
 
     status: grpc.StatusCode | None = None
     silent: bool = False
     hasty: bool = False  # end streams before their text
-    text: str = "abc"  # of whole answers
+    pieces: list[pb.GenerateResponse] = field(default_factory=lambda: PIECES)
     requests: list[pb.GenerateRequest] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)
     left: threading.Event = field(default_factory=threading.Event)  # the client is gone
@@ -51,13 +51,7 @@ class Canned:
             yield PIECES[0]
             gone.wait(LONG_S)
             return
-        yield from PIECES[:1] if self.hasty else PIECES
-
-    def Complete(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> pb.CompleteResponse:
-        self._note(request, context)
-        if self.silent:
-            self._watch(context).wait(LONG_S)
-        return pb.CompleteResponse(text=self.text, tokens=TOKENS, finish=FINISH)
+        yield from self.pieces[:1] if self.hasty else self.pieces
 
     def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeResponse:
         self._note(None, context)

@@ -14,7 +14,7 @@ from cascade.client.wire import decode_handling, decode_sampling, decode_specula
 from cascade.messages import Edge, Logprobs, origin
 from cascade.params import Handling
 from cascade.v1 import serving_pb2 as pb
-from tests.client.canned import Canned
+from tests.client.canned import FINISH, TOKENS, Canned
 from tests.waiting import LONG_S
 
 
@@ -58,9 +58,10 @@ async def test_describe(connect: Any, server: Canned) -> None:
 
 async def test_answers_may_be_large(connect: Any, server: Canned) -> None:
     """Guards long answers with log-probabilities: more than gRPC's 4 MiB were refused by the client, as overload."""
-    server.text = "x" * 5 * 2**20
+    text = "x" * 5 * 2**20
+    server.pieces = [pb.GenerateResponse(text=text, tokens=TOKENS, finish=FINISH)]
     async with connect(server.address) as client:
-        assert (await client.generate("p")).text == server.text
+        assert (await client.generate("p")).text == text
 
 
 # requests

@@ -3,9 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from cascade.client import Client
+from cascade.client.exchange import encode_request
+from cascade.client.rpc import stub_of
 from cascade.params import Handling, SamplingParams, Speculation, Structured
 from cascade.scorer import Row
 from tests.doors import House, serving
@@ -81,15 +84,18 @@ def answers(served: House, params: dict[str, Any]) -> list[tuple[str, str]]:
     sampling = SamplingParams(**{name: value for name, value in params.items() if name not in HANDLED | DRAFTED})
     handling = Handling(**{name: params[name] for name in HANDLED if name in params})
     found = []
-    with Client(served.grpc) as client:
+    with Client(served.grpc) as client, grpc.insecure_channel(served.grpc) as channel:
         for mode in ("off", "auto"):
             drafts = Speculation(mode, **{name: params[name] for name in DRAFTED if name in params})
-            whole = client.generate(PROMPT, sampling, drafts, handling)
-            found.append((whole.text, str(whole.finish_reason)))
-            pieces = list(client.stream(PROMPT, sampling, drafts, handling))
-            found.append(("".join(piece.text for piece in pieces), str(whole.finish_reason)))
-            assert bool(whole.logprobs) == ("logprobs" in params)
-            assert bool(whole.prompt) == ("prompt_logprobs" in params)
+            whole = stub_of(channel).Complete(encode_request(PROMPT, sampling, drafts, handling))
+            found.append((whole.text, whole.finish.reason))
+            *_, last = client.stream(PROMPT, sampling, drafts, handling)
+            found.append((last.completion.text, str(last.completion.finish_reason)))
+            for logprobs, prompt in (
+                (whole.tokens[0].HasField("logprob"), whole.prompt),
+                (last.completion.logprobs, last.completion.prompt),
+            ):
+                assert (bool(logprobs), bool(prompt)) == ("logprobs" in params, "prompt_logprobs" in params)
             status, _, answer = ask(served, "/v1/completions", body(params, mode))
             assert status == 200, answer
             choice = answer["choices"][0]

@@ -163,9 +163,9 @@ async def router(ticket: str) -> None:
         "tiers": [{"name": FULL, "model_loading_config": source, "deployment_config": {"max_ongoing_requests": 256}}],
         "router": {"listen": ports, "max_running": 256},
     }
-    served = Router.__new__(Router)
+    served = Router()
     handles: Any = {FULL: Handle(ticket, Tokenizer.from_pretrained(family.full()).num_ids)}
-    await Router.__init__(served, config, handles)
+    await served.start(config, handles)
     print(json.dumps(ports), flush=True)
     await asyncio.Event().wait()
 

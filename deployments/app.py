@@ -49,26 +49,22 @@ def build(args: CascadeConfig | Mapping[str, Any] | None = None) -> Application:
 
     Raises `ConfigError` if the configuration is wrong or its tiers do not belong together.
     """
-    return _bind_verified(parse(args))
+    config = parse(args)
+    return bind(config, verified(config))
 
 
 def bind_models(configs: Mapping[str, CascadeConfig], options: Mapping[str, Any]) -> Application:
     """One application of several cascades, by the names of their models; ``options`` are Serve's for their common ingress.
 
-    Names of deployments begin with that of their model. Raises `ConfigError` as `build` does.
+    Names of other deployments begin with that of their model. Raises `ConfigError` as `build` does.
     """
-    from deployments.models import Models
+    from deployments.models import ModelsReplica
 
-    routers: dict[str, Any] = {name: _bind_verified(config, f"{name.replace('/', '--')}:") for name, config in configs.items()}
-    settings = {name: config.router.model_dump(mode="json") for name, config in configs.items()}
-    actor = {"num_cpus": 0} | _environment(options.get("ray_actor_options") or {})
-    first = RouterDeploymentConfig().model_dump(exclude_none=True) | {"name": "models"}
-    options = {**first, **options, "ray_actor_options": actor}
-    return _deployment(serve.ingress()(Models), options, "models", {"models": list(configs)}).bind(routers, settings)
-
-
-def _bind_verified(config: CascadeConfig, prefix: str = "") -> Application:
-    return bind(config, verified(config), prefix)
+    routers = {name: _router(config, verified(config), f"{name.replace('/', '--')}:") for name, config in configs.items()}
+    arguments = {name: arguments for name, (arguments, _) in routers.items()}
+    fixed = {name: fixed for name, (_, fixed) in routers.items()}
+    options = RouterDeploymentConfig().model_dump(exclude_none=True) | dict(options)
+    return _bind_ingress(ModelsReplica, "models", options, fixed, arguments)
 
 
 def verified(config: CascadeConfig) -> dict[str, dict[str, int]]:
@@ -80,16 +76,36 @@ def verified(config: CascadeConfig) -> dict[str, dict[str, int]]:
     return limits(config)
 
 
-def bind(config: CascadeConfig, limits: Mapping[str, Mapping[str, int]], prefix: str = "") -> Application:
-    """The application of a configuration; ``limits`` of its models are those of `cascade.settings.check.limits`.
+def bind(config: CascadeConfig, limits: Mapping[str, Mapping[str, int]]) -> Application:
+    """The application of a configuration; ``limits`` of its models are those of `cascade.settings.check.limits`."""
+    from deployments.router import RouterReplica
 
-    Names of deployments begin with ``prefix``.
-    """
+    arguments, fixed = _router(config, limits)
+    options = config.router.deployment_config.model_dump(exclude_none=True)
+    return _bind_ingress(RouterReplica, "router", options, fixed, *arguments)
+
+
+def _router(
+    config: CascadeConfig, limits: Mapping[str, Mapping[str, int]], prefix: str = ""
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Arguments of a router, with the deployments below it, whose names begin with ``prefix``; and what is fixed of it."""
     handles: dict[str, Any] = {}
     for tier in config.tiers:
         handles[tier.name] = _bind_tier(config, tier, dict(handles), prefix)
     learner = () if config.alignment is None else (_bind_learner(config, handles, prefix),)
-    return _bind_router(config, handles, dict(limits), prefix, learner)
+    access = config.router.access
+    if os.environ.get(access.keys_env):  # then routers that lack them, on other nodes, would answer everybody
+        router = config.router.model_copy(update={"access": access.model_copy(update={"required": True})})
+        config = config.model_copy(update={"router": router})
+    values = config.model_dump(mode="json")
+    return (values, handles, dict(limits), *learner), {"router": fixed_of_router(config), "limits": limits}
+
+
+def _bind_ingress(kind: type, name: str, options: Mapping[str, Any], fixed: Mapping[str, Any], *arguments: Any) -> Application:
+    """The deployment to which clients come."""
+    actor = {"num_cpus": 0} | _environment(options["ray_actor_options"] or {})
+    options = {"name": name, **options, "ray_actor_options": actor}
+    return _deployment(serve.ingress()(kind), options, name, fixed).bind(*arguments)
 
 
 def _bind_learner(config: CascadeConfig, tiers: dict[str, Any], prefix: str) -> Any:
@@ -123,23 +139,6 @@ def _bind_tier(config: CascadeConfig, tier: TierConfig, lower: dict[str, Any], p
     fixed = fixed_of_tier(config, tier) | {"packages": versions}
     values = config.model_dump(mode="json")
     return _deployment(TierReplica, options, f"tier {tier.name}", fixed).bind(values, tier.name, lower, shared, versions)
-
-
-def _bind_router(
-    config: CascadeConfig, tiers: dict[str, Any], limits: dict[str, Any], prefix: str, learner: tuple[Any, ...]
-) -> Application:
-    from deployments.router import Router
-
-    access = config.router.access
-    if os.environ.get(access.keys_env):  # then routers that lack them, on other nodes, would answer everybody
-        router = config.router.model_copy(update={"access": access.model_copy(update={"required": True})})
-        config = config.model_copy(update={"router": router})
-    options = config.router.deployment_config.model_dump(exclude_none=True)
-    options["ray_actor_options"] = {"num_cpus": 0} | _environment(options["ray_actor_options"])
-    options = {"name": f"{prefix}router", **options}
-    ingress = Router if prefix else serve.ingress()(Router)  # an application has one: `Models`, where it has several routers
-    deployment = _deployment(ingress, options, "router", {"router": fixed_of_router(config), "limits": limits})
-    return deployment.bind(config.model_dump(mode="json"), tiers, limits, *learner)
 
 
 def parse(args: CascadeConfig | Mapping[str, Any] | None) -> CascadeConfig:

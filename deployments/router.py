@@ -1,14 +1,13 @@
 """The router: a stateless ingress, gRPC and HTTP, that admits requests, drives the full tier and streams the answer."""
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp
 
 from cascade.settings.config import CascadeConfig
 from deployments.full_tier import FullTier
@@ -22,7 +21,6 @@ from deployments.gateway.model import ServedModel
 from deployments.links.leases import lessor
 from deployments.links.replica_status import Tiers, may_be_zero
 from deployments.links.tls import check
-from deployments.models import relayed
 from deployments.ops.collector import Collector
 from deployments.ops.metrics.export import report
 from deployments.ops.metrics.series import ROUTER
@@ -37,20 +35,19 @@ CLOSE_GRACE_S = 1.0  # the patience with what is still being answered when the s
 
 
 class Router(GrpcApi):
-    """Serves `cascade.v1.Cascade` and the HTTP API.
+    """Serves `cascade.v1.Cascade`, and the HTTP API as the ASGI application ``http``, from `start` to `close`."""
 
-    ``handles`` are of all tiers, bottom to top, ``limits`` of their models, by tier.
-    """
+    def __init__(self) -> None:
+        """`start` makes everything."""
 
-    @starting()
-    async def __init__(  # type: ignore[misc]  # Serve awaits it
+    async def start(
         self,
         config: Mapping[str, Any],
         handles: Mapping[str, DeploymentHandle],
         limits: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
         learner: DeploymentHandle | None = None,
     ) -> None:
-        join_serves()
+        """Take requests; ``handles`` are of all tiers, bottom to top, ``limits`` of their models, by tier."""
         self._config = CascadeConfig.model_validate(config)
         if self._config.link_tls is not None:
             check(self._config.link_tls)
@@ -64,25 +61,15 @@ class Router(GrpcApi):
         metrics.also(self._full.downlink.readings)
         reporting = report(full.model_loading_config.model_id, ROUTER, metrics.readings)
         self._background = [asyncio.create_task(work) for work in (tiers.count(metrics.replicas), reporting)]
-        self._http = HttpApi(model, assistant, admission, self._full).application()
+        self.http = HttpApi(model, assistant, admission, self._full).application()
         await self._listen()
 
     async def _listen(self) -> None:
         """Open own servers, if the configuration asks for them; else clients come through Ray Serve's proxies."""
         listen, limits = self._config.router.listen, self.admission.limits
-        self._servers = None if listen is None else (HttpServer(self._http, listen, limits), GrpcServer(self, listen, limits))
+        self._servers = None if listen is None else (HttpServer(self.http, listen, limits), GrpcServer(self, listen, limits))
         for server in self._servers or ():
             await server.open()
-
-    def __serve_build_asgi_app__(self) -> ASGIApp:
-        """The HTTP API, for Ray Serve's proxies."""
-        return self._http
-
-    async def relay(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[Message]:
-        """The same, for a request that came to `deployments.models.Models`."""
-        async with contextlib.aclosing(relayed(self._http, scope, body)) as messages:
-            async for message in messages:
-                yield message
 
     async def drain(self) -> None:
         """Close the servers, so that other routers behind the same ports get new requests, and let running ones end."""
@@ -96,7 +83,8 @@ class Router(GrpcApi):
             log.warning("Requests that did not end within %g s are aborted", timeout_s)
             self.admission.abort_all()
 
-    async def __del__(self) -> None:
+    async def close(self) -> None:
+        """Let requests end, and then everything."""
         for task in self._background:
             task.cancel()
         if self._collector is not None:
@@ -105,3 +93,19 @@ class Router(GrpcApi):
         await asyncio.gather(*(server.close(CLOSE_GRACE_S) for server in self._servers or ()))
         await self._full.downlink.close()
         await asyncio.to_thread(flush)
+
+
+class RouterReplica(Router):
+    """A router as a deployment of Ray Serve, which awaits its beginning and its end."""
+
+    @starting()
+    async def __init__(self, *arguments: Any) -> None:  # type: ignore[misc]
+        join_serves()
+        await self.start(*arguments)
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """The HTTP API, for Ray Serve's proxies."""
+        return self.http
+
+    async def __del__(self) -> None:
+        await self.close()

@@ -60,13 +60,6 @@ class Handle:
         return self._net.lessor(self._name)(session)
 
 
-class Stoppable(Router):
-    """Serve awaits the destructor; here nobody does when the garbage is collected."""
-
-    def __del__(self) -> None:  # type: ignore[override]
-        pass
-
-
 @dataclass
 class House:
     """Where to reach it, and what is inside; `call` runs a coroutine in its event loop."""
@@ -117,7 +110,7 @@ def house(
         try:
             async with contextlib.AsyncExitStack() as stack:
                 passes = [pass_s * share for share in pace]
-                result.append(await _build(stack, passes, model, present, full or {}, router, tracing))
+                result.append(await build(stack, passes, model, present, full or {}, router, tracing))
                 ready.set()
                 await stop.wait()
         except BaseException as error:
@@ -180,7 +173,7 @@ async def _let_go(loop: Any) -> None:
     await asyncio.sleep(0)
 
 
-async def _build(
+async def build(
     stack: contextlib.AsyncExitStack,
     pass_s: Sequence[float],
     model: Callable[..., CountingModel],
@@ -189,6 +182,7 @@ async def _build(
     options: dict[str, Any],
     tracing: Callable[..., Tracing],
 ) -> House:
+    """A server in this event loop; see `house`."""
     values = small.config().model_dump(mode="json")
     for section, changes in full.items():
         values["tiers"][-1][section] |= changes
@@ -205,10 +199,10 @@ async def _build(
     listen = ListenConfig(grpc_port=free_port(), http_port=free_port())
     # nothing is left of a request means: no held lease either
     values["router"] = {"listen": listen.model_dump(), "held_lease_s": 0.1, **options}
-    router = Stoppable.__new__(Stoppable)
+    router = Router()
     handles: Any = {name: Handle(net, name) for name in NAMES}
-    await Router.__init__(router, values, handles)
-    stack.push_async_callback(Router.__del__, router)
+    await router.start(values, handles)
+    stack.push_async_callback(router.close)
     return House(
         f"127.0.0.1:{listen.grpc_port}",
         f"http://127.0.0.1:{listen.http_port}",

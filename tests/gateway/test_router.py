@@ -22,7 +22,7 @@ from deployments.gateway.admission.lifetime import Lifetime
 from deployments.links import replica_status
 from deployments.router import Router
 from tests import small
-from tests.doors import Handle, Stoppable, house
+from tests.doors import Handle, house
 from tests.links.net import Net
 from tests.tier.test_tier import NAMES, CountingModel
 
@@ -74,13 +74,13 @@ async def test_sleeping_tiers_are_not_woken(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(replica_status, "count_replicas", dict)
     handles: Any = {name: Handle(Net(), name) for name in NAMES}
     limits = {name: {"context_len": length, "vocab_size": 32} for name, length in (("tiny", 64), ("full", 128))}
-    router = Stoppable.__new__(Stoppable)
-    await Router.__init__(router, values, handles, limits)
+    router = Router()
+    await router.start(values, handles, limits)
     described = await router.Describe(pb.DescribeRequest(), Context())  # type: ignore[arg-type]
     assert described.max_model_len == 64  # whoever runs
     assert [(tier.name, tier.replicas) for tier in described.tiers] == [("tiny", 0), ("medium", 0), ("full", 0)]
     router.admission.metrics.text()
-    await Router.__del__(router)
+    await router.close()
     assert [handle.num_calls for handle in handles.values()] == [0, 0, 0]
 
 

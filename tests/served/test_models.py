@@ -1,7 +1,8 @@
 """Ray Serve LLM's configurations: what becomes of each key of theirs, and several models behind one API."""
 
-from asyncio import run, run_coroutine_threadsafe, wrap_future
-from collections.abc import AsyncIterator, Callable, Iterator
+from asyncio import run
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,16 +20,18 @@ from cascade.settings.config import CascadeConfig
 from cascade.settings.file import load_config
 from cascade.settings.llm_configs import cascades
 from cascade.settings.router import ListenConfig, RequestLimits
+from deployments.gateway.admission.admission import Admission
 from deployments.gateway.http.server import HttpServer
 from deployments.llm import build_openai_app
 from deployments.models import Models
 from deployments.ops.launch import free_port
+from deployments.ops.tracing import UNTRACED
 from tests import small
 from tests.conftest import Cluster
-from tests.doors import House, house
+from tests.doors import House, build, house
 from tests.http.test_http import ask
 from tests.served.test_serve import PROMPT
-from tests.tier.test_tier import CountingModel
+from tests.tier.test_tier import NAMES, CountingModel
 from tests.waiting import LONG_S, wait_until
 
 Values = dict[str, Any]
@@ -193,58 +196,30 @@ def test_models_are_read_from_files(tmp_path: Path) -> None:
             cascades(args)
 
 
-class Router:
-    """What a handle of the router of a `House` is, from whatever event loop it is asked."""
-
-    def __init__(self, house: House) -> None:
-        self.house = house
-        self.relay = SimpleNamespace(remote=partial(Relayed, house))
-
-    def options(self, **options: object) -> "Router":
-        return self
-
-
-class Relayed:
-    """The messages of a call, which ends when it is cancelled."""
-
-    def __init__(self, house: House, scope: Values, body: bytes) -> None:
-        self._loop, self._messages = house.loop, house.router.relay(scope, body)
-
-    async def __aiter__(self) -> AsyncIterator[Any]:
-        async def following() -> Any:
-            return await anext(self._messages, None)
-
-        while (message := await wrap_future(run_coroutine_threadsafe(following(), self._loop))) is not None:
-            yield message
-
-    def cancel(self) -> None:
-        async def close() -> None:
-            await self._messages.aclose()  # type: ignore[attr-defined]
-
-        run_coroutine_threadsafe(close(), self._loop)
-
-
 @pytest.fixture(scope="module")
 def models() -> Iterator[tuple[SimpleNamespace, dict[str, House]]]:
     """A server of two models whose languages differ, and the house of each, without Ray."""
-    listen = ListenConfig(http_port=free_port())
-    with (
-        house(served_model_name="full") as full,
-        house(model=partial(CountingModel, seed=1), served_model_name="other") as other,
-    ):
+    listen, stack = ListenConfig(http_port=free_port()), AsyncExitStack()
+    with house(served_model_name="full") as full:
+        language = partial(CountingModel, seed=1)
+        name = {"served_model_name": "other"}
+        other = full.call(build(stack, (0.0005,) * 3, language, NAMES, {}, name, lambda *of: UNTRACED))
         houses = {"full": full, "other": other}
-        routers: Any = {name: Router(one) for name, one in houses.items()}
-        server = HttpServer(Models(routers, {name: {} for name in houses}).__serve_build_asgi_app__(), listen, RequestLimits())
+        application = Models({name: one.router for name, one in houses.items()})
+        server = HttpServer(application, listen, RequestLimits())
         full.call(server.open())
         yield SimpleNamespace(url=f"http://{listen.host}:{listen.http_port}"), houses
         full.call(server.close(0))
+        full.call(stack.aclose())
 
 
 def test_bodies_that_no_router_takes_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the common ingress: it read 16 MiB of anybody's body, whatever the routers' limits, and before it saw the key."""
     monkeypatch.setenv("CASCADE_API_KEYS", "ann=a-secret-key")
-    limits = {name: {"limits": {"max_body_bytes": most}} for name, most in (("full", 2048), ("other", 4096))}
-    application = Models({}, limits).__serve_build_asgi_app__()
+    values = small.config().model_dump(mode="json")
+    configs = [CascadeConfig.parse(values | {"router": {"limits": {"max_body_bytes": most}}}) for most in (2048, 4096)]
+    routers: Any = {str(number): SimpleNamespace(admission=Admission(config)) for number, config in enumerate(configs)}
+    application = Models(routers)
 
     def answered(length: int, **headers: str) -> int:
         said = [(name.encode(), value.encode()) for name, value in {**headers, "content-length": str(length)}.items()]

@@ -15,8 +15,10 @@ from cascade.errors import Unauthenticated, Unavailable
 from cascade.messages import Edge
 from cascade.params import SamplingParams, Speculation
 from cascade.planner.chains import Worth
-from deployments.ops.metrics.page import Page
-from deployments.ops.metrics.series import SERIES, Reading
+from deployments.gateway.admission import metrics as admission
+from deployments.gateway.admission.metrics import RouterMetrics
+from deployments.gateway.admission.places import Places
+from deployments.ops.metrics.series import SERIES
 from tests.cli import run
 from tests.doors import House, house, serving
 from tests.waiting import first
@@ -44,7 +46,13 @@ def test_counters_and_their_change() -> None:
     assert now.since(earlier).total("passes_total") == 0
     assert earlier.since(now) == earlier
     assert Scrape.parse("").mean("inter_token_latency_seconds") is None
-    assert [Scrape.parse(page.text().decode()).router for page in (Page("one"), Page())] == ["one", ""]
+
+
+def test_routers_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards rates of several routers behind one port: each page says whose it is, where that has a name."""
+    for name in ("one", ""):
+        monkeypatch.setattr(admission, "replica_name", lambda name=name: name)
+        assert Scrape.parse(RouterMetrics(Places(1, 1), ("full",)).text().decode()).router == name
 
 
 def words(shown: RenderableType) -> set[str]:
@@ -125,17 +133,11 @@ def test_ctrl_c_ends_it(served: House, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_drafters_learn_is_shown() -> None:
     """Guards progress against being nowhere: the round that runs, those before, what the last one changed."""
-    page = Page()
-    said = [
-        Reading("alignment_answers", (), 240.0),
-        *(Reading("alignment_rounds", ("tiny", outcome), count) for outcome, count in (("kept", 3.0), ("dropped", 1.0))),
-        *(Reading("alignment_agreement", ("tiny", when), share) for when, share in (("before", 0.31), ("after", 0.475))),
-        Reading("alignment_progress", ("tiny",), 0.42),
-        Reading("alignment_swaps", ("tiny",), 6.0),
-    ]
-    page.also(lambda: said)
+    metrics = RouterMetrics(Places(1, 1), ("tiny", "full"))
+    student = {"kept": 3, "dropped": 1, "before": 0.31, "after": 0.475, "share": 0.42, "swaps": 6}
+    metrics.learning({"answers": 240, "students": {"tiny": student}})
     console = Console(record=True, width=160, file=io.StringIO())
-    console.print(view(Frame(0.0, scrape=Scrape.parse(page.text().decode()))))
+    console.print(view(Frame(0.0, scrape=Scrape.parse(metrics.text().decode()))))
     shown = console.export_text()
     for words in ("240 answers", "tiny", "42%", "0.310", "0.475"):
         assert words in shown

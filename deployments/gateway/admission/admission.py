@@ -164,7 +164,7 @@ class Admission:
         try:
             turn = self.places.turn(request.lifetime, account.name, account.limits.weight, read, most, rank)
             async with turn as record.ticket:
-                self.metrics.observe["request_queue_time_seconds"](time.monotonic() - request.since)
+                self.metrics.observe("request_queue_time_seconds", time.monotonic() - request.since)
                 record.span.add_event("turn")
                 yield record
         except (GeneratorExit, asyncio.CancelledError):  # a client that leaves after the last piece has its answer
@@ -201,7 +201,7 @@ class AnswerRecord:
         if not self.tokens:
             self.span.add_event("first_token")
             since_last = "time_to_first_token_seconds"
-        self._metrics.observe[since_last](now - self._last)
+        self._metrics.observe(since_last, now - self._last)
         self.tokens += chunk.token_ids
         self.ticket.written = len(self.tokens)
         self._request.account.charge(len(chunk.token_ids))

@@ -1,25 +1,33 @@
 """What the router counts, as Prometheus reads it at GET /metrics, and through Ray."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
-from typing import Any, get_args
+from typing import Any, TypeAlias, get_args
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from cascade.answer import Completion, FinishReason, Undrafted
 from cascade.errors import KINDS
 from cascade.messages import Edge
 from deployments.gateway.admission.places import Places
-from deployments.ops.metrics.page import Page
+from deployments.ops.metrics.series import PREFIX, SERIES, Kind, Reading
 from deployments.replica import replica_name
 
 log = logging.getLogger(__name__)
+
+Source: TypeAlias = Callable[[], Iterable[Reading]]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 NOBODY = "none"  # the drafter of passes without guesses
 LEFT = "left"  # the outcome of an answer whose client has gone
 
-COUNTERS = ("answers", "resumed_answers", "refused", "undrafted_answers", "prompt_tokens", "generation_tokens")
+MAX_KEPT = 1 << 16  # values of histograms between two readings
+
 OF_PASSES = {  # counters, and the fields of `Edge` that they add up
     "passes": "passes",
     "undrafted_passes": "undrafted_passes",
@@ -32,41 +40,61 @@ OF_DRAFTERS = {  # the same, of edges that have a drafter
     "corrections": "corrected",
 }
 BY_POSITION = ("proposed_by_position", "accepted_by_position")  # as the fields are called
-HISTOGRAMS = (
-    "e2e_request_latency_seconds",
-    "request_queue_time_seconds",
-    "time_to_first_token_seconds",
-    "inter_token_latency_seconds",
-    "request_time_per_output_token_seconds",
-    "request_prompt_tokens",
-    "request_generation_tokens",
-)
-GAUGES = ("speculation_active", "replicas", "full_replicas", "full_min_replicas")
-OF_LEARNING = ("answers", "rounds", "agreement", "progress", "swaps")
 
 
-class RouterMetrics(Page):
-    """What one router counts; ``names`` are the tiers, and ``drafters`` those inside of tiers, each bottom to top."""
+class RouterMetrics:
+    """What one router counts: an instrument by the name of each series that routers alone have.
+
+    ``names`` are the tiers, and ``drafters`` those inside of tiers, each bottom to top. The router's own name, if it has one,
+    is on the page as `target_info`: several routers may answer at one port.
+    """
 
     def __init__(self, places: Places, names: Sequence[str], drafters: Sequence[str] = ()) -> None:
-        super().__init__(replica_name())
-        self._full = names[-1]
-        self.counters = {name: self.counter(name) for name in (*COUNTERS, *OF_PASSES, *OF_DRAFTERS, *BY_POSITION)}
-        self.observe = {name: self.histogram(name) for name in HISTOGRAMS}
-        self.gauges = {name: self.gauge(name) for name in GAUGES}
-        self.gauges["speculation_active"].set(1)  # until answers say otherwise
-        self._learning = {name: self.gauge(f"alignment_{name}") for name in OF_LEARNING}
+        router, self._full = replica_name(), names[-1]
+        self._registry = CollectorRegistry(target_info={"router": router} if router else None)
+        own = [series for series in SERIES.values() if series.places == ("router",)]
+        given = {series.name: (f"{PREFIX}{series.name}", series.help, series.labels) for series in own}
+        kinds = {kind: [series.name for series in own if series.kind == kind] for kind in get_args(Kind)}
+        self.counters = {name: Counter(*given[name], registry=self._registry) for name in kinds["counter"]}
+        self.gauges = {name: Gauge(*given[name], registry=self._registry) for name in kinds["gauge"]}
+        self._histograms = {
+            name: Histogram(*given[name], registry=self._registry, buckets=SERIES[name].buckets) for name in kinds["histogram"]
+        }
+        self._kept: deque[Reading] | None = None  # values of histograms since the last `readings`, if anybody asks for these
         self._drafted: bool | None = None  # as the log says; nothing yet
         self._guesses = Edge("", self._full)  # all answers' guesses
-        self.gauge("num_requests_running").set_function(lambda: places.num_running)
-        self.gauge("num_requests_waiting").set_function(lambda: places.num_waiting)
-        self.gauge("tiers").set(len(names))
+        self.gauges["speculation_active"].set(1)  # until answers say otherwise
+        self.gauges["num_requests_running"].set_function(lambda: places.num_running)
+        self.gauges["num_requests_waiting"].set_function(lambda: places.num_waiting)
+        self.gauges["tiers"].set(len(names))
         for name, *labels in _expected(names, drafters):
             self.counters[name].labels(*labels)  # 0, so that a rate sees the first that is counted
 
+    def also(self, source: Source) -> None:
+        """Show counters and gauges that ``source`` reads when the page is shown."""
+        self._registry.register(_Read(source))
+
     def text(self) -> bytes:
-        """In Prometheus' text form."""
-        return super().text() + spec_decode(self._guesses).encode()
+        """The page, in Prometheus' text form."""
+        return generate_latest(self._registry) + spec_decode(self._guesses).encode()
+
+    def readings(self) -> Iterator[Reading]:
+        """Counters and gauges, and the values that histograms have observed since the last call; the first call has none."""
+        kept, self._kept = self._kept or (), deque(maxlen=MAX_KEPT)
+        yield from kept
+        for family in self._registry.collect():
+            series = SERIES.get(family.name.removeprefix(PREFIX))
+            if series is not None and series.kind != "histogram":
+                for sample in family.samples:
+                    if not sample.name.endswith("_created"):
+                        values = tuple(sample.labels[label] for label in series.labels)
+                        yield Reading(series.name, values, sample.value)
+
+    def observe(self, name: str, value: float) -> None:
+        """Add a value to the histogram of that name."""
+        self._histograms[name].observe(value)
+        if self._kept is not None:
+            self._kept.append(Reading(name, (), value))
 
     def refused(self, code: str) -> None:
         """A request got an error."""
@@ -80,13 +108,13 @@ class RouterMetrics(Page):
 
     def completed(self, completion: Completion, seconds: float) -> None:
         """An answer is complete, so long after its request: what it took, and what happened on every edge."""
-        stats, observe = completion.stats, self.observe
-        observe["e2e_request_latency_seconds"](seconds)
-        observe["request_prompt_tokens"](stats.prompt_tokens)
-        observe["request_generation_tokens"](stats.completion_tokens)
+        stats = completion.stats
+        self.observe("e2e_request_latency_seconds", seconds)
+        self.observe("request_prompt_tokens", stats.prompt_tokens)
+        self.observe("request_generation_tokens", stats.completion_tokens)
         if stats.first_token_s is not None and stats.completion_tokens > 1:
             written_s = max(0.0, seconds - stats.first_token_s)
-            observe["request_time_per_output_token_seconds"](written_s / (stats.completion_tokens - 1))
+            self.observe("request_time_per_output_token_seconds", written_s / (stats.completion_tokens - 1))
         self._guesses += stats.drafted
         for edge in stats.edges:
             self._count(edge)
@@ -105,16 +133,16 @@ class RouterMetrics(Page):
 
     def learning(self, progress: Mapping[str, Any]) -> None:
         """The learner tells its progress, see `deployments.ops.learner.Learner.progress`."""
-        gauges = self._learning
-        gauges["answers"].set(progress["answers"])
+        gauges = self.gauges
+        gauges["alignment_answers"].set(progress["answers"])
         for name, student in progress["students"].items():
-            gauges["progress"].labels(name).set(student["share"])
-            gauges["swaps"].labels(name).set(student["swaps"])
+            gauges["alignment_progress"].labels(name).set(student["share"])
+            gauges["alignment_swaps"].labels(name).set(student["swaps"])
             for outcome in ("kept", "dropped"):
-                gauges["rounds"].labels(name, outcome).set(student[outcome])
+                gauges["alignment_rounds"].labels(name, outcome).set(student[outcome])
             for when in ("before", "after"):
                 if student[when] is not None:
-                    gauges["agreement"].labels(name, when).set(student[when])
+                    gauges["alignment_agreement"].labels(name, when).set(student[when])
 
     def replicas(self, tier: str, count: int) -> None:
         """A tier has so many replicas."""
@@ -132,6 +160,26 @@ class RouterMetrics(Page):
         elif active and self._drafted is False:
             log.info("Speculation is active again")
         self._drafted = active
+
+
+class _Read(Collector):
+    """Adapts a source to Prometheus' library."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for name, values, value in self._source():
+            series = SERIES[name]
+            kind = CounterMetricFamily if series.kind == "counter" else GaugeMetricFamily
+            if name not in families:
+                families[name] = kind(f"{PREFIX}{name}", series.help, labels=series.labels)
+            families[name].add_metric(values, value)  # type: ignore[attr-defined]  # both kinds have it
+        yield from families.values()
 
 
 def _expected(names: Sequence[str], drafters: Sequence[str]) -> Iterator[tuple[str, ...]]:

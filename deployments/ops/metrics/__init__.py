@@ -1,1 +1,1 @@
-"""What processes report: every series by name, pages of routers and Ray's endpoints."""
+"""What processes report: every series by name, and its way to Ray."""

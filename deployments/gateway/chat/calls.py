@@ -3,11 +3,14 @@
 import re
 import secrets
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import regex
+
+T = TypeVar("T")
+Reading: TypeAlias = Generator[None, None, T]  # goes on with each piece of an answer
 
 LETTERS = string.ascii_letters + string.digits
 CALL_ID = "[CALL_ID]"  # some models write it and an id between name and arguments
@@ -143,88 +146,76 @@ class ObjectScanner:
 class CallParser:
     """Separates words and calls of one answer; what is no call of one of ``functions`` stays words.
 
-    A state machine. A state is a method: it takes what it understands from the front of the unread text, and returns whether
-    the next state can go on at once.
+    `_read` goes through the whole answer, and waits at each ``yield`` for more of it.
     """
 
     def __init__(self, form: ToolFormat, functions: frozenset[str]) -> None:
+        self.finished = False  # there are calls, and the last one is whole
         self._form = form
         self._functions = functions
-        self._begin = regex.compile(rf"\s{{0,{MAX_BLANKS}}}+" + regex.escape(form.begin))
-        self._head_pattern, self._after_pattern = form.head, form.after
-        self._state: Callable[[], bool] = self._words if form.begin else self._head
         self._unread = ""
         self._ended = False  # the unread text is the last
-        self._candidate = ""  # text that becomes words if no call follows it
-        self._scanner = ObjectScanner()
         self._num_calls = 0
         self._delta = Delta()
-
-    @property
-    def finished(self) -> bool:
-        """There are calls, and the last one is whole."""
-        return self._num_calls > 0 and self._state not in (self._arguments, self._rest_of_object)
+        self._reading = self._read()
 
     def take(self, text: str, ended: bool) -> Delta:
         """What the next piece of the answer brings; ``ended``: it is the last."""
         self._unread += text
         self._ended = ended
         self._delta = Delta()
-        while self._state():
-            pass
+        next(self._reading)
         return self._delta
 
-    def _words(self) -> bool:
-        """Words up to the next mark of calls; where there is none, all the rest."""
-        match = self._begin.search(self._unread, partial=not self._ended) if self._form.begin else None
-        words, self._candidate = self._cut(match.start() if match else len(self._unread)), ""
-        self._delta.content += words.rstrip() if self._ended and self._num_calls and not match else words
-        if not match or match.partial:
-            return False
-        self._candidate = self._cut(match.end() - match.start())
-        return self._enter(self._head)
+    def _read(self) -> Reading[None]:
+        form, head, after = self._form, self._form.head, self._form.after
+        candidate = (yield from self._words()) if form.begin else ""  # text that becomes words if no call follows it
+        while True:
+            call = yield from self._certain(head)
+            if call is None or call["name"] not in self._functions:
+                self._delta.content += candidate
+                candidate = yield from self._words()
+                continue
+            self.finished = False
+            self._cut(call.end() - 1)
+            self._delta.calls.append(CallDelta(self._num_calls, form.new_id(), call["name"]))
+            self._num_calls += 1
+            self._argue(self._cut(1))
+            yield from self._object(self._argue)
+            if not form.named:  # what the object of a call has after its arguments is skipped
+                yield from self._object(lambda text: None)
+            self.finished = True
+            behind = None if after is None else (yield from self._certain(after))
+            candidate = self._cut(behind.end()) if behind is not None else ""
+            if form.begin and not (behind is not None and behind.groupdict().get("more")):
+                candidate = yield from self._words()
 
-    def _head(self) -> bool:
-        """The name of a function, up to the bracket of its arguments."""
-        match = self._head_pattern.match(self._unread, partial=not self._ended)
-        if match is not None and match.partial:
-            return False
-        if match is None or match["name"] not in self._functions:
-            self._delta.content += self._candidate
-            return self._enter(self._words)
-        self._cut(match.end() - 1)
-        self._delta.calls.append(CallDelta(self._num_calls, self._form.new_id(), match["name"]))
-        self._num_calls += 1
-        self._argue(self._cut(1))
-        return self._enter(self._arguments)
+    def _words(self) -> Reading[str]:
+        """Hand out words up to the next mark of calls, which is returned; where there is none, all the rest."""
+        begin = regex.compile(rf"\s{{0,{MAX_BLANKS}}}+" + regex.escape(self._form.begin))
+        while True:
+            mark = begin.search(self._unread, partial=not self._ended) if self._form.begin else None
+            words = self._cut(mark.start() if mark else len(self._unread))
+            self._delta.content += words.rstrip() if self._ended and self._num_calls and not mark else words
+            if mark and not mark.partial:
+                return self._cut(mark.end() - mark.start())
+            yield
 
-    def _arguments(self) -> bool:
-        end, whole = self._scanner.scan(self._unread)
-        self._argue(self._cut(end))
-        return whole and self._enter(self._after if self._form.named else self._rest_of_object)
+    def _certain(self, pattern: Any) -> Reading[Any]:
+        """The match of ``pattern`` at the begin of the unread text, if there is one, whatever comes after it."""
+        while (match := pattern.match(self._unread, partial=not self._ended)) is not None and match.partial:
+            yield
+        return match
 
-    def _rest_of_object(self) -> bool:
-        """What the object of a call has after its arguments, which is skipped."""
-        end, whole = self._scanner.scan(self._unread)
-        self._cut(end)
-        return whole and self._enter(self._after)
-
-    def _after(self) -> bool:
-        """What stands after a call, if it is there."""
-        following = self._words if self._form.begin else self._head
-        if self._after_pattern is None:
-            return self._enter(following)
-        match = self._after_pattern.match(self._unread, partial=not self._ended)
-        if match is None:
-            return self._enter(following)
-        if match.partial:
-            return False
-        self._candidate = self._cut(match.end())
-        return self._enter(self._head if match.groupdict().get("more") else following)
-
-    def _enter(self, state: Callable[[], bool]) -> bool:
-        self._state, self._scanner = state, ObjectScanner()
-        return True
+    def _object(self, take: Callable[[str], None]) -> Reading[None]:
+        """Give ``take`` the rest of a JSON object whose bracket is open, as it comes."""
+        scanner = ObjectScanner()
+        while True:
+            end, whole = scanner.scan(self._unread)
+            take(self._cut(end))
+            if whole:
+                return
+            yield
 
     def _cut(self, num_chars: int) -> str:
         cut, self._unread = self._unread[:num_chars], self._unread[num_chars:]

@@ -12,8 +12,7 @@ from cascade.errors import InvalidRequest, NotFound, Unauthenticated
 from cascade.settings.router import RequestLimits
 from deployments.gateway.admission.status import refusal
 from deployments.gateway.http.events import ClientLeft
-from deployments.gateway.http.messages import body_of
-from deployments.gateway.http.middleware import CODING, authorization, read_body, replay, route_of
+from deployments.gateway.http.middleware import CODING, authorization, read_body, refused_response, replay, route_of
 from deployments.replica import join_serves, starting
 from deployments.router import Router
 
@@ -46,9 +45,7 @@ class Models:
         except ClientLeft:
             return
         except Exception as error:
-            refused = refusal(error)
-            answer = JSONResponse(body_of(refused, route_of(scope)), refused.kind.http, dict(refused.metadata))
-            await answer(scope, receive, send)
+            await refused_response(refusal(error), scope)(scope, receive, send)
             return
         decoded = [pair for pair in scope["headers"] if pair[0] != CODING]
         await router.http({**scope, "headers": decoded}, replay(body, receive), send)

@@ -20,7 +20,6 @@ from deployments.gateway.admission.fair_queue import Ticket
 from deployments.gateway.admission.lifetime import Lifetime
 from deployments.gateway.admission.metrics import LEFT, RouterMetrics
 from deployments.gateway.admission.places import Places
-from deployments.gateway.admission.status import Refusal
 from deployments.ops.tracing import Trace, Tracing, answer_span, end_answer, request_span, tracing
 
 log = logging.getLogger(__name__)
@@ -123,15 +122,15 @@ class Admission:
                 request.span.end()
                 access.info(" ".join(f"{name}={value}" for name, value in summary.items()), extra=summary)
 
-    def refused(self, refused: Refusal, id: str | None, account: Account | None) -> None:
+    def refused(self, error: CascadeError, id: str | None, account: Account | None) -> None:
         """Count a request that gets an error, and say in the log what it was; one a second: faults come in hosts."""
-        self.metrics.refused(refused.kind.code)
+        self.metrics.refused(error.code)
         self._num_unlogged += 1
         if (now := time.monotonic()) < self._log_after:
             return
         fields = {
-            "code": refused.kind.code,
-            "param": refused.param or "none",
+            "code": error.code,
+            "param": getattr(error, "param", None) or "none",
             "key": "unknown" if account is None else account.name,
             "request_id": id if id is not None and fits(id) else "none",
             "since_last": self._num_unlogged,

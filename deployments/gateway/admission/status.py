@@ -2,11 +2,9 @@
 
 import logging
 import math
-from dataclasses import dataclass
-from typing import Any
 
 from cascade.client.connection import RETRY_AFTER
-from cascade.errors import CascadeError, InvalidRequest, Overloaded
+from cascade.errors import CascadeError, Overloaded, Unauthenticated
 
 log = logging.getLogger(__name__)
 
@@ -15,32 +13,18 @@ MAX_CHARS = 500
 UNKNOWN_FAILURE = "The server failed; its log says why"
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """An error as a client gets it."""
-
-    kind: type[CascadeError]
-    message: str
-    retry_after_s: int | None = None
-    param: str | None = None
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """The error as OpenAI's API has it."""
-        return {"error": {"message": self.message, "type": self.kind.type, "param": self.param, "code": self.kind.code}}
-
-    @property
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """HTTP headers, and gRPC trailing metadata."""
-        headers = () if self.retry_after_s is None else ((RETRY_AFTER, str(self.retry_after_s)),)
-        return (*headers, ("www-authenticate", "Bearer")) if self.kind.http == 401 else headers
-
-
-def refusal(error: Exception) -> Refusal:
+def refusal(error: Exception) -> CascadeError:
     """What to tell a client of ``error``: one sentence at most. A fault of the server goes to the log."""
     if not isinstance(error, CascadeError):
         log.error("A request failed", exc_info=error)
-        return Refusal(CascadeError, UNKNOWN_FAILURE)
-    retry_after_s = math.ceil(error.retry_after_s) if isinstance(error, Overloaded) else None
-    sentence, param = str(error), error.param if isinstance(error, InvalidRequest) else None
-    return Refusal(type(error), sentence if len(sentence) <= MAX_CHARS else f"{sentence[:MAX_CHARS]}...", retry_after_s, param)
+        return CascadeError(UNKNOWN_FAILURE)
+    if len(str(error)) > MAX_CHARS:
+        error.args = (f"{str(error)[:MAX_CHARS]}...",)
+    return error
+
+
+def metadata(error: CascadeError) -> tuple[tuple[str, str], ...]:
+    """HTTP headers, and gRPC trailing metadata."""
+    if isinstance(error, Overloaded):
+        return ((RETRY_AFTER, str(math.ceil(error.retry_after_s))),)
+    return (("www-authenticate", "Bearer"),) if isinstance(error, Unauthenticated) else ()

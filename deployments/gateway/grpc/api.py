@@ -15,7 +15,7 @@ from cascade.settings.config import CascadeConfig
 from cascade.v1 import serving_pb2 as pb
 from deployments.full_tier import FullTier
 from deployments.gateway.admission.admission import Admission, Caller
-from deployments.gateway.admission.status import refusal
+from deployments.gateway.admission.status import metadata, refusal
 from deployments.gateway.chat.assistant import Assistant
 from deployments.gateway.grpc.requests import TextCall, TurnCall, refuse_unknown
 from deployments.gateway.model import ServedModel
@@ -137,7 +137,7 @@ class GrpcApi:
         except Exception as error:
             refused = refusal(error)
             self.admission.refused(refused, headers.get("request_id"), account)
-            context.set_code(grpc.StatusCode[refused.kind.grpc])
-            context.set_details(refused.message)
-            context.set_trailing_metadata(refused.metadata)
+            context.set_code(grpc.StatusCode[refused.grpc])
+            context.set_details(str(refused))
+            context.set_trailing_metadata(metadata(refused))
             raise

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Annotated, Any, TypeVar
@@ -24,13 +24,13 @@ from cascade.params import MAX_SEED, SamplingParams
 from deployments.full_tier import FullTier
 from deployments.gateway.admission.admission import Admission, Caller
 from deployments.gateway.admission.metrics import CONTENT_TYPE
-from deployments.gateway.admission.status import Refusal, refusal
+from deployments.gateway.admission.status import refusal
 from deployments.gateway.chat.assistant import Assistant, ChatTask
 from deployments.gateway.chat.reader import TurnReader
 from deployments.gateway.http import page
 from deployments.gateway.http.events import Events, Reply, attended, gathered, merged, streamed, unwritten, warned
-from deployments.gateway.http.messages import MessageReply, MessagesBody, PromptBody, body_of
-from deployments.gateway.http.middleware import Middleware, route_of
+from deployments.gateway.http.messages import MessageReply, MessagesBody, PromptBody
+from deployments.gateway.http.middleware import Middleware, refused_response
 from deployments.gateway.http.openai import (
     AnswersBody,
     ChatBody,
@@ -301,21 +301,20 @@ class HttpApi:
 
     async def _refused(self, request: Request, error: Exception) -> Response:
         refused = refusal(error)
-        return self._refusal(request, refused, refused.kind.http, dict(refused.metadata))
+        self._admission.refused(refused, request.state.request_id, getattr(request.state, "account", None))
+        return refused_response(refused, request.scope)
 
     async def _malformed(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         param, message = mistake(error.errors())
-        refused = replace(refusal(InvalidRequest(message)), param=param)
-        return self._refusal(request, refused, refused.kind.http)
+        return await self._refused(request, InvalidRequest(message, param))
 
     async def _no_route(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if error.status_code == 404:
             return await self._refused(request, NotFound(f"There is no {request.url.path[:200]!r} here"))
-        refused = refusal(InvalidRequest(f"{request.method} {request.url.path[:200]!r}: {error.detail}"))
-        return self._refusal(request, refused, error.status_code, error.headers)
-
-    def _refusal(self, request: Request, refused: Refusal, status: int, headers: Mapping[str, str] | None = None) -> Response:
-        self._admission.refused(refused, request.state.request_id, getattr(request.state, "account", None))
-        return JSONResponse(body_of(refused, route_of(request.scope)), status, headers)
+        refused = InvalidRequest(f"{request.method} {request.url.path[:200]!r}: {error.detail}")
+        response = await self._refused(request, refused)
+        response.status_code = error.status_code
+        response.headers.update(error.headers or {})
+        return response

@@ -16,7 +16,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cascade.answer import Chunk
-from deployments.gateway.admission.status import Refusal, refusal
+from cascade.errors import CascadeError
+from deployments.gateway.admission.status import refusal
 
 T = TypeVar("T")
 Pieces = AsyncGenerator[tuple[int, Chunk], None]  # pieces with the index of their answer
@@ -99,7 +100,7 @@ class Reply(Protocol):
 
     def end(self) -> bytes: ...
 
-    def failed(self, refused: Refusal) -> bytes: ...
+    def failed(self, error: CascadeError) -> bytes: ...
 
 
 async def merged(sources: Sequence[AsyncGenerator[Chunk, None]]) -> Pieces:

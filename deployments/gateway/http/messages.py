@@ -10,9 +10,8 @@ from pydantic_core import from_json
 from cascade.answer import Completion
 from cascade.chat.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body, Conversation, Sparse, Text, text_of
 from cascade.chat.template import CUT
-from cascade.errors import InvalidRequest
+from cascade.errors import CascadeError, InvalidRequest
 from cascade.params import Structured
-from deployments.gateway.admission.status import Refusal
 from deployments.gateway.chat.assistant import ChatTask
 from deployments.gateway.chat.calls import CallDelta, call_body
 from deployments.gateway.http.events import event, finite
@@ -271,9 +270,9 @@ class MessageReply(PartsReply):
         }
         super().__init__(task, message)
 
-    def failed(self, refused: Refusal) -> bytes:
+    def failed(self, error: CascadeError) -> bytes:
         """The event that ends a stream that failed."""
-        return event(error_body(refused), "error")
+        return event(message_error(error), "error")
 
     def _start(self) -> Events:
         yield {"type": "message_start", "message": self._answer}
@@ -322,12 +321,7 @@ class MessageReply(PartsReply):
         yield {"type": "message_stop"}
 
 
-def error_body(refused: Refusal) -> dict[str, Any]:
+def message_error(error: CascadeError) -> dict[str, Any]:
     """An error in Anthropic's form."""
-    kind = ERROR_TYPES.get(refused.kind.http, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": refused.message}}
-
-
-def body_of(refused: Refusal, path: str) -> dict[str, Any]:
-    """An error in the form of the API that ``path`` belongs to."""
-    return error_body(refused) if path.startswith(PATH) else refused.body
+    kind = ERROR_TYPES.get(error.http, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}

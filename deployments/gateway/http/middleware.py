@@ -13,14 +13,15 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cascade.errors import DeadlineExceeded, InvalidRequest, TooLarge, UnsupportedMedia
+from cascade.errors import CascadeError, DeadlineExceeded, InvalidRequest, TooLarge, UnsupportedMedia
 from cascade.messages import mint
 from cascade.params import LONE_SURROGATE
 from cascade.settings.router import RequestLimits
 from deployments.gateway.admission.admission import Admission, fits
-from deployments.gateway.admission.status import Refusal, refusal
+from deployments.gateway.admission.status import metadata, refusal
 from deployments.gateway.http.events import ClientLeft
-from deployments.gateway.http.messages import body_of
+from deployments.gateway.http.messages import PATH, message_error
+from deployments.gateway.http.reply import error_body
 from deployments.gateway.patience import Patience
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class Middleware:
             self._refused(refused, answer.request_id, state.get("account"))
             if not answer.started:
                 with contextlib.suppress(ClientLeft):
-                    await answer.refuse(refused, scope, receive)
+                    await refused_response(refused, scope)(scope, receive, answer.send)
         finally:
             answer.close()
 
@@ -104,12 +105,6 @@ class Sender:
         """There is no more to send."""
         self._patience.close()
 
-    async def refuse(self, refused: Refusal, scope: Scope, receive: Receive) -> None:
-        """Send the error in the form of the API that was asked; a browser is asked for a key."""
-        path = route_of(scope)
-        metadata = BASIC if path == PAGE and refused.kind.http == 401 else refused.metadata
-        await JSONResponse(body_of(refused, path), refused.kind.http, dict(metadata))(scope, receive, self.send)
-
 
 def authorization(headers: Mapping[bytes, bytes]) -> str:
     """The header of the key, also where the key comes as Anthropic's clients say it; "" without one."""
@@ -120,6 +115,14 @@ def authorization(headers: Mapping[bytes, bytes]) -> str:
 def route_of(scope: Mapping[str, Any]) -> str:
     """The path of a request after the application's route prefix, which Ray Serve puts into both of these."""
     return str(scope["path"]).removeprefix(scope.get("root_path", ""))
+
+
+def refused_response(error: CascadeError, scope: Mapping[str, Any]) -> JSONResponse:
+    """The error in the form of the API that was asked; a browser is asked for a key."""
+    path = route_of(scope)
+    headers = BASIC if path == PAGE and error.http == 401 else metadata(error)
+    body = message_error(error) if path.startswith(PATH) else error_body(error)
+    return JSONResponse(body, error.http, dict(headers))
 
 
 async def read_body(scope: Mapping[str, Any], receive: Receive, limits: RequestLimits) -> bytes:

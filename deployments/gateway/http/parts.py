@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field
 
 from cascade.answer import Chunk, Completion
 from cascade.chat.conversation import Body
-from deployments.gateway.admission.status import Refusal
+from cascade.errors import CascadeError
 from deployments.gateway.chat.assistant import ChatTask
 from deployments.gateway.chat.calls import CallDelta
 from deployments.gateway.http.events import event
@@ -91,7 +91,7 @@ class PartsReply(ABC):
         return b""
 
     @abstractmethod
-    def failed(self, refused: Refusal) -> bytes:
+    def failed(self, error: CascadeError) -> bytes:
         """The event that ends a stream that failed."""
 
     def _events(self, chunk: Chunk) -> Events:

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from cascade.answer import Chunk, Completion, PromptToken, joined
 from cascade.engine.spelling import Spelling
+from cascade.errors import CascadeError
 from cascade.messages import Logprobs
-from deployments.gateway.admission.status import Refusal
 from deployments.gateway.chat.reader import TurnReader
 from deployments.gateway.http.events import event
 
@@ -99,9 +99,9 @@ class CompletionReply:
         closing = self._form.head(True) | {"choices": []} | self._costs()
         return (event(closing) if self._form.usage else b"") + DONE
 
-    def failed(self, refused: Refusal) -> bytes:
+    def failed(self, error: CascadeError) -> bytes:
         """The event that ends a stream that failed."""
-        return event(refused.body)
+        return event(error_body(error))
 
     def _text(self, index: int, answer: Chunk) -> dict[str, Any]:
         """Thoughts, text and calls of a whole choice."""
@@ -171,6 +171,12 @@ class CompletionReply:
         if not prompt or spelling is None:
             return None
         return text_logprobs([token.id for token in prompt], prompt, echo.begins, spelling)
+
+
+def error_body(error: CascadeError) -> dict[str, Any]:
+    """An error in OpenAI's form."""
+    param = getattr(error, "param", None)
+    return {"error": {"message": str(error), "type": error.type, "param": param, "code": error.code}}
 
 
 def usage(completions: Sequence[Completion], readers: Sequence[TurnReader]) -> dict[str, Any]:

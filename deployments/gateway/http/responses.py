@@ -11,8 +11,8 @@ from pydantic import Discriminator, Field, Tag, field_validator
 
 from cascade.answer import Completion
 from cascade.chat.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body, Conversation, Sparse, Text, text_of
+from cascade.errors import CascadeError
 from cascade.params import Structured
-from deployments.gateway.admission.status import Refusal
 from deployments.gateway.chat.assistant import ChatTask
 from deployments.gateway.chat.calls import CallDelta, call_body
 from deployments.gateway.http.events import event, finite
@@ -259,10 +259,10 @@ class ResponseReply(PartsReply):
         }
         super().__init__(task, finite(response))
 
-    def failed(self, refused: Refusal) -> bytes:
+    def failed(self, error: CascadeError) -> bytes:
         """The event that ends a stream that failed."""
-        error = {"code": "server_error", "message": refused.message}
-        response = self._answer | {"status": "failed", "error": error, "output": self._parts}
+        failure = {"code": "server_error", "message": str(error)}
+        response = self._answer | {"status": "failed", "error": failure, "output": self._parts}
         return self._event({"type": "response.failed", "response": response})
 
     def _event(self, content: dict[str, Any]) -> bytes:

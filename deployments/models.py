@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cascade.errors import InvalidRequest, NotFound, Unauthenticated
 from cascade.settings.router import RequestLimits
@@ -34,28 +34,29 @@ class Models:
         """Answer one request, or refuse it in the form of the API that its path belongs to."""
         if scope["type"] != "http":
             return
+        key, body = authorization(dict(scope["headers"])), b""
+        answer: ASGIApp
         try:
             if scope["method"] == "POST":
-                self._check_key(scope)
+                self._check_key(key)
             body = await read_body(scope, receive, self._limits)
-            if route_of(scope) == LIST:
-                await self._list(scope, receive, send)
-                return
-            router = self._chosen(scope, body)
+            if scope["method"] == "GET" and route_of(scope) == LIST:
+                answer = JSONResponse({"object": "list", "data": await self._listed(key)})
+            else:
+                answer = self._chosen(scope, body).http
         except ClientLeft:
             return
         except Exception as error:
-            await refused_response(refusal(error), scope)(scope, receive, send)
-            return
+            answer = refused_response(refusal(error), scope)
         decoded = [pair for pair in scope["headers"] if pair[0] != CODING]
-        await router.http({**scope, "headers": decoded}, replay(body, receive), send)
+        await answer({**scope, "headers": decoded}, replay(body, receive), send)
 
-    def _check_key(self, scope: Scope) -> None:
-        """Raise `Unauthenticated` if no router knows the key of a request; the one that it is for looks again."""
+    def _check_key(self, key: str) -> None:
+        """Raise `Unauthenticated` if no router knows a request's ``key``; the one that it is for looks again."""
         refusals = []
         for access in self._access:
             try:
-                access.account(authorization(dict(scope["headers"])))
+                access.account(key)
                 return
             except Unauthenticated as error:
                 refusals.append(error)
@@ -93,24 +94,10 @@ class Models:
     def _names(self) -> str:
         return ", ".join(map(repr, self._routers))[:200]
 
-    async def _list(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with the models of all routers, or with the first refusal."""
-        answers = [await _answer(router.http, scope, receive) for router in self._routers.values()]
-        refused = next((answer for answer in answers if answer[0] != 200), None)
-        listed = [model for _, answer in answers for model in answer.get("data", ())]
-        status, document = refused or (200, {"object": "list", "data": listed})
-        await JSONResponse(document, status)(scope, receive, send)
-
-
-async def _answer(application: ASGIApp, scope: Scope, receive: Receive) -> tuple[int, dict[str, Any]]:
-    """Status and document by which ``application`` answers a request without a body."""
-    messages: list[Message] = []
-
-    async def take(message: Message) -> None:
-        messages.append(message)
-
-    await application({**scope, "state": {}}, replay(b"", receive), take)
-    return messages[0]["status"], json.loads(b"".join(message.get("body", b"") for message in messages))
+    async def _listed(self, key: str) -> list[dict[str, Any]]:
+        """What all routers say of their models to who has this key; raises `Unauthenticated` if one does not know it."""
+        accounts = [(router, router.admission.access.account(key)) for router in self._routers.values()]
+        return [described for router, account in accounts for described in await router.api.listed(account)]
 
 
 class ModelsReplica:

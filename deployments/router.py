@@ -61,7 +61,8 @@ class Router(GrpcApi):
         metrics.also(self._full.downlink.readings)
         reporting = report(full.model_loading_config.model_id, ROUTER, metrics.readings)
         self._background = [asyncio.create_task(work) for work in (tiers.count(metrics.replicas), reporting)]
-        self.http = HttpApi(model, assistant, admission, self._full).application()
+        self.api = HttpApi(model, assistant, admission, self._full)
+        self.http = self.api.application()
         await self._listen()
 
     async def _listen(self) -> None:

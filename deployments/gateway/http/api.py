@@ -22,6 +22,7 @@ from cascade.errors import KINDS, CascadeError, InvalidRequest, NotFound, Unavai
 from cascade.messages import SessionSpec
 from cascade.params import MAX_SEED, SamplingParams
 from deployments.full_tier import FullTier
+from deployments.gateway.admission.access import Account
 from deployments.gateway.admission.admission import Admission, Caller
 from deployments.gateway.admission.metrics import CONTENT_TYPE
 from deployments.gateway.admission.status import refusal
@@ -132,12 +133,11 @@ class HttpApi:
 
     async def models(self, request: Request) -> Response:
         """All names of the model, and its adapters."""
-        names = (*self._model.names, *await self._model.adapters())
-        return JSONResponse({"object": "list", "data": [self._described(name, request) for name in names]})
+        return JSONResponse({"object": "list", "data": await self.listed(request.state.account)})
 
     async def describe_model(self, name: str, request: Request) -> Response:
         """One of these names."""
-        return JSONResponse(self._described(await self._model.adapter(name) or name, request))
+        return JSONResponse(self._described(await self._model.adapter(name) or name, request.state.account))
 
     async def tokenize(self, body: TokenizeBody) -> Response:
         """Token ids of a text or a conversation."""
@@ -282,9 +282,13 @@ class HttpApi:
         """The model's name, or the adapter's if the request named it as its model."""
         return body.model if body.model and body.model == body.adapter else self._model.names[0]
 
-    def _described(self, name: str, request: Request) -> dict[str, Any]:
+    async def listed(self, account: Account) -> list[dict[str, Any]]:
+        """Descriptions of the model, by each of its names, and of its adapters."""
+        return [self._described(name, account) for name in (*self._model.names, *await self._model.adapters())]
+
+    def _described(self, name: str, account: Account) -> dict[str, Any]:
         """OpenAI's description of a model, with tiers, context length, and the limits of the caller's key."""
-        model, account = self._model, request.state.account
+        model = self._model
         key = {"name": account.name, **account.limits.model_dump()}
         chat = model.tokenizer.chat_template is not None
         ours = {

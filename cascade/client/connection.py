@@ -25,12 +25,7 @@ NEAR_DOMAINS = (".localhost", ".local", ".internal")
 DIRECT = ("grpc.enable_http_proxy", 0)  # else gRPC uses the proxies that http_proxy and https_proxy name
 # beginnings of gRPC's sentences where nobody answers
 UNREACHED = ("connections to all backends failing", "failed to connect", "errors resolving", "DNS resolution failed")
-# A call that reaches a server while it closes is cancelled by gRPC before the server has seen it.
-RETRIES = {"maxAttempts": 3, "initialBackoff": "0.05s", "maxBackoff": "1s", "backoffMultiplier": 4}
-SERVICE = {
-    "methodConfig": [{"name": [{}], "retryPolicy": {**RETRIES, "retryableStatusCodes": ["CANCELLED"]}}],
-    "loadBalancingConfig": [{"round_robin": {}}],  # over all hosts of a name
-}
+SERVICE = {"loadBalancingConfig": [{"round_robin": {}}]}  # over all hosts of a name
 HTTP = "http1.x server"  # in gRPC's sentence about a server that does not speak HTTP/2
 PATIENCE_S = 60.0  # longer than a router that was killed is away, also on a slow machine
 FIRST_PAUSE_S = 0.05  # doubled with every failure, and cut by up to a half: clients of a dead server do not come all at once

@@ -25,7 +25,6 @@ NEAR_DOMAINS = (".localhost", ".local", ".internal")
 DIRECT = ("grpc.enable_http_proxy", 0)  # else gRPC uses the proxies that http_proxy and https_proxy name
 # beginnings of gRPC's sentences where nobody answers
 UNREACHED = ("connections to all backends failing", "failed to connect", "errors resolving", "DNS resolution failed")
-SERVICE = {"loadBalancingConfig": [{"round_robin": {}}]}  # over all hosts of a name
 HTTP = "http1.x server"  # in gRPC's sentence about a server that does not speak HTTP/2
 PATIENCE_S = 60.0  # longer than a router that was killed is away, also on a slow machine
 FIRST_PAUSE_S = 0.05  # doubled with every failure, and cut by up to a half: clients of a dead server do not come all at once
@@ -38,7 +37,7 @@ CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 360_000),
     ("grpc.http2.ping_timeout_ms", 20_000),
     ("grpc.http2.max_pings_without_data", 0),  # no limit: an answer may be waited for longer than two pings
-    ("grpc.service_config", json.dumps(SERVICE)),
+    ("grpc.service_config", json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})),  # over all hosts of a name
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.min_reconnect_backoff_ms", 5_000),  # until a connection is given up; gRPC's default is 20 s

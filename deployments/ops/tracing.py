@@ -135,8 +135,6 @@ class Trace(NamedTuple):
 
 def request_span(tracing: Tracing, headers: Iterable[tuple[str, object]], since: float) -> Span:
     """A request's, which came at ``since``, of `time.monotonic`, and is admitted now; ``headers`` say where it belongs."""
-    if tracing.tracer is None:
-        return INVALID_SPAN
     came = time.time_ns() - int((time.monotonic() - since) * 1e9)
     attributes = {"cascade.replica": tracing.replica}
     # without a word of the client's, it belongs where Ray Serve's own tracing has put this task
@@ -147,8 +145,6 @@ def request_span(tracing: Tracing, headers: Iterable[tuple[str, object]], since:
 
 def answer_span(tracing: Tracing, request: Span, spec: SessionSpec, index: int) -> Span:
     """An answer's, below that of its ``request``."""
-    if tracing.tracer is None:
-        return INVALID_SPAN
     params = spec.params
     attributes: dict[str, str | int | float] = {
         "cascade.index": index,

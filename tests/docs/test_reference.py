@@ -11,6 +11,7 @@ import cascade
 from cascade.client import AsyncClient, Client
 from cascade.params import Handling, SamplingParams, Speculation
 from cascade.settings.config import CascadeConfig
+from cascade.settings.router import AccessConfig
 from deployments.gateway.http.api import HttpApi
 from deployments.gateway.http.openai import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from deployments.ops.metrics.series import PREFIX, SERIES
@@ -42,7 +43,7 @@ def test_every_route_is_on_a_page() -> None:
     """Guards the pages of HTTP against routes that nobody can find."""
     everything = "".join(text for name, text in TEXTS.items() if name.startswith("reference/"))
     unused: Any = None
-    admission: Any = SimpleNamespace(access=SimpleNamespace(allowed_origins=()))
+    admission: Any = SimpleNamespace(access=SimpleNamespace(config=AccessConfig()))
     routes: list[Any] = HttpApi(unused, unused, admission, unused).application().routes
     paths = [route.path for route in routes]
     assert "/v1/completions" in paths

@@ -81,7 +81,7 @@ class Access:
     """The keys of a server; those of a file are read again when it has changed. Raises `ConfigError` if they cannot be used."""
 
     def __init__(self, config: AccessConfig) -> None:
-        self._config = config
+        self.config = config
         self._accounts: dict[bytes, Account] = {}  # accounts by digests of keys
         self._anonymous = Account(ANONYMOUS, config.default_limits)
         self._look_at = time.monotonic() + LOOK_S
@@ -97,16 +97,16 @@ class Access:
 
     def _limits(self, name: str) -> KeyLimits:
         """What the requests of a key may take; where there are several keys, none goes before the others unless it may."""
-        limits = self._config.limits.get(name, self._config.default_limits)
+        limits = self.config.limits.get(name, self.config.default_limits)
         return limits if limits.min_priority is not None else limits.model_copy(update={"min_priority": 0})
 
     def _renew(self) -> None:
         """Read the file of keys again; where it cannot be used, the log says so and nothing changes."""
-        if self._config.keys_file is None or time.monotonic() < self._look_at:
+        if self.config.keys_file is None or time.monotonic() < self._look_at:
             return
         self._look_at, before, self._problem = time.monotonic() + LOOK_S, self._problem, ""
         try:
-            names = _read(self._config)
+            names = _read(self.config)
         except ConfigError as error:
             self._problem = str(error)
             if self._problem != before:
@@ -114,16 +114,6 @@ class Access:
             return
         if names != {digest: account.name for digest, account in self._accounts.items()}:
             self._set_keys(names)
-
-    @property
-    def open_metrics(self) -> bool:
-        """Whether anybody may read the metrics."""
-        return self._config.open_metrics
-
-    @property
-    def allowed_origins(self) -> tuple[str, ...]:
-        """Origins whose pages may ask from a browser."""
-        return self._config.allowed_origins
 
     def account(self, authorization: str | None) -> Account:
         """Whose request it is, by ``Bearer KEY``, or ``Basic`` with the key as password, as browsers and scrapers send it.

@@ -90,7 +90,7 @@ class HttpApi:
         """The ASGI application."""
         app = FastAPI(title="cascade", version=version("cascade-serve"), docs_url=None, redoc_url=None)
         app.add_middleware(Middleware, admission=self._admission)
-        if origins := self._admission.access.allowed_origins:  # outside: a browser's first question has no key
+        if origins := self._admission.access.config.allowed_origins:  # outside: a browser's first question has no key
             allowed: dict[str, Any] = {"allow_origins": origins, "allow_methods": ["*"], "allow_headers": ["*"]}
             app.add_middleware(CORSMiddleware, **allowed, expose_headers=["x-request-id", "retry-after", "warning"])
         app.add_exception_handler(RequestValidationError, self._malformed)

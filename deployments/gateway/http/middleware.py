@@ -59,7 +59,7 @@ class Middleware:
         state["request_id"] = answer.request_id
         try:
             route = route_of(scope)
-            if route != HEALTH and not (route == "/metrics" and self._access.open_metrics):  # before the body is read
+            if route != HEALTH and not (route == "/metrics" and self._access.config.open_metrics):  # before the body is read
                 state["account"] = self._access.account(authorization(dict(scope["headers"])))
             body = await read_body(scope, receive, self._limits)
             check_text(body)

@@ -241,11 +241,6 @@ class MessagesBody(SamplingBody, PromptBody):
         return [*super().ignored, *left_out(self.tools), *billing]
 
     @property
-    def limit(self) -> int | None:
-        """Output tokens at most."""
-        return self.max_tokens
-
-    @property
     def form(self) -> Structured | None:
         output = self.output_config.format if self.output_config is not None else None
         return None if output is None else Structured(json_schema=output.json_schema)

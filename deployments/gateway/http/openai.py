@@ -167,6 +167,15 @@ class SamplingBody(IgnoredFields):
         return [name for name in self.LIMITS if getattr(self, name) is not None]
 
     @property
+    def limit(self) -> int | None:
+        """Output tokens at most, if the request says so; raises `InvalidRequest`."""
+        names = self.given_limits
+        values = {getattr(self, name) for name in names}
+        if len(values) > 1:
+            raise InvalidRequest(f"{' and '.join(names)} differ: give one of them", names[0])
+        return values.pop() if values else None
+
+    @property
     def answers(self) -> int:
         """Number of answers to each prompt."""
         return 1
@@ -197,11 +206,6 @@ class SamplingBody(IgnoredFields):
     def delivered(self, num_choices: int) -> list[list[int]]:
         """Tokens that the client has of each choice; raises `InvalidRequest`."""
         return [[] for _ in range(num_choices)]
-
-    @property
-    def limit(self) -> int | None:
-        """Output tokens at most, if the request says so; raises `InvalidRequest`."""
-        return None
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Sampling parameters, ``defaults`` where the request gives none; raises `InvalidRequest`."""
@@ -324,12 +328,6 @@ class ChatBody(AnswersBody, Conversation):
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs is given without logprobs: set logprobs to true", "top_logprobs")
         return {"logprobs": self.top_logprobs or 0} if self.logprobs else {}
-
-    @property
-    def limit(self) -> int | None:
-        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
-            raise InvalidRequest("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
-        return self.max_completion_tokens or self.max_tokens
 
 
 class TokenizeBody(StyleBody):

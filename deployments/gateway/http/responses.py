@@ -178,11 +178,6 @@ class ResponsesBody(SamplingBody):
         return [*super().ignored, *left_out(self.tools)]
 
     @property
-    def limit(self) -> int | None:
-        """Output tokens at most, if the request says so."""
-        return self.max_output_tokens
-
-    @property
     def form(self) -> Structured | None:
         output = self.text.format if self.text is not None else None
         return None if output is None else form_of(output.type, output.json_schema)

@@ -31,7 +31,7 @@ from cascade import SamplingParams, Speculation, family
 from cascade.agreement import chat_ids
 from cascade.client import AsyncClient
 from cascade.engine.devices import processor
-from cascade.engine.loading import load
+from cascade.engine.loading import load_trainable
 from cascade.engine.model import Model
 from cascade.engine.published_tokenizer import pretrained
 from cascade.engine.tokenizer import Tokenizer
@@ -88,11 +88,11 @@ def code(tokenizer: Tokenizer) -> list[list[int]]:
 
 def answers(prompts: Callable[[Tokenizer], list[list[int]]], size: Size) -> list[Sample]:
     """What the full model answers, at temperatures 0, 0.7 and 1."""
-    tokenizer, network = Tokenizer.from_pretrained(family.path("full")), load(family.path("full"))
+    tokenizer, network = Tokenizer.from_pretrained(family.path("full")), load_trainable(family.path("full"))
     published = pretrained(family.path("full"))
     turns = Turns.of(published, end_tokens(network, published))
     beginnings = given_prompts(iter(prompts(tokenizer)[: size.answers]))
-    written = write(Model(network, owned=True), turns, beginnings, rows=size.answers, max_len=size.tokens)
+    written = write(Model(network), turns, beginnings, rows=size.answers, max_len=size.tokens)
     return [Sample(tuple(one.tokens), one.prompt_len, one.temperature, "", 1, time.time()) for one in written]
 
 

@@ -123,7 +123,7 @@ class Scored:
 
 
 class Scorer(Protocol):
-    """A model as a tier sees it; see `cascade.engine.model.Model` and `cascade.simulation.toy.ToyModel`."""
+    """A model as a tier sees it; see `cascade.engine.model.Model` and `cascade.simulation.toy_tier.ToyTier`."""
 
     @property
     def vocab_size(self) -> int: ...

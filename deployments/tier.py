@@ -233,7 +233,7 @@ def load_model(config: TierConfig, folder: AdapterFolder | None = None, *, draft
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "num_threads": engine.num_threads,
     }
-    return Model(network, owned=True, **options)
+    return Model(network, **options)
 
 
 def _load_tokenizer(config: TierConfig) -> Tokenizer | None:

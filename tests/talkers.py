@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 
 from cascade.chat.template import CLOSE, OPEN
 from cascade.engine.published_tokenizer import pretrained
-from cascade.simulation.toy import fold
+from cascade.simulation.toy_tier import fold
 from tests import small
 from tests.doors import House, house
 from tests.tier.test_tier import CountingModel

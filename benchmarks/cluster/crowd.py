@@ -20,8 +20,7 @@ from cascade.client import AsyncClient
 from cascade.messages import SessionSpec
 from cascade.params import SamplingParams, Speculation
 from cascade.simulation.recording import Recording
-from cascade.simulation.toy import full_text
-from cascade.simulation.toy_tier import ToyTier
+from cascade.simulation.toy_tier import ToyTier, full_text
 from deployments.ops.launch import Server
 
 REPLICAS = ((1, 1, 1), (1, 1, 2), (2, 2, 4))  # tiny, medium, full

@@ -9,8 +9,7 @@ from cascade.messages import SessionSpec
 from cascade.params import SamplingParams
 from cascade.simulation.plan import chained
 from cascade.simulation.recording import RecordedText, Recording
-from cascade.simulation.toy import full_text
-from cascade.simulation.toy_tier import ToyTier
+from cascade.simulation.toy_tier import ToyTier, full_text
 from cascade.splitmix import mix
 
 AGREEMENT = (0.70, 0.88)  # of tiny and medium with full

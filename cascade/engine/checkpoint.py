@@ -1,9 +1,10 @@
 """What a checkpoint holds, told from its configuration and the headers of its files, before any weight is read."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -11,7 +12,8 @@ from torch import nn
 from cascade.engine.devices import held_dtype
 from cascade.engine.gguf import described
 from cascade.engine.model_config import FamilyConfig, context_len, read_config, unlike_attention
-from cascade.engine.network.plain import Plain, kind_of
+from cascade.engine.network import llama
+from cascade.engine.network.llama import weight_shapes
 from cascade.engine.network.products import keeps_bits
 from cascade.engine.network.survey import SIZES, Survey, register
 from cascade.engine.weights import check_files
@@ -19,8 +21,6 @@ from cascade.errors import ModelError, reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel  # takes seconds
-
-    Network: TypeAlias = Plain | PreTrainedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PACKED = {"fp8": 1.02, "bitsandbytes": 0.57}  # bytes of a weight of linear layers that vLLM quantises as it loads them
@@ -61,23 +61,34 @@ def anatomy(
     text = config.get_text_config()
     named: Any = getattr(text, "dtype", None)
     saved = named if isinstance(named, torch.dtype) else torch.float32
-    plain = isinstance(config, FamilyConfig)
-    network: Network = Plain(config) if plain else skeleton(config, source, trust_remote_code)
     chosen = DTYPES[dtype] if dtype else saved
     quantised = getattr(config, "quantization_config", None) is not None  # then its weights have dtypes of their own
     if dtype is None and device is not None and not quantised:
         chosen = held_dtype(saved, device)
-    if not sizes_only and (problem := unlike_attention(config)):
-        raise ModelError(f"{kind_of(network)} cannot be served: {problem}")
-    cache_size = _nominal_size(text) if sizes_only or isinstance(network, Plain) else _cache_size(network, text)
+    on_cpu = device is not None and device.type == "cpu"
+    if isinstance(config, FamilyConfig):
+        sizes = {name: math.prod(shape) for name, shape in weight_shapes(config).items()}
+        parameters = sum(sizes.values())
+        linear = sum(size for name, size in sizes.items() if "_proj.weight" in name)
+        cache_size, same_bits = _nominal_size(text), on_cpu and chosen in llama.DTYPES
+    else:
+        network = skeleton(config, source, trust_remote_code)
+        if not sizes_only and (problem := unlike_attention(config)):
+            raise ModelError(f"{type(network).__name__} cannot be served: {problem}")
+        kept = network.get_output_embeddings()
+        parameters = sum(weight.numel() for weight in network.parameters())
+        linear = sum(m.weight.numel() for m in network.modules() if isinstance(m, nn.Linear) and m is not kept)
+        cache_size = _nominal_size(text) if sizes_only else _cache_size(network, text)
+        same_bits = on_cpu and keeps_bits(network, chosen)
+    less = chosen.itemsize - PACKED.get(quantization or "", chosen.itemsize)
     return Anatomy(
-        parameters=sum(weight.numel() for weight in network.parameters()),
-        weight_bytes=_weight_bytes(network, chosen, quantization),
+        parameters=parameters,
+        weight_bytes=round(parameters * chosen.itemsize - linear * less),
         dtype=chosen,
         widened=saved if dtype is None and chosen is not saved else None,
         cache_bytes_per_token=cache_size * chosen.itemsize,
         context_len=context_len(config),
-        same_bits=device is not None and device.type == "cpu" and keeps_bits(network, chosen),
+        same_bits=same_bits,
     )
 
 
@@ -94,13 +105,6 @@ def skeleton(config: "PreTrainedConfig", source: str, trust_remote_code: bool) -
         raise ModelError(f"No causal language model can be built from the config of {source!r}: {reason(error)}") from error
     network.tie_weights()
     return network.eval()
-
-
-def _weight_bytes(network: "Network", dtype: torch.dtype, quantization: str | None) -> int:
-    kept = network.get_output_embeddings()
-    linear = sum(m.weight.numel() for m in network.modules() if isinstance(m, nn.Linear) and m is not kept)
-    less = dtype.itemsize - PACKED.get(quantization or "", dtype.itemsize)
-    return round(sum(weight.numel() for weight in network.parameters()) * dtype.itemsize - linear * less)
 
 
 def _cache_size(network: "PreTrainedModel", text: Any) -> int:

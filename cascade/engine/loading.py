@@ -3,24 +3,28 @@
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch import Tensor
 
-from cascade.engine.checkpoint import DTYPES, anatomy, skeleton
+from cascade.engine import draft_vocab
+from cascade.engine.checkpoint import DTYPES, Anatomy, anatomy, skeleton
 from cascade.engine.devices import default_device, free_bytes, processor
-from cascade.engine.draft_vocab import restrict
 from cascade.engine.gguf import converted
 from cascade.engine.layers import renamed
 from cascade.engine.memory import GIB
 from cascade.engine.model_config import FamilyConfig, read_config
-from cascade.engine.network import llama
-from cascade.engine.network.plain import Plain
+from cascade.engine.network.llama import DTYPES as DTYPES_WRITTEN_OUT
+from cascade.engine.network.llama import Llama, holds_exactly, is_written_out
+from cascade.engine.network.published import Published
 from cascade.engine.weights import unread
 from cascade.errors import ModelError, reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel  # takes seconds
+
+Network: TypeAlias = Llama | Published
 
 log = logging.getLogger(__name__)
 
@@ -34,22 +38,53 @@ def load(
     trust_remote_code: bool = False,
     layers: Sequence[int] = (),
     draft: bool = False,
-    trainable: bool = False,
-) -> Any:
-    """Load weights to the device; a GGUF file is dequantised the first time. Returns a network.
+) -> Network:
+    """Load weights to the device; a GGUF file is dequantised the first time.
 
-    On a CPU a model of the Llama family is a `Plain` one, which takes seconds less to load. All others, and those that are to
-    be ``trainable``, are networks of Transformers.
+    On a CPU a model of the Llama family is our own network, which takes seconds less to load; all others are of Transformers.
 
     ``dtype`` is by default the checkpoint's, or float32 for float16 on a CPU; ``device`` the GPU if there is one. Weights of
     other layers than ``layers`` are not read; by default all are. A ``draft`` model predicts only its draft vocabulary, if it
     has one, see `cascade.engine.draft_vocab`. Raises `ModelError`, before any weight is read if the checkpoint is damaged, is
     no causal language model, or does not fit into the memory of the device.
     """
+    hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    place, model = _fitting(source, dtype, device, layers, hub)
+    config = read_config(source, layers=layers, **hub)
+    ids = draft_vocab.tokens(config, converted(source), revision=revision) if draft else None
+    with _explained(source, place):
+        if place.type == "cpu" and model.dtype in DTYPES_WRITTEN_OUT and isinstance(config, FamilyConfig):
+            with _weights(source, layers, hub) as weights:
+                if holds_exactly(weights, config):
+                    return Llama(config, weights, model.dtype, ids)
+        return network_of(_module(source, dtype, place, model, layers, hub), ids)
+
+
+def network_of(module: "PreTrainedModel", draft_ids: Tensor | None = None) -> Network:
+    """What runs passes of a network of Transformers: our own one where there is one for it. Raises `ModelError`.
+
+    ``draft_ids`` ``[n]`` int64 are the only tokens that it predicts, by default all.
+    """
+    return Llama.of(module, draft_ids) if is_written_out(module) else Published(module, draft_ids)
+
+
+def load_trainable(
+    source: str, *, dtype: str | None = None, device: str | None = None, layers: Sequence[int] = ()
+) -> "PreTrainedModel":
+    """A network of Transformers, which can be trained; otherwise as `load`."""
+    hub: dict[str, Any] = {"revision": None, "trust_remote_code": False}
+    place, model = _fitting(source, dtype, device, layers, hub)
+    with _explained(source, place):
+        return _module(source, dtype, place, model, layers, hub)
+
+
+def _fitting(
+    source: str, dtype: str | None, device: str | None, layers: Sequence[int], hub: dict[str, Any]
+) -> tuple[torch.device, Anatomy]:
+    """The device, and what will be loaded; raises `ModelError` if it does not fit."""
     if dtype is not None and dtype not in DTYPES:
         raise ModelError(f"dtype is {dtype!r}: it must be one of {', '.join(DTYPES)}")
-    place, chosen = find_device(source, device), DTYPES[dtype] if dtype else None
-    hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    place = find_device(source, device)
     model = anatomy(source, dtype=dtype, device=place, layers=layers, **hub)
     need, free = model.weight_bytes, free_bytes(place)
     if need > free:
@@ -57,49 +92,41 @@ def load(
             f"The weights of {source!r} take {need / GIB:.2f} GiB and {place} has {free / GIB:.2f} GiB free: {_ADVICE}"
         )
     if model.widened is not None:
-        chosen = model.dtype
-        log.info(_WIDENED, source, model.widened, processor(), chosen)
-    try:
-        options = {"output_loading_info": True, "device_map": {"": place}}
-        ours = place.type == "cpu" and model.dtype in llama.DTYPES and not trainable
-        if ours and (plain := _plain(source, layers, hub, model.dtype)) is not None:
-            network, report = plain, dict[str, Any]()
-        elif layers:
-            network, report = _some(source, layers, hub, dtype=model.dtype, **options)
-        else:
-            from transformers import AutoModelForCausalLM
+        log.info(_WIDENED, source, model.widened, processor(), model.dtype)
+    return place, model
 
-            network, report = AutoModelForCausalLM.from_pretrained(converted(source), dtype=chosen or "auto", **options, **hub)
+
+@contextmanager
+def _explained(source: str, place: torch.device) -> Iterator[None]:
+    """Turn what Transformers raises into a `ModelError` of one sentence."""
+    try:
+        yield
     except torch.OutOfMemoryError as error:
         raise ModelError(f"The weights of {source!r} do not fit into the memory of {place}: {_ADVICE}") from error
     except ModelError:
         raise
     except Exception as error:  # a library or downloaded code may raise anything
         raise ModelError(f"No model can be loaded from {source!r} on {place}: {reason(error)}") from error
+
+
+def _module(
+    source: str, dtype: str | None, place: torch.device, model: Anatomy, layers: Sequence[int], hub: dict[str, Any]
+) -> "PreTrainedModel":
+    """Transformers' network; raises `ModelError` if the checkpoint lacks weights of it."""
+    from transformers import AutoModelForCausalLM
+
+    options: dict[str, Any] = {"output_loading_info": True, "device_map": {"": place}}
+    if layers:
+        config = read_config(source, layers=layers, published=True, **hub)
+        kind = type(skeleton(config, source, hub["trust_remote_code"]))
+        with _weights(source, layers, hub) as weights:
+            network, report = kind.from_pretrained(None, config=config, state_dict=weights, dtype=model.dtype, **options)
+    else:
+        named = model.dtype if dtype or model.widened else "auto"
+        network, report = AutoModelForCausalLM.from_pretrained(converted(source), dtype=named, **options, **hub)
     if missing := sorted(report.get("missing_keys", ())):  # Transformers made them up
         raise ModelError(f"The checkpoint {source!r} lacks {len(missing)} weights of its model, such as {missing[0]}")
-    if draft:
-        restrict(network, converted(source), revision=revision)
     return network
-
-
-def _plain(source: str, layers: Sequence[int], hub: dict[str, Any], dtype: torch.dtype) -> Plain | None:
-    """The network of these layers; None if it is none of the Llama family, or the files hold other weights than it has."""
-    config = read_config(source, layers=layers, **hub)
-    if not isinstance(config, FamilyConfig):
-        return None
-    network = Plain(config)
-    with _weights(source, layers, hub) as weights:
-        return network if network.fill(weights, dtype) else None
-
-
-def _some(source: str, layers: Sequence[int], hub: dict[str, Any], **options: Any) -> "tuple[PreTrainedModel, Any]":
-    """Transformers' network of these layers, and what it tells of loading it."""
-    config = read_config(source, layers=layers, published=True, **hub)
-    kind = type(skeleton(config, source, hub["trust_remote_code"]))
-    with _weights(source, layers, hub) as weights:
-        network, report = kind.from_pretrained(None, config=config, state_dict=weights, **options)
-    return network, report
 
 
 @contextmanager

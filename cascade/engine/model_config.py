@@ -58,6 +58,33 @@ class FamilyConfig:
         rope.setdefault("rope_theta", values.get("rope_theta"))
         self.rope_parameters = rope
 
+    @property
+    def head_size(self) -> int:
+        """Numbers of a query, a key or a value of one head."""
+        return int(getattr(self, "head_dim", None) or self.hidden_size // self.num_attention_heads)
+
+    @property
+    def windows(self) -> list[int | None]:
+        """Positions that a query of each layer sees, itself included; all those before it if None."""
+        if self.model_type in ("llama", "mistral"):
+            window = self.sliding_window if self.model_type == "mistral" else None
+            return [window] * self.num_hidden_layers
+        kinds = getattr(self, "layer_types", None) or ["full_attention"] * self.num_hidden_layers
+        return [self.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+
+    @property
+    def rotation(self) -> tuple[torch.Tensor, float]:
+        """Frequencies by which queries and keys are turned, ``[head_size / 2]``, and a factor of their cosines and sines."""
+        kind = self.rope_parameters["rope_type"]
+        if kind == "default":
+            size = self.head_size
+            return 1.0 / (self.rope_parameters["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float) / size)), 1.0
+        from transformers import PreTrainedConfig  # takes most of a second
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](PreTrainedConfig(**self.to_dict()))
+        return frequencies, factor
+
     def get_text_config(self) -> Self:
         """Itself: it has no other part."""
         return self
@@ -109,6 +136,8 @@ def is_of_family(values: Mapping[str, Any]) -> bool:
     if kind not in NEEDED or any(name not in values for name in (*SIZES, *NEEDED[kind])):
         return False
     if any(values.get(name) is not None for name in CHANGES) or values.get("hidden_act", "silu") != "silu":
+        return False
+    if not {*(values.get("layer_types") or ())} <= LAYER_TYPES:
         return False
     if kind in ("qwen2", "qwen3") and values.get("use_sliding_window") and not values.get("layer_types"):
         return False

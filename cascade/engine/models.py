@@ -33,7 +33,7 @@ def load_all(parts: Sequence[Part], head: DrafterSpec | None, options: dict[str,
         for place, (source, layers) in enumerate(parts)
         if not (layers and source in shared)
     }
-    made = {place: apart(partial(Model, network, owned=True)) for place, network in networks.items()}
+    made = {place: apart(partial(Model, network)) for place, network in networks.items()}
     whole = {parts[place][0]: model for place, model in made.items() if not parts[place][1]}
     models = [
         made[place] if place in made else apart(partial(whole[source].cut, layers))

@@ -4,12 +4,12 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+from cascade.messages import SessionSpec
 from cascade.params import SamplingParams
-from cascade.scorer import RunnerUp
-from cascade.simulation.toy import ToyModel, fold, uniform
-from cascade.splitmix import mix
+from cascade.scorer import BLOCK, Row, RunnerUp, Runs, Scored
+from cascade.splitmix import GOLDEN, mix
 
 Agreement: TypeAlias = tuple[float, ...]  # shares of own tokens that a tier has in common with the next, from one tier upwards
 
@@ -23,11 +23,42 @@ ABOVE = (0.58, 0.18)
 CLOSE = (0.5, 0.13)  # the same of the next tier's first runner-up, where the own tokens of both are the same
 
 
-class ToyTier(ToyModel):
+class TokenStore:
+    """Tokens by position, in place of keys and values; see `cascade.scorer.Store`."""
+
+    block = BLOCK
+
+    def __init__(self, tokens: Sequence[int] = ()) -> None:
+        self.tokens = list(tokens)
+
+    def write(self, start: int, tokens: Sequence[int]) -> None:
+        self.tokens[start : start + len(tokens)] = tokens
+
+    def before(self, position: int, count: int) -> list[int]:
+        """The last ``count`` tokens before a position, as far as there are so many."""
+        return self.tokens[max(0, position - count) : position]
+
+    def reserve(self, positions: int) -> None:
+        """There is room for any number."""
+
+    def reuse(self, source: "TokenStore", positions: int) -> None:
+        self.write(0, source.tokens[:positions])
+
+    def fork(self, position: int) -> "TokenStore":
+        return TokenStore(self.tokens[:position])
+
+    def join(self, fork: "TokenStore") -> None:
+        self.tokens = fork.tokens
+
+    def free(self) -> None:
+        self.tokens = []
+
+
+class ToyTier(Runs):
     """A tier that agrees with the next one in the share ``agreement[0]`` of all contexts, that one with its next by the rest.
 
     Own tokens of the full tier, which has no ``agreement``, are drawn from a generator keyed by the last ``order`` tokens of
-    its cache, the position and the request's seed, at any temperature. A tier below has the own token of the next one or
+    its store, the position and the request's seed, at any temperature. A tier below has the own token of the next one or
     another, drawn likewise. So each tier depends on those above through the next one alone. Runner-ups are as close and as
     often right as measured. Other sampling parameters are not supported: a row with a state fails.
     """
@@ -43,16 +74,55 @@ class ToyTier(ToyModel):
     ) -> None:
         assert vocab_size >= LEAST_TOKENS
         assert all(0 <= share <= 1 for share in agreement)
-        super().__init__(vocab_size, order, context_len=context_len, cache_tokens=cache_tokens)
+        self.vocab_size, self.order = vocab_size, order
+        self.context_len, self.cache_tokens = context_len, cache_tokens
         self._agreement = agreement
+
+    def new_cache(self) -> Any:
+        return TokenStore()
+
+    def launch(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """See `cascade.scorer.Scorer`."""
+        return rows
+
+    def collect(self, launched: Sequence[Row]) -> list[Scored]:
+        """Own tokens of each row."""
+        return [self._score(row) for row in launched]
+
+    def _score(self, row: Row) -> Scored:
+        """Own tokens of a row, whose store holds its tokens and the path of these own tokens then."""
+        end, draft = row.start + len(row.tokens), row.draft
+        row.cache.write(row.start, row.tokens)
+        before = row.cache.before(end, self.order + row.num_own)
+        positions = [end - row.num_own + 1 + place for place in range(row.num_own)]
+        contexts = [tuple(before[: len(before) - (end - position)][-self.order :]) for position in positions]
+        for node, depth in enumerate(draft.depths):
+            positions.append(end + depth + 1)
+            contexts.append((*contexts[row.num_own + draft.parent(node)], draft.tokens[node])[-self.order :])
+        scored = self._own(row, contexts, positions)
+        row.cache.write(end, draft.tokens if draft.is_line else [draft.tokens[node] for node in draft.walk(scored.own)[1]])
+        return scored
+
+    def _own(self, row: Row, contexts: Sequence[tuple[int, ...]], positions: Sequence[int]) -> Scored:
+        """Own tokens of a row at ``positions``, each after its context."""
+        assert row.state is None, "a toy tier honours a request's seed alone"
+        ranked = [self.ranked(*place, row.params, 1 + row.runner_ups) for place in zip(contexts, positions, strict=True)]
+        others = [tuple(near[1:]) for near in ranked] if row.runner_ups else ()
+        return Scored([near[0].token for near in ranked], runner_ups=others)
 
     def ranked(self, context: tuple[int, ...], position: int, params: SamplingParams, count: int) -> list[RunnerUp]:
         """The own token at ``position`` after ``context``, and at most two runner-ups, each with its gap to the first."""
         key = mix(fold(context, params.seed or 0) ^ position)
         return list(_ranked(key, self.vocab_size, self._agreement)[:count])
 
-    def logits(self, context: tuple[int, ...]) -> tuple[float, ...]:
-        raise NotImplementedError("a toy tier has no logits: it honours a request's seed alone")
+
+def full_text(model: ToyTier, spec: SessionSpec) -> list[int]:
+    """Prompt and output of plain decoding by ``model`` alone, token by token: what any cascade below it must give."""
+    text, limit = list(spec.tokens), spec.prompt_len + spec.params.max_tokens
+    while len(text) < limit and not (len(text) > spec.prompt_len and text[-1] in spec.ends):
+        [own] = model.ranked(tuple(text[-model.order :]), len(text), spec.params, 1)
+        text.append(own.token)
+    return text
 
 
 @lru_cache(CACHED)
@@ -111,3 +181,16 @@ def draws_of(key: int, depth: int) -> Iterator[float]:
     """Numbers from 0 to 1, of `DRAWS` different ones, for the tier ``depth`` below the full one."""
     for number in itertools.count():
         yield (int(DRAWS * uniform(mix(key ^ mix(depth)), number)) + 0.5) / DRAWS
+
+
+def fold(tokens: tuple[int, ...], seed: int) -> int:
+    """A key of 64 bits for tokens and a seed."""
+    key = mix(seed + GOLDEN)
+    for token in tokens:
+        key = mix(key ^ (token + 1) * GOLDEN)
+    return key
+
+
+def uniform(key: int, index: int) -> float:
+    """The number ``index`` of a key, strictly between 0 and 1."""
+    return ((mix(key + (index + 1) * GOLDEN) >> 11) + 0.5) * 2.0**-53

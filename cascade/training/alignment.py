@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from cascade.engine import draft_vocab
-from cascade.engine.loading import load
+from cascade.engine.loading import load_trainable
 from cascade.engine.model_config import NEEDED as FAMILY
 from cascade.errors import ConfigError
 from cascade.training import group
@@ -64,8 +64,8 @@ class TierStudent:
 
         Raises `ModelError` if one cannot be loaded, `ConfigError` if the student cannot learn.
         """
-        teacher = load(verifier, device=device, trainable=True).requires_grad_(False).eval()
-        student = load(source, dtype="float32", device=str(teacher.device), trainable=True)
+        teacher = load_trainable(verifier, device=device).requires_grad_(False).eval()
+        student = load_trainable(source, dtype="float32", device=str(teacher.device))
         if student.config.model_type not in FAMILY:
             raise ConfigError(f"{source!r} is a {student.config.model_type}: drafters that learn are {', '.join(FAMILY)}")
         sizes = [network.config.get_text_config().vocab_size for network in (student, teacher)]

@@ -23,7 +23,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from cascade.engine import draft_vocab
 from cascade.engine.devices import product_dtype
-from cascade.engine.loading import find_device, load
+from cascade.engine.loading import Network, find_device, load_trainable, network_of
 from cascade.engine.model import Model
 from cascade.engine.published_tokenizer import pretrained
 from cascade.errors import ConfigError
@@ -86,7 +86,7 @@ class Distillation:
     def __init__(self, source: str, out: Path, plan: Plan, *, work: Path, device: str | None = None) -> None:
         self.tokenizer = pretrained(source)
         dtype = str(product_dtype(find_device(source, device))).removeprefix("torch.")
-        self.teacher = load(source, dtype=dtype, device=device, trainable=True).requires_grad_(False).eval()
+        self.teacher = load_trainable(source, dtype=dtype, device=device).requires_grad_(False).eval()
         self.teacher.set_attn_implementation(CAUSAL)
         self.plan, self._out, self._work, self._source = plan, out, work, source
         self.shape = self._shape()
@@ -132,9 +132,7 @@ class Distillation:
         """Let the student answer prompts of the text, and score its answers. Files have no prompts."""
         if not self.turns.answering or self.plan.data:
             return
-        network = copy.deepcopy(run.student).to(self.teacher.dtype).requires_grad_(False)
-        if run.draft_ids is not None:
-            network.set_output_embeddings(draft_vocab.DraftHead(network.get_output_embeddings().weight, run.predicted))
+        network = network_of(copy.deepcopy(run.student).to(self.teacher.dtype).requires_grad_(False), run.draft_ids)
         prompts = (
             shard.tokens[shard.span(text)][: int(shard.prompts[text])].tolist()
             for shard in itertools.cycle(self._shards(self._texts))
@@ -144,7 +142,7 @@ class Distillation:
         texts = self._written(network, given_prompts(prompts), seed=run.step)
         self._store(self._answers, texts, "answering", ANSWERING, WRITING + LEARNING * BEFORE_ANSWERS, tell)
 
-    def _written(self, network: PreTrainedModel, beginnings: Iterator[Written], seed: int) -> Iterator[Written]:
+    def _written(self, network: Network | PreTrainedModel, beginnings: Iterator[Written], seed: int) -> Iterator[Written]:
         plan = self.plan
         yield from write(Model(network), self.turns, beginnings, rows=plan.rows, max_len=plan.max_len, seed=seed)
 
@@ -202,9 +200,9 @@ class Distillation:
         shards = self._judged()
         layers, device = self.plan.layers, str(self.teacher.device)
         if self.plan.start is not None:
-            student = load(str(self.plan.start), dtype="float32", device=device, trainable=True)
+            student = load_trainable(str(self.plan.start), dtype="float32", device=device)
         elif layers:
-            student = load(self._source, dtype="float32", device=device, layers=layers, trainable=True)
+            student = load_trainable(self._source, dtype="float32", device=device, layers=layers)
         else:
             texts = next(batches(shards[0], range(shards[0].num_texts), 16_384))
             self.teacher.set_attn_implementation(CAUSAL)

@@ -16,10 +16,10 @@ from cascade import SamplingParams, Speculation
 from cascade.client import Client
 from cascade.messages import SessionSpec
 from cascade.settings.router import ListenConfig
-from cascade.simulation.toy import full_text
 from deployments.app import parse
 from deployments.ops.launch import LOOPBACK, free_port
 from tests.conftest import Cluster
+from tests.toys import full_text
 from tests.waiting import LONG_S, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # replicas start beside clients that never rest

@@ -16,12 +16,12 @@ from cascade.params import SamplingParams
 from cascade.planner.choice import Policy
 from cascade.planner.cost import Profile
 from cascade.scorer import UNREAD, Drafter, Guesser, RunnerUp, Scored
-from cascade.simulation.toy import ToyCache, ToyModel
 from cascade.tier.kv_admission import KVAdmission
 from cascade.tier.loop import Limits, Loop
 from cascade.tier.tier import Tier
 from tests.test_draft import path_of
 from tests.tier.test_tier import alone, answered, opening, running, written
+from tests.toys import ToyCache, ToyModel
 
 INSIDE = ("suffix", "lookahead")
 PERIOD = (3, 1, 4, 1, 5, 9, 2, 6)

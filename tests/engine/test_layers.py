@@ -46,7 +46,7 @@ def test_a_model_of_some_layers_is_the_model_without_the_others(name: str, tmp_p
     """Guards which layers run, their numbers, windows and weights: read alone from a checkpoint, or shared with the whole."""
     network = build(name, **{"num_hidden_layers": 4, **FOUR[name]})
     network.save_pretrained(tmp_path)
-    alone = Model(load(str(tmp_path), dtype="float32", device="cpu", layers=KEPT), owned=True)
+    alone = Model(load(str(tmp_path), dtype="float32", device="cpu", layers=KEPT))
     whole = Model.from_pretrained(str(tmp_path), dtype="float32", device="cpu")
     before, shared = logits(whole), whole.cut(KEPT)
     [stack] = [part for part in network.modules() if isinstance(part, nn.ModuleList) and len(part) == 4]
@@ -81,7 +81,7 @@ def held() -> dict[int, int]:
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_layers_of_a_model_in_the_same_process_have_its_weights(name: str) -> None:
     """Guards memory: a second copy of what the model above has, by our kernels and by Transformers."""
-    whole = Model(build(name, num_hidden_layers=4, vocab_size=4096, **FOUR.get(name, {})), owned=True)
+    whole = Model(build(name, num_hidden_layers=4, vocab_size=4096, **FOUR.get(name, {})))
     before = held()
     part = whole.cut(KEPT)
     new = sum(size for place, size in held().items() if place not in before)

@@ -1,7 +1,7 @@
 """The packed pass on real architectures, against Transformers' own."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -17,12 +17,12 @@ from transformers.masking_utils import causal_mask_function, chunked_causal_mask
 from cascade import ModelError, SamplingParams
 from cascade.cpu.cache import Span
 from cascade.engine.checkpoint import anatomy
-from cascade.engine.loading import load
+from cascade.engine.loading import load, load_trainable
 from cascade.engine.model import Model
 from cascade.engine.network.attention import attend
-from cascade.engine.network.contiguous import Attention, Cache, Contiguous, Pass
-from cascade.engine.network.llama import is_written_out
-from cascade.engine.network.plain import Plain
+from cascade.engine.network.contiguous import Cache, Contiguous, Pass
+from cascade.engine.network.llama import Llama, is_written_out
+from cascade.engine.network.published import Published
 from cascade.engine.network.survey import Survey, agree, window_of_mask
 from cascade.scorer import TILE, Row, Scored
 from tests.architectures import CONTEXT, DEFAULT, REFUSED, SERVED, VOCAB, WRITTEN_OUT, build, each
@@ -37,14 +37,11 @@ TEXT = text(0, VOCAB)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def way(name: str) -> Attention | None:
-    """A new strategy: "native", which is chosen here, or "contiguous"."""
-    return None if name == "native" else Contiguous()
-
-
 @cache
 def served(name: str, attention: str = "native") -> Model:
-    return Model(build(name), attention=way(attention), cache_tokens=4096)
+    """With the attention that is chosen here, or with that of other devices."""
+    network = build(name) if attention == "native" else Published(build(name), attention=Contiguous)
+    return Model(network, cache_tokens=4096)
 
 
 NATIVE = {*DEFAULT, *WRITTEN_OUT}
@@ -78,24 +75,13 @@ def test_logits_are_those_of_transformers_under_any_schedule(name: str, attentio
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("name", "scores"), [("gemma2", 1), ("gpt_oss", 2000), ("deepseek_v3", 1)])
-def test_long_rows_take_turns(name: str, scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards memory with long contexts: the queries of a row are split where their scores are too many, and see the same."""
-    model = served(name, "contiguous")
-    expected = _logits(model, (model.new_cache(), 0, PREFIX))
-    monkeypatch.setattr("cascade.engine.network.contiguous.SCORES", scores)
-    store = model.new_cache()
-    found = torch.cat([_logits(model, (store, 0, PREFIX[:7])), _logits(model, (store, 7, PREFIX[7:]))])
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
 def test_logits_are_of_the_wanted_positions_alone() -> None:
     """Guards the projection to the vocabulary, dear at 150k tokens, and its order."""
     model = Model(build("gemma"))
     everything = _logits(model, (model.new_cache(), 0, PREFIX), (model.new_cache(), 0, PREFIX[:5]))
     rows = [Row(model.new_cache(), 0, PREFIX, 2, GREEDY), Row(model.new_cache(), 0, PREFIX[:5], 3, GREEDY)]
     projected: list[int] = []
-    head = model._network.get_output_embeddings()
+    head = model.network.module.get_output_embeddings()
     head.register_forward_hook(lambda module, inputs, out: projected.append(out[..., 0].numel()))
     wanted = model.logits(rows)
     assert wanted.shape == (5, VOCAB)
@@ -122,7 +108,7 @@ def test_context_ends_where_logits_would_depend_on_companions(monkeypatch: pytes
     assert Model(build("llama-dynamic")).context_len == CONTEXT
     assert served("gpt2").context_len == CONTEXT
     model = Model(build("llama"))
-    monkeypatch.setitem(vars(model._network.config), "max_position_embeddings", None)
+    monkeypatch.setitem(vars(model.network.config), "max_position_embeddings", None)
     assert model.context_len > 10**6
 
 
@@ -159,7 +145,7 @@ def test_probe_sees_mistakes(monkeypatch: pytest.MonkeyPatch, mistake: str) -> N
     not."""
     monkeypatch.setitem(AttentionInterface._global_mapping, "cascade", Stray(mistake))
     with pytest.raises(ModelError, match="LlamaForCausalLM cannot be served: its logits change"):
-        Model(build("llama").to(torch.bfloat16), attention=Contiguous())
+        Published(build("llama").to(torch.bfloat16), attention=Contiguous)
 
 
 def test_probe_sees_that_positions_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,14 +190,15 @@ def test_cache_holds_and_frees() -> None:
     assert store.nbytes == 0
 
 
-@pytest.mark.parametrize("attention", [lambda: None, Contiguous])
-def test_drafts_that_overflow_harm_nobody(attention: Callable[[], Attention | None]) -> None:
+@pytest.mark.parametrize("attention", ["native", "contiguous"])
+def test_drafts_that_overflow_harm_nobody(attention: str) -> None:
     """Guards what does not see a wrong draft whose keys are not numbers, for 0 times that is not 0.
 
     That is the text before it and after it, branches, and who has its memory next.
     """
     network = build("llama-untied-bias")
-    model = Model(network, attention=attention(), cache_tokens=1024)
+    given = network if attention == "native" else Published(network, attention=Contiguous)
+    model = Model(given, cache_tokens=1024)
     text, other = tuple(range(3, 20)), tuple(range(40, 46))
     expected = _logits(model, (model.new_cache(), 0, text)), _logits(model, (model.new_cache(), 0, text[:12] + other))[12:]
     with torch.no_grad():
@@ -260,45 +247,32 @@ def test_a_model_may_be_asked_by_several_threads() -> None:
         assert found == [passes(tokens)[0]] * 40
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-untied-bias"])
-def test_an_owned_network_gives_its_weights_up(name: str) -> None:
-    """Guards memory: weights were held twice. What a drafter beside it shares, embeddings and head, stays."""
-    given = build(name)
-    model = Model(given, cache_tokens=1024, owned=True, num_threads=1)
-    assert {weight.device.type for weight in given.model.layers.parameters()} == {"meta"}
-    assert model.num_parameters == served(name).num_parameters
-    assert torch.equal(whole(model, TEXT[:20]), whole(served(name), TEXT[:20]))
-    with torch.inference_mode():
-        states = given.get_input_embeddings()(torch.tensor(TEXT[:3]))
-        expected = torch.nn.functional.linear(states, build(name).lm_head.weight)
-        torch.testing.assert_close(given.get_output_embeddings()(states), expected, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("name", "dtype"), crossed({name: name for name in WRITTEN_OUT}, {"float32": torch.float32, "bfloat16": torch.bfloat16})
 )
-def test_plain_networks_are_those_of_transformers(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Guards the reference of the probe: a checkpoint is read as Transformers reads it, and says the same, beyond its windows.
+def test_own_networks_are_those_of_transformers(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Guards exactness: a checkpoint is read as Transformers reads it, and says the same, beyond its windows.
 
     Loading took seconds, most of which went by while the code of Transformers' models was imported.
     """
     build(name).to(dtype).save_pretrained(tmp_path)
-    plain, published = (load(str(tmp_path), device="cpu", trainable=trainable) for trainable in (False, True))
-    assert isinstance(plain, Plain)
+    own, published = load(str(tmp_path), device="cpu"), load_trainable(str(tmp_path), device="cpu")
+    assert isinstance(own, Llama)
     assert is_written_out(published), "as Transformers wrote it, it says the same, much later"
-    ids = torch.tensor([TEXT[:40], TEXT[60:]])
+    model, other = Model(own, cache_tokens=1024, num_threads=1), Model(published, cache_tokens=1024, num_threads=1)
     with torch.inference_mode():
-        expected = published(input_ids=ids, use_cache=False).logits
-    assert agree(plain, plain(ids), expected)
-    assert plain.num_parameters() == published.num_parameters()
-    model, other = Model(plain, cache_tokens=1024, num_threads=1), Model(published, cache_tokens=1024, num_threads=1)
+        expected = published(input_ids=torch.tensor([TEXT[:40], TEXT[60:]]), use_cache=False).logits
+    assert agree(published, torch.stack([whole(model, TEXT[:40]), whole(model, TEXT[60:])]), expected)
+    assert own.num_parameters == published.num_parameters()
     assert torch.equal(whole(model, TEXT[:60]), whole(other, TEXT[:60]))
-    assert plain.survey == Survey.of(published)
+    survey = Survey.of(published)
+    assert own.config.windows == [*survey.windows.values()]
+    assert {own.sizes} == {*survey.heads.values()}
 
 
 @pytest.mark.parametrize("surplus", ["tied, and the same", "tied, and other", "missing", "old frequencies"])
-def test_only_checkpoints_with_exactly_its_weights_are_plain(surplus: str, tmp_path: Path) -> None:
-    """Guards files that Transformers reads in its own way: an output embedding that differs though it should be tied, names."""
+def test_other_weights_are_read_as_transformers_does(surplus: str, tmp_path: Path) -> None:
+    """Guards files that it reads in its own way: an output embedding that differs though it should be tied, names."""
     published = build("llama", tie_word_embeddings=True)
     published.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
@@ -311,7 +285,8 @@ def test_only_checkpoints_with_exactly_its_weights_are_plain(surplus: str, tmp_p
     else:
         weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     save_file({name: weight.clone() for name, weight in weights.items()}, file, metadata={"format": "pt"})
-    assert isinstance(load(str(tmp_path), device="cpu"), Plain) == (surplus in ("tied, and the same", "old frequencies"))
+    models = (Model(made(str(tmp_path), device="cpu"), num_threads=1) for made in (load, load_trainable))
+    assert torch.equal(*(whole(model, TEXT[:20]) for model in models))
 
 
 OTHERS = {

@@ -16,7 +16,8 @@ from cascade import SamplingParams, Structured
 from cascade.draft import Draft
 from cascade.engine.grammar import Grammars
 from cascade.engine.model import Model
-from cascade.engine.network.contiguous import Attention, Contiguous
+from cascade.engine.network.contiguous import Contiguous
+from cascade.engine.network.published import Published
 from cascade.engine.sampling.state import SequenceState
 from cascade.engine.tokenizer import Tokenizer
 from cascade.engine.trees import MAX_READ_AGAIN, Tree, run_trees
@@ -38,10 +39,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @cache
 def model_of(name: str, attention: str, seed: int = 0) -> Model:
     """A small model: "native", which is chosen on a CPU, or "contiguous"."""
-    ways: dict[str, Attention | None] = {"native": None, "contiguous": Contiguous()}
     # sizes of which PyTorch's functions leave no rests, which they round otherwise
     sizes = {"head_dim": 32, "intermediate_size": 64} if name == "llama" else {}
-    return Model(build(name, seed, **sizes), attention=ways[attention], cache_tokens=4096)
+    network = build(name, seed, **sizes)
+    return Model(network if attention == "native" else Published(network, attention=Contiguous), cache_tokens=4096)
 
 
 @dataclass

@@ -15,7 +15,6 @@ from cascade.messages import Failed, Proposal, SessionSpec
 from cascade.params import SamplingParams
 from cascade.scorer import Row
 from cascade.settings.config import CascadeConfig
-from cascade.simulation.toy import full_text
 from cascade.v1 import serving_pb2 as pb
 from deployments.full_tier import MAX_FRUITLESS, Inbox, RetryBudget, SessionFailed, held_lease_s
 from deployments.gateway.admission.lifetime import Lifetime
@@ -25,6 +24,7 @@ from tests import small
 from tests.doors import Handle, house
 from tests.links.net import Net
 from tests.tier.test_tier import NAMES, CountingModel
+from tests.toys import full_text
 
 PROMPT = [5, 6, 7, 8]
 PARAMS = SamplingParams(max_tokens=20, temperature=1.0, seed=3, ignore_eos=True)

@@ -16,7 +16,6 @@ from cascade.engine.sampling.state import state_maker
 from cascade.errors import Unavailable
 from cascade.messages import Close, Failed, Message, Open, Proposal, mint
 from cascade.settings.config import LinkTLS
-from cascade.simulation.toy import ToyModel, full_text
 from cascade.tier.tier import Tier
 from cascade.v1 import link_pb2 as pb
 from deployments.links.codec import decode, encode
@@ -26,6 +25,7 @@ from deployments.links.uplink import LinkServer, authorization
 from deployments.ops.tracing import UNTRACED, Tracing
 from tests.tier.test_tier import NAMES, CountingModel, Silent
 from tests.tier.test_tier import opening as any_opening
+from tests.toys import ToyModel, full_text
 from tests.waiting import LONG_S, until
 
 SHORT_S = 0.2

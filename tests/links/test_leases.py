@@ -12,11 +12,11 @@ from cascade.errors import ConfigError
 from cascade.messages import Close, Open
 from cascade.planner.chains import Planner
 from cascade.settings.config import CascadeConfig
-from cascade.simulation.toy import ToyModel, full_text
 from deployments.links.downlink import Downlink
 from deployments.links.leases import MOST_HELD, OPEN_TIMEOUT_S, Lease, LeasePool
 from tests import small
 from tests.links.net import SHORT_S, Held, Net, drafted, opening
+from tests.toys import ToyModel, full_text
 from tests.waiting import LONG_S, until
 
 LONG = {"temperature": 1.0, "max_tokens": 2000}  # of a request that is still being answered when its test is over

@@ -12,7 +12,6 @@ from cascade.errors import ConfigError
 from cascade.messages import Close, Failed, Message, Proposal
 from cascade.params import Structured
 from cascade.scorer import Row
-from cascade.simulation.toy import ToyModel, full_text
 from cascade.tier import runner
 from deployments.links import uplink
 from deployments.links.downlink import Downlink
@@ -21,6 +20,7 @@ from deployments.links.uplink import CHANNEL_OPTIONS, LinkServer
 from deployments.ops.launch import free_port
 from tests.links.net import Net, Node, drafted, leave_hanging, opening, relay
 from tests.tier.test_tier import CountingModel
+from tests.toys import ToyModel, full_text
 from tests.waiting import LONG_S, until
 
 

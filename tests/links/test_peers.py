@@ -11,11 +11,11 @@ import pytest
 from cascade.answer import Answer
 from cascade.client.rpc import LINK, stub_of
 from cascade.messages import Close, Commit, Failed, Proposal
-from cascade.simulation.toy import ToyModel, full_text
 from cascade.v1 import link_pb2 as pb
 from deployments.links.codec import encode
 from tests.links.net import Held, Net, Peer, Rogue, drafted, entry, opening, serve_raw
 from tests.tier.test_tier import PROMPT, Silent
+from tests.toys import ToyModel, full_text
 from tests.waiting import LONG_S, until
 
 

@@ -17,7 +17,6 @@ from cascade.scorer import Scored
 from cascade.session.session import Session
 from cascade.simulation.scenario import NO_FAULTS, Death, Faults, Outcome, PassCost, Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
-from cascade.simulation.toy import ToyCache
 from cascade.simulation.toy_tier import ToyTier
 from cascade.tier.drafting import FIRST_BACKOFF_S, Drafting
 from cascade.tier.kv_admission import KVAdmission
@@ -25,6 +24,7 @@ from cascade.tier.loop import Limits, Loop
 from cascade.tier.slot import Slot
 from tests.cases import examples, rare
 from tests.tier.test_tier import opening
+from tests.toys import ToyCache
 
 ALLOWED: Chain = ("medium", "tiny")
 CHAINS: tuple[Chain, ...] = (ALONE, ("tiny",), ("medium",), ALLOWED)

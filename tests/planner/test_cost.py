@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from cascade.planner.cost import Profile
 from cascade.planner.tuning import PREFILL_TOKENS
 from cascade.scorer import Row
-from cascade.simulation.toy import ToyModel
 from cascade.tier.runner import CONTEXT, GRID, measure
 from tests.tier.test_tier import alone, opening, written
+from tests.toys import ToyModel
 from tests.waiting import LONG_S
 
 POINTS = ((1, 0.010), (2, 0.011), (8, 0.014), (64, 0.070))

@@ -17,7 +17,6 @@ from cascade.planner.choice import Policy
 from cascade.planner.cost import Profile
 from cascade.session.guesses import Hint
 from cascade.session.session import Session
-from cascade.simulation.toy import ToyCache, ToyModel, full_text
 from cascade.tier.kv_admission import KVAdmission
 from cascade.tier.loop import Limits, Loop
 from cascade.tier.runner import row_of
@@ -25,6 +24,7 @@ from cascade.tier.slot import Slot
 from tests.books import check_memory
 from tests.cases import examples
 from tests.session.test_session import VOCAB, opening
+from tests.toys import ToyCache, ToyModel, full_text
 
 AGREEMENTS = (0.5, 0.6, 0.7, 0.85)  # of the tiers below the full one, bottom to top
 NAMES = ("tier0", "tier1", "tier2", "tier3", "tier4")  # bottom to top

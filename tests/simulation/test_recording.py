@@ -14,9 +14,9 @@ from cascade.scorer import RunnerUp
 from cascade.simulation.recording import RecordedText, RecordedTier, Recording, fake
 from cascade.simulation.scenario import PassCost, Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
-from cascade.simulation.toy import full_text
 from cascade.simulation.toy_tier import ABOVE, ToyTier
 from tests.cases import rare
+from tests.toys import full_text
 
 VOCAB = 64
 PARAMS = SamplingParams(max_tokens=30, temperature=0, seed=0)

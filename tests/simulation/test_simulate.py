@@ -11,10 +11,10 @@ from cascade.messages import SessionSpec
 from cascade.params import MOST_BRANCHES, SamplingParams
 from cascade.simulation.scenario import Death, Faults, PassCost, Request, Scenario, SimTier
 from cascade.simulation.simulate import Stuck, simulate
-from cascade.simulation.toy import ToyModel, full_text
 from cascade.simulation.toy_tier import ToyTier
 from cascade.simulation.virtual import Agenda, Device
 from tests.cases import examples
+from tests.toys import ToyModel, full_text
 
 NAMES = ("t0", "t1", "t2", "t3", "t4")
 PASS_S = (0.001, 0.002, 0.004, 0.01, 0.03)

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from cascade.scorer import BLOCK, grown_capacity
-from cascade.simulation.toy import ToyCache
 from cascade.tier import block_manager
 from cascade.tier.block_manager import Allocation, BlockManager
 from tests.books import check_blocks
 from tests.cases import examples
+from tests.toys import ToyCache
 
 BLOCKS = 12
 

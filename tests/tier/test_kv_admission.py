@@ -11,13 +11,13 @@ from cascade.draft import Draft
 from cascade.engine import devices
 from cascade.engine.model import Model
 from cascade.engine.network.contiguous import Contiguous
+from cascade.engine.network.published import Published
 from cascade.engine.sampling.state import state_maker
 from cascade.errors import ModelError
 from cascade.messages import Open, Proposal, SessionSpec
 from cascade.params import SamplingParams
 from cascade.scorer import BLOCK, TILE, Row
 from cascade.session.session import Session
-from cascade.simulation.toy import ToyCache, ToyModel, full_text
 from cascade.tier.block_manager import BlockManager
 from cascade.tier.kv_admission import KVAdmission
 from cascade.tier.local_links import join
@@ -27,6 +27,7 @@ from tests.architectures import SERVED, build
 from tests.books import check_memory
 from tests.cases import rare
 from tests.tier.test_tier import Inbox, Silent, alone, answered, finish, opening, refusal, settle, written
+from tests.toys import ToyCache, ToyModel, full_text
 from tests.waiting import LONG_S
 
 GREEDY = SamplingParams(temperature=0, seed=0)
@@ -190,7 +191,7 @@ QUICK = {"llama", "gemma2", "deepseek_v3", "gpt_oss"}  # sliding windows, latent
 @pytest.mark.parametrize("name", [name if name in QUICK else rare(name) for name in SERVED if name != "phi3-longrope"])
 def test_reused_keys_and_values_are_those_of_the_model(name: str) -> None:
     """Guards reuse on every architecture: sliding windows, latent attention, shared heads; to the last bit."""
-    model = Model(build(name), attention=Contiguous(), cache_tokens=2048)
+    model = Model(Published(build(name), attention=Contiguous), cache_tokens=2048)
     rng = random.Random(name)
     text = rng.choices(range(96), k=70)
     pool = BlockManager(model.new_cache, 1024)
@@ -243,7 +244,7 @@ def test_texts_of_real_models_do_not_depend_on_memory(name: str) -> None:
         tokens = tuple(common[: rng.choice([20, 33, 40])] + rng.choices(range(96), k=rng.randint(1, 9)))
         params = SamplingParams(max_tokens=40, temperature=(0.0, 0.8)[seed % 2], seed=seed)
         requests.append(Open(f"s{seed}", SessionSpec(tokens, len(tokens), params, window=100)))
-    short = Model(build(name), attention=Contiguous(), cache_tokens=3 * TILE)
+    short = Model(Published(build(name), attention=Contiguous), cache_tokens=3 * TILE)
     with alone(short, max_pass_tokens=24) as tier:
         answers, _ = answered(tier, *requests)
         assert tier.kv_admission.preempted

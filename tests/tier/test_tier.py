@@ -18,7 +18,6 @@ from cascade.params import SamplingParams
 from cascade.planner.choice import Policy
 from cascade.planner.cost import Profile
 from cascade.scorer import Row
-from cascade.simulation.toy import ToyCache, ToyModel, full_text
 from cascade.tier import runner
 from cascade.tier.kv_admission import KVAdmission
 from cascade.tier.local_links import join
@@ -26,6 +25,7 @@ from cascade.tier.loop import Limits, Loop
 from cascade.tier.runner import FACTOR, GRACE_S, Watchdog, row_of
 from cascade.tier.tier import Tier
 from tests.books import check_memory
+from tests.toys import ToyCache, ToyModel, full_text
 from tests.waiting import LONG_S, wait_until
 
 NAMES = ("tiny", "medium", "full")

@@ -19,8 +19,6 @@ from cascade.engine.network.survey import Survey
 
 ATTENTION = "cascade"  # our attention function's name at Transformers
 
-Windows = dict[int, int | None]  # by layer, see `cascade.engine.network.survey.Survey`
-
 
 def attend(
     module: nn.Module,
@@ -63,7 +61,7 @@ class NativePass:
     """A pass of `Native`."""
 
     spans: dict[int, Spans]  # by layer
-    windows: Windows
+    windows: dict[int, int | None]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: Kind) -> Tensor:
         """Store and attend with the layer's window: ``[1, total_tokens, heads, ...]`` of ``[1, heads, total_tokens, ...]``."""
@@ -81,13 +79,13 @@ class Native:
     def __init__(self, survey: Survey, dtype: torch.dtype) -> None:
         """Keys and values are held in bfloat16 if that is the network's ``dtype``, and in float32 otherwise."""
         self._dtype = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
-        self._shapes = survey.heads
+        self._shapes, self._windows = survey.heads, survey.windows
 
     def new_cache(self) -> BlockedCache:
         return BlockedCache(self._shapes, self._dtype)
 
-    def plan(self, spans: Sequence[Span], windows: Windows) -> NativePass:
-        return NativePass(tables(spans, self._shapes), windows)
+    def plan(self, spans: Sequence[Span]) -> NativePass:
+        return NativePass(tables(spans, self._shapes), self._windows)
 
 
 def _dense(part: Tensor) -> Tensor:

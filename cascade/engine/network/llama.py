@@ -1,4 +1,4 @@
-"""The Llama family written out for CPUs: packed rows in, logits out, by our own kernels.
+"""The Llama family written out for CPUs: configuration and weights in, packed rows in, logits out, by our own kernels.
 
     x = embedding(tokens)
     for each layer:
@@ -12,39 +12,109 @@ values are, is put into it.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from cascade.cpu.attention import ATTENDING, OF_PASS, Heads, Kind, Sizes, attend_step, of_pass, scratch_of, store_step
+from cascade.cpu.attention import ATTENDING, OF_PASS, Heads, Kind, Sizes, Spans, attend_step, of_pass, scratch_of, store_step
+from cascade.cpu.cache import BlockedCache, tables
 from cascade.cpu.jit import Step
 from cascade.cpu.layers import Rows, add_step, gate_step, norm_step, rotate_step
 from cascade.cpu.linear import Linear
 from cascade.cpu.program import Program
 from cascade.cpu.tile import STEP
-from cascade.engine.draft_vocab import DraftHead
-from cascade.engine.model_config import is_of_family
-from cascade.engine.network.attention import NativePass
-from cascade.engine.network.plain import Plain
+from cascade.engine import draft_vocab
+from cascade.engine.layers import cut_config
+from cascade.engine.model_config import FamilyConfig, is_of_family
+from cascade.engine.scoring import Packed
+from cascade.engine.weights import check_replaces, shape_of, unread
 
 DTYPES = (torch.float32, torch.bfloat16)
 KEPT = 32  # tokens of a pass whose memory and programs are kept: with drafts
+EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+LAYER = "model.layers.{}."  # what the names of a layer's weights begin with
+UNUSED = "rotary_emb.inv_freq"  # ends the name of what old checkpoints hold beside weights
 
 
 def is_written_out(network: Any) -> bool:
-    """Whether `Llama` runs it, told by its class and its configuration: in float32 and bfloat16 on a CPU."""
+    """Whether `Llama` can take the place of Transformers' ``network``, told by its class and its configuration."""
     if network.device.type not in ("cpu", "meta") or network.dtype not in DTYPES:
         return False
-    if isinstance(network, Plain):
-        return True
     kind = network.config.model_type
     theirs = type(network).__module__ == f"transformers.models.{kind}.modeling_{kind}"
     whole = type(network).__name__.endswith("ForCausalLM") and not getattr(network, "_hf_peft_config_loaded", False)
     return theirs and whole and is_of_family(network.config.to_dict())
+
+
+def weight_shapes(config: FamilyConfig) -> dict[str, list[int]]:
+    """Shapes of all weights by the names of checkpoints; an output embedding that is the input embedding is not among them."""
+    width, neurons, size = config.hidden_size, config.intermediate_size, config.head_size
+    queries, keys = config.num_attention_heads * size, config.num_key_value_heads * size
+    biased = config.model_type in ("llama", "qwen3") and bool(getattr(config, "attention_bias", False))
+    gated = config.model_type == "llama" and bool(getattr(config, "mlp_bias", False))
+    matrices = {
+        "self_attn.q_proj": ([queries, width], biased or config.model_type == "qwen2"),
+        "self_attn.k_proj": ([keys, width], biased or config.model_type == "qwen2"),
+        "self_attn.v_proj": ([keys, width], biased or config.model_type == "qwen2"),
+        "self_attn.o_proj": ([width, queries], biased),
+        "mlp.gate_proj": ([neurons, width], gated),
+        "mlp.up_proj": ([neurons, width], gated),
+        "mlp.down_proj": ([width, neurons], gated),
+    }
+    layer = {f"{name}.weight": shape for name, (shape, _) in matrices.items()}
+    layer |= {f"{name}.bias": shape[:1] for name, (shape, has_bias) in matrices.items() if has_bias}
+    layer |= {"input_layernorm.weight": [width], "post_attention_layernorm.weight": [width]}
+    if config.model_type == "qwen3":
+        layer |= {"self_attn.q_norm.weight": [size], "self_attn.k_norm.weight": [size]}
+    shapes = {EMBEDDING: [config.vocab_size, width], NORM: [width]}
+    if not config.tie_word_embeddings:
+        shapes[HEAD] = shapes[EMBEDDING]
+    for number in range(config.num_hidden_layers):
+        shapes |= {LAYER.format(number) + name: shape for name, shape in layer.items()}
+    return shapes
+
+
+def holds_exactly(weights: Mapping[str, Any], config: FamilyConfig) -> bool:
+    """Whether ``weights`` by name, tensors or slices of files, are those of `weight_shapes` and no others.
+
+    An output embedding may stand beside the input embedding that it is to be, if both are the same.
+    """
+    given = {name: part for name, part in weights.items() if not name.endswith(UNUSED)}
+    head = given.pop(HEAD, None) if config.tie_word_embeddings else None
+    if {name: shape_of(part) for name, part in given.items()} != weight_shapes(config):
+        return False
+    return head is None or torch.equal(head[:], given[EMBEDDING][:])
+
+
+class Weights:
+    """Weights of a checkpoint by name, tensors or slices of files, each read when it is asked for."""
+
+    def __init__(self, parts: Mapping[str, Any], dtype: torch.dtype, epsilon: float, rest: Callable[[], object]) -> None:
+        """They are held in ``dtype``; ``rest`` is called after each matrix."""
+        self._parts, self._dtype, self._epsilon, self._rest = parts, dtype, epsilon, rest
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._parts
+
+    def read(self, name: str) -> Tensor:
+        weight: Tensor = self._parts[name][:]
+        return weight.detach().to(self._dtype)
+
+    def norm(self, name: str) -> "Norm":
+        return Norm(self.read(name).float(), self._epsilon)
+
+    def linear(self, *names: str) -> Linear:
+        """Layers with one input as one, in the order of our kernels: it has less to begin and to end than several."""
+        biases = [self.read(f"{name}.bias") for name in names if f"{name}.bias" in self]
+        matrices = [self.read(f"{name}.weight") for name in names]
+        made = Linear(torch.cat(matrices), torch.cat(biases) if biases else None)
+        self._rest()
+        return made
 
 
 class Norm(NamedTuple):
@@ -53,14 +123,10 @@ class Norm(NamedTuple):
     weight: Tensor
     epsilon: float
 
-    @classmethod
-    def of(cls, module: Any) -> Self:
-        return cls(module.weight.detach().float(), module.variance_epsilon)
-
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Weights and sizes of a layer."""
+    """Weights of a layer."""
 
     number: int
     attention_norm: Norm
@@ -71,28 +137,22 @@ class Layer:
     mlp_norm: Norm
     gate_up: Linear
     down: Linear
-    sizes: Sizes
-    scaling: float
 
     @classmethod
-    def of(cls, number: int, module: Any, rest: Callable[[], object]) -> Self:
-        """Of Transformers' layer, whose matrices are put into the order of our kernels; ``rest`` is called after each."""
-        attention, mlp = module.self_attn, module.mlp
-        size = attention.head_dim
-        heads, kv_heads = (part.out_features // size for part in (attention.q_proj, attention.k_proj))
-        q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+    def of(cls, number: int, weights: Weights) -> Self:
+        begin = LAYER.format(number)
+        turned = [f"{begin}self_attn.{name}_norm.weight" for name in "qk"]
+        q_norm, k_norm = (weights.norm(name) if name in weights else None for name in turned)
         return cls(
             number=number,
-            attention_norm=Norm.of(module.input_layernorm),
-            qkv=_side_by_side(rest, attention.q_proj, attention.k_proj, attention.v_proj),
-            q_norm=None if q_norm is None else Norm.of(q_norm),
-            k_norm=None if k_norm is None else Norm.of(k_norm),
-            o=_side_by_side(rest, attention.o_proj),
-            mlp_norm=Norm.of(module.post_attention_layernorm),
-            gate_up=_side_by_side(rest, mlp.gate_proj, mlp.up_proj),
-            down=_side_by_side(rest, mlp.down_proj),
-            sizes=Sizes(heads, kv_heads, size, size),
-            scaling=attention.scaling,
+            attention_norm=weights.norm(f"{begin}input_layernorm.weight"),
+            qkv=weights.linear(*(f"{begin}self_attn.{name}_proj" for name in "qkv")),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            o=weights.linear(f"{begin}self_attn.o_proj"),
+            mlp_norm=weights.norm(f"{begin}post_attention_layernorm.weight"),
+            gate_up=weights.linear(f"{begin}mlp.gate_proj", f"{begin}mlp.up_proj"),
+            down=weights.linear(f"{begin}mlp.down_proj"),
         )
 
     @property
@@ -100,52 +160,88 @@ class Layer:
         return sum(part.numbers for part in (self.qkv, self.o, self.gate_up, self.down))
 
 
-def _side_by_side(rest: Callable[[], object], *layers: nn.Linear) -> Linear:
-    """Layers with one input as one: it has less to begin and to end than several."""
-    biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
-    made = Linear(torch.cat([layer.weight.detach() for layer in layers]), torch.cat(biases) if biases else None)
-    rest()
-    return made
-
-
 class Llama:
-    """A network of the family, see `is_written_out`, on its own weights in the order of our kernels."""
+    """A model of the family, see `is_of_family`; a row's logits have the same bits in every pass."""
+
+    device = torch.device("cpu")
+    same_bits = True
 
     @torch.no_grad()
-    def __init__(self, network: Any, *, owned: bool = False, rest: Callable[[], object] = lambda: None) -> None:
-        """With ``owned`` the layers of ``network``, which nothing else uses, lose their weights one after the other.
+    def __init__(
+        self,
+        config: FamilyConfig,
+        weights: Mapping[str, Any],
+        dtype: torch.dtype,
+        draft_ids: Tensor | None = None,
+        rest: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Take over ``weights`` by name, tensors or slices of files, see `weight_shapes`.
 
-        ``rest`` is called after each matrix.
+        ``draft_ids`` ``[n]`` int64 are the only tokens that it predicts, by default all. ``rest`` is called after each matrix.
         """
-        backbone = network.model
-        self._embedding: Tensor = backbone.embed_tokens.weight
-        self.layers: list[Layer] = []
-        for number, module in enumerate(backbone.layers[: network.config.num_hidden_layers]):
-            self.layers.append(Layer.of(number, module, rest))
-            if owned:
-                module.to("meta")
-        self._norm = Norm.of(backbone.norm)
-        self._rotary = backbone.rotary_emb
+        self.dtype, self._draft_ids = dtype, draft_ids
+        given = Weights(weights, dtype, config.rms_norm_eps, rest)
+        self._embedding = given.read(EMBEDDING)
+        layers = [Layer.of(number, given) for number in range(config.num_hidden_layers)]
+        self._norm = given.norm(NORM)
+        head = given.read(HEAD) if HEAD in given else self._embedding
+        self._head = Linear(head if draft_ids is None else head[draft_ids])
+        self._describe(config, layers)
         self._cos, self._sin = self._angles(1)
-        self.angles = self._cos.shape[1]  # the number of angles of a position
-        self._head = network.lm_head  # a drafter beside it shares it
-        linear: Any = self._head.linear if isinstance(self._head, DraftHead) else self._head
-        linear.forward = Linear(linear.weight)
-        if owned and linear.weight is not self._embedding:
-            linear.to("meta")
+
+    def _describe(self, config: FamilyConfig, layers: Sequence[Layer]) -> None:
+        self.config, self.layers = config, layers
+        size = config.head_size
+        self.sizes = Sizes(config.num_attention_heads, config.num_key_value_heads, size, size)
+        self._shapes, self._windows = dict.fromkeys(range(len(layers)), self.sizes), config.windows
         self._workspace: Workspace | None = None
 
+    @classmethod
+    def of(cls, network: Any, draft_ids: Tensor | None = None) -> Self:
+        """Of Transformers' network, see `is_written_out`, which stays as it is."""
+        return cls(FamilyConfig(network.config.to_dict()), network.state_dict(), network.dtype, draft_ids)
+
     def cut(self, layers: Sequence[int]) -> "Llama":
-        """One of ``layers`` of this one, on the same weights."""
+        """A model of ``layers`` of this one, on the same weights; raises `ModelError` if it has not all of them."""
         other = copy.copy(self)
-        other.layers = [replace(self.layers[layer], number=place) for place, layer in enumerate(layers)]
-        other._workspace = None
+        config = cut_config(copy.copy(self.config), layers)
+        other._describe(config, [replace(self.layers[layer], number=place) for place, layer in enumerate(layers)])
         return other
 
-    def __call__(self, ids: Tensor, positions: Tensor, keep: Tensor, planned: NativePass) -> Tensor:
-        """Logits ``[kept, vocab_size]`` of those tokens at ``keep`` of ``[tokens]``."""
+    def renewed(self, source: str, rest: Callable[[], object]) -> "Llama":
+        """One with the weights of a folder; ``rest`` is called after each matrix. Raises `ModelError` if shapes are others."""
+        draft_vocab.check_same(source, self._draft_ids)
+        with unread(source) as weights:
+            shapes = {name: shape_of(part) for name, part in weights.items()}
+            check_replaces(source, weight_shapes(self.config), shapes, {HEAD} if self.config.tie_word_embeddings else ())
+            return Llama(self.config, weights, self.dtype, self._draft_ids, rest)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output embedding, padding included."""
+        return int(self.config.vocab_size)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(shape) for shape in weight_shapes(self.config).values())
+
+    @property
+    def weights_read(self) -> tuple[int, int, int]:
+        """How many layers it has, and weights that a pass reads of each and of the output embedding."""
+        first = [math.prod(shape) for name, shape in weight_shapes(self.config).items() if name.startswith(LAYER.format(0))]
+        return len(self.layers), sum(first), self._head.in_features * self._head.out_features
+
+    # passes
+
+    def new_cache(self) -> BlockedCache:
+        """Keys and values of a new session."""
+        return BlockedCache(self._shapes, self.dtype)
+
+    def logits(self, packed: Packed) -> Tensor:
+        """Logits ``[len(packed.keep), vocab_size]``, float32."""
+        ids, positions, keep = (torch.tensor(part, dtype=torch.int64) for part in packed[:3])
         tokens, workspace = len(ids), self._workspace_for(len(ids))
-        spans = [planned.spans[layer.number] for layer in self.layers]
+        spans = [*tables(packed.spans, self._shapes).values()]
         workspace.hidden[:tokens] = self._embedding.index_select(0, ids)
         if spans[0].longest > len(self._cos):
             self._cos, self._sin = self._angles(2 * spans[0].longest)
@@ -153,40 +249,33 @@ class Llama:
         torch.index_select(self._sin, 0, positions, out=workspace.sin[:tokens])
         key = (tokens, torch.get_num_threads())
         if key not in workspace.programs:
-            program = Program(
-                list(self._steps(tokens, workspace, planned)), tokens * sum(layer.numbers for layer in self.layers)
-            )
+            program = Program(list(self._steps(tokens, workspace, spans)), tokens * sum(layer.numbers for layer in self.layers))
             workspace.programs[key] = program, program.places(ATTENDING, OF_PASS)
         program, places = workspace.programs[key]
-        size = max(scratch_of(span, layer.sizes) for span, layer in zip(spans, self.layers, strict=True))
+        size = scratch_of(spans[0], self.sizes)
         scratch = torch.empty(torch.get_num_threads() * size)
-        numbers = [
-            of_pass(span, planned.windows[layer.number], scratch.data_ptr(), size)
-            for span, layer in zip(spans, self.layers, strict=True)
-        ]
+        numbers = [of_pass(span, window, scratch.data_ptr(), size) for span, window in zip(spans, self._windows, strict=True)]
         program.put(places, np.repeat(np.array(numbers), len(places) // len(numbers), axis=0))
         program.run()
         logits: Tensor = self._head(workspace.hidden.index_select(0, keep))
-        return logits
+        return logits if self._draft_ids is None else draft_vocab.spread(logits, self._draft_ids, self.vocab_size)
 
-    def _steps(self, tokens: int, workspace: "Workspace", planned: NativePass) -> Iterator[Step]:
+    def _steps(self, tokens: int, workspace: "Workspace", spans: Sequence[Spans]) -> Iterator[Step]:
         """Of a pass, from the embeddings of its tokens to their last hidden states."""
         x, r = Rows.of(workspace.hidden), workspace.scratch
         shape = (tokens, x.stride)
-        for layer in self.layers:
-            heads, kv_heads, size, _ = layer.sizes
-            queries, turned = heads * size, (heads + kv_heads) * size
-            q, k, v = r.qkv, r.qkv.behind(queries), r.qkv.behind(turned)
-
+        heads, kv_heads, size, _ = self.sizes
+        queries, turned = heads * size, (heads + kv_heads) * size
+        q, k, v = r.qkv, r.qkv.behind(queries), r.qkv.behind(turned)
+        given = [Heads(part.address, size, part.stride) for part in (q, k, v)]
+        for layer, span, window in zip(self.layers, spans, self._windows, strict=True):
             yield norm_step(x, r.normed, shape, *layer.attention_norm)
             yield from layer.qkv.steps(r.normed, r.ordered, tokens, r.qkv)
             if layer.q_norm is not None and layer.k_norm is not None:
                 yield norm_step(q, q, (tokens, queries), *layer.q_norm)
                 yield norm_step(k, k, (tokens, turned - queries), *layer.k_norm)
             yield rotate_step(q, (tokens, turned), size, workspace.cos, workspace.sin)
-            given = [Heads(part.address, size, part.stride) for part in (q, k, v)]
-            kind = Kind(layer.scaling, planned.windows[layer.number])
-            attend = attend_step(given, r.attended.address, 0, planned.spans[layer.number], layer.sizes, kind)
+            attend = attend_step(given, r.attended.address, 0, span, self.sizes, Kind(size**-0.5, window))
             yield store_step(attend)
             yield attend
             yield from layer.o.steps(r.attended, r.ordered, tokens, r.projected)
@@ -209,8 +298,10 @@ class Llama:
 
     def _angles(self, positions: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the first ``positions``, ``[positions, head_dim]``."""
-        cos, sin = self._rotary(torch.empty(0), position_ids=torch.arange(positions)[None])
-        return cos[0].contiguous(), sin[0].contiguous()
+        frequencies, amplitude = self.config.rotation
+        angles = torch.arange(positions)[:, None].float() * frequencies
+        angles = torch.cat([angles, angles], -1)
+        return angles.cos() * amplitude, angles.sin() * amplitude
 
 
 class Scratch(NamedTuple):
@@ -235,10 +326,10 @@ class Workspace:
         self.programs: dict[tuple[int, int], tuple[Program, Any]] = {}  # and what changes in them
         layer = network.layers[0]
         size, half = len(layer.attention_norm.weight), layer.gate_up.out_features // 2
-        attended = layer.sizes.heads * layer.sizes.value_size
+        attended = network.sizes.heads * network.sizes.value_size
         ordered = max(size, half, attended) + STEP
         widths = (size, ordered, layer.qkv.width, attended, layer.o.width, size, layer.gate_up.width, half, layer.down.width)
         self._memory = [torch.zeros(most, width) for width in widths]
         self.scratch = Scratch(*map(Rows.of, self._memory))
-        self.cos, self.sin = torch.zeros(2, most, network.angles)
+        self.cos, self.sin = torch.zeros(2, most, network.sizes.key_size)
         self.hidden = torch.zeros(most, size)  # the sum that all layers add to

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from cascade.drafters import DrafterSpec
+from cascade.engine import draft_vocab
 from cascade.engine.adapter_folder import AdapterFolder
-from cascade.engine.draft_vocab import draft_ids
-from cascade.engine.draft_vocab import tokens as draft_tokens
 from cascade.engine.gguf import converted
 from cascade.engine.model_config import read_config
 from cascade.engine.sampling.processors import report
@@ -73,7 +72,7 @@ class VllmModel(Runs):
         options = dict(options or {})
         check_options(options)
         self._folder, self._draft, self._source = folder, draft, converted(source)
-        self._draft_vocab: list[int] | None = None  # ids, if the model predicts no others
+        self._draft_ids: Tensor | None = None  # int64, if the model predicts no others
         self._most = len(adapters or ()) if folder is None else most
         self.drafter = "" if drafter is None else drafter.kind
         options = pass_options(max_pass_tokens, max_sessions, options) | options
@@ -116,9 +115,9 @@ class VllmModel(Runs):
     def _restrict(self, revision: str | None, trust_remote_code: bool) -> None:
         """Let a draft model predict only its draft vocabulary, if it has one; raises `ModelError` if its ids do not fit."""
         config = read_config(self._source, revision=revision, trust_remote_code=trust_remote_code)
-        if (ids := draft_tokens(config, self._source, revision=revision)) is not None:
-            self._draft_vocab = ids.tolist()
-            self._engine.collective_rpc("cascade_restrict", args=(self._draft_vocab,))
+        self._draft_ids = draft_vocab.tokens(config, self._source, revision=revision)
+        if self._draft_ids is not None:
+            self._engine.collective_rpc("cascade_restrict", args=(self._draft_ids.tolist(),))
 
     def _add(self, name: str, source: str) -> None:
         """Load an adapter, in place of the one that was not used for longest; raises `ModelError`."""
@@ -169,8 +168,7 @@ class VllmModel(Runs):
         """
         source = converted(source)
         check_replaces(source, shapes(self._source), shapes(source), TIED)
-        if self._draft_vocab is not None and draft_ids(source) != self._draft_vocab:
-            raise ModelError(f"The weights of {source!r} cannot take the place of others: they say other tokens")
+        draft_vocab.check_same(source, self._draft_ids)
         try:
             with self._busy:
                 self._engine.collective_rpc("reload_weights", kwargs={"weights_path": source})

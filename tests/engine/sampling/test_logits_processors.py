@@ -23,11 +23,11 @@ from cascade.engine.sampling.processors import shape
 from cascade.engine.sampling.state import SequenceState, state_maker
 from cascade.messages import Edge, Open, SessionSpec, mint
 from cascade.scorer import BLOCK, Row, Scored
-from cascade.simulation.toy import ToyModel, full_text
 from cascade.tier.tier import Tier
 from tests.cases import examples
 from tests.drafters.test_drafters import INSIDE, Nonsense, drafters
 from tests.tier.test_tier import answered, running
+from tests.toys import ToyModel, full_text
 from tests.waiting import wait_until
 
 VOCAB = 12

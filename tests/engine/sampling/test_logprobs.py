@@ -16,13 +16,13 @@ from cascade.engine.sampling.state import state_maker
 from cascade.messages import Open, Proposal, mint
 from cascade.scorer import Row
 from cascade.session.session import MAX_PROMPT_SCORED
-from cascade.simulation.toy import ToyModel
 from tests import small
 from tests.cases import crossed
 from tests.doors import House, serving
 from tests.engine.sampling.test_logits_processors import VOCAB, opening_of
 from tests.http.test_http import PROMPT
 from tests.tier.test_tier import Inbox, Silent, alone, answered, finish, opening, written
+from tests.toys import ToyModel
 from tests.waiting import LONG_S
 
 LONG = "def read(path):\n    with open(path) as file:\n        return file.read()\n\n" * 20

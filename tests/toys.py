@@ -1,29 +1,28 @@
-"""Models that need no weights, for tests and benchmarks: the idea of httpx's ``MockTransport``.
+"""Models that need no weights, strict where a real model is silently wrong: what a store holds is what was written to it.
 
-    >>> full, tiny = ToyModel(32), ToyModel(32, agreement=0.7)
-    >>> Cascade([tiny, full], tokenizer)
-
-A `ToyModel` is strict where a real model is silently wrong: its cache holds what was written at each position, stale or not.
+>>> full, tiny = ToyModel(32), ToyModel(32, agreement=0.7)
+>>> Cascade([tiny, full], tokenizer)
 """
 
 import heapq
 import time
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from cascade.draft import Draft
+from cascade.engine.sampling.own_tokens import own_tokens
+from cascade.engine.sampling.processors import report, shape
+from cascade.engine.sampling.state import SequenceState
 from cascade.messages import SessionSpec
 from cascade.params import SamplingParams
-from cascade.scorer import MAX_FORKED, Row, RunnerUp, Runs, Scored
+from cascade.scorer import MAX_FORKED, Row, RunnerUp, Scored
+from cascade.simulation.toy_tier import ToyTier, fold
 from cascade.splitmix import GOLDEN, mix
-
-if TYPE_CHECKING:
-    from cascade.engine.sampling.state import SequenceState
 
 _SPREAD = 8.0  # logits are uniform from 0 to this: about 2.5 likely tokens at temperature 1
 _CACHED = 1 << 16  # contexts and positions remembered
@@ -111,8 +110,7 @@ class ToyFork:
         self._base.forks.remove(self)
 
 
-@dataclass(eq=False)
-class ToyModel(Runs):
+class ToyModel(ToyTier):
     """A language whose next-token logits are a hash of the last ``order`` tokens in the cache and of ``seed``.
 
     Models with one ``seed``, ``vocab_size`` and ``order`` share the language. One with ``agreement`` below 1 has other logits,
@@ -122,39 +120,48 @@ class ToyModel(Runs):
     `cascade.engine.sampling.own_tokens`. A pass sleeps ``pass_s + token_s * tokens`` seconds.
     """
 
-    vocab_size: int = 32
-    order: int = 3
-    seed: int = 0
-    _: KW_ONLY
-    agreement: float = 1.0
-    context_len: int = 4096
-    cache_tokens: int = 1 << 20
-    pass_s: float = 0.0
-    token_s: float = 0.0
-    passes: int = field(default=0, init=False)
-    tokens: int = field(default=0, init=False)  # scored, in all passes
-
-    def __post_init__(self) -> None:
-        assert self.vocab_size >= 2
-        assert self.order >= 1
-        assert 0 <= self.agreement <= 1
+    def __init__(
+        self,
+        vocab_size: int = 32,
+        order: int = 3,
+        seed: int = 0,
+        *,
+        agreement: float = 1.0,
+        context_len: int = 4096,
+        cache_tokens: int = 1 << 20,
+        pass_s: float = 0.0,
+        token_s: float = 0.0,
+    ) -> None:
+        assert vocab_size >= 2
+        assert order >= 1
+        assert 0 <= agreement <= 1
+        self.vocab_size, self.order, self.seed, self.agreement = vocab_size, order, seed, agreement
+        self.context_len, self.cache_tokens = context_len, cache_tokens
+        self.pass_s, self.token_s = pass_s, token_s
+        self.passes = 0
+        self.tokens = 0  # scored, in all passes
 
     def new_cache(self) -> ToyCache:
         return ToyCache()
 
-    def launch(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """See `cascade.scorer.Scorer`."""
-        return rows
-
     def collect(self, launched: Sequence[Row]) -> list[Scored]:
         """Own tokens of each row."""
-        scored = [self._score(row) for row in launched]
+        for row in launched:
+            self._check(row)
+        scored = super().collect(launched)
         num_tokens = sum(len(row.input_ids) for row in launched)
         self.passes += 1
         self.tokens += num_tokens
         if self.pass_s or self.token_s:
             time.sleep(self.pass_s + self.token_s * num_tokens)
         return scored
+
+    def _check(self, row: Row) -> None:
+        assert isinstance(row.cache, ToyCache | ToyFork)
+        assert 0 <= row.num_scored <= len(row.input_ids) > 0
+        end = row.start + len(row.tokens)
+        assert end + row.draft.height <= self.context_len, f"a context of {self.context_len} ends before {end}"
+        assert all(0 <= token < self.vocab_size for token in row.input_ids), "a token is not of the vocabulary"
 
     def logits(self, context: tuple[int, ...]) -> tuple[float, ...]:
         """Of the token after ``context``, the last ``order`` tokens; the full model's, or these turned by one token."""
@@ -178,27 +185,8 @@ class ToyModel(Runs):
         order = heapq.nsmallest(count, range(len(scores)), key=lambda token: -scores[token])
         return [RunnerUp(token, scores[order[0]] - scores[token]) for token in order]
 
-    def _score(self, row: Row) -> Scored:
-        assert isinstance(row.cache, ToyCache | ToyFork)
-        assert 0 <= row.num_scored <= len(row.input_ids) > 0
-        end = row.start + len(row.tokens)
-        assert end + row.draft.height <= self.context_len, f"a context of {self.context_len} ends before {end}"
-        assert all(0 <= token < self.vocab_size for token in row.input_ids), "a token is not of the vocabulary"
-        row.cache.write(row.start, row.tokens)
-        draft, before = row.draft, row.cache.before(end, self.order + row.num_own)
-        ends = [end - row.num_own + 1 + i for i in range(row.num_own)]
-        contexts = [tuple(before[: len(before) - (end - p)][-self.order :]) for p in ends]
-        for node, depth in enumerate(draft.depths):
-            ends.append(end + depth + 1)
-            contexts.append((*contexts[row.num_own + draft.parent(node)], draft.tokens[node])[-self.order :])
-        if row.state is not None:
-            scored = self._shaped(row, contexts)
-        else:
-            ranked = [self.ranked(c, p, row.params, 1 + row.runner_ups) for c, p in zip(contexts, ends, strict=True)]
-            others = [tuple(one[1:]) for one in ranked] if row.runner_ups else ()
-            scored = Scored([one[0].token for one in ranked], runner_ups=others)
-        row.cache.write(end, draft.tokens if draft.is_line else [draft.tokens[node] for node in draft.walk(scored.own)[1]])
-        return scored
+    def _own(self, row: Row, contexts: Sequence[tuple[int, ...]], positions: Sequence[int]) -> Scored:
+        return super()._own(row, contexts, positions) if row.state is None else self._shaped(row, contexts)
 
     def _shaped(self, row: Row, contexts: Sequence[tuple[int, ...]]) -> Scored:
         """What `cascade.engine.model.Model` does with its logits: a tree is its paths, the one that own tokens take at last."""
@@ -223,11 +211,6 @@ class ToyModel(Runs):
         known.update(zip((-1, *path), own, strict=False))
 
     def _shaped_line(self, row: Row, contexts: Sequence[tuple[int, ...]]) -> list[int]:
-        import torch  # plain rows do without
-
-        from cascade.engine.sampling.own_tokens import own_tokens
-        from cascade.engine.sampling.processors import report, shape
-
         logits = torch.tensor([self.logits(context) for context in contexts]).reshape(-1, self.vocab_size)
         position = row.start + len(row.input_ids) - row.num_scored + 1
         shaped, [known] = shape(logits, [row])
@@ -236,10 +219,10 @@ class ToyModel(Runs):
         return own
 
 
-def full_text(model: ToyModel, spec: SessionSpec) -> list[int]:
+def full_text(model: ToyTier, spec: SessionSpec) -> list[int]:
     """Prompt and output of plain decoding by ``model`` alone, token by token: what any cascade below it must give."""
     text = list(spec.tokens)
-    state = _history(spec, text) if spec.params.shaped else None
+    state = SequenceState(spec, text) if spec.params.shaped else None
     cache = model.new_cache()
     known, limit = 0, spec.prompt_len + spec.params.max_tokens
     while len(text) < limit and not (len(text) > spec.prompt_len and text[-1] in spec.ends):
@@ -247,12 +230,6 @@ def full_text(model: ToyModel, spec: SessionSpec) -> list[int]:
         known = len(text)
         text.append(scored.own[0])
     return text
-
-
-def _history(spec: SessionSpec, text: list[int]) -> "SequenceState":
-    from cascade.engine.sampling.state import SequenceState  # needs torch, which plain texts do without
-
-    return SequenceState(spec, text)
 
 
 @lru_cache(_CACHED)
@@ -273,16 +250,3 @@ def _uniforms(key: int, count: int) -> npt.NDArray[np.float64]:
     z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return (((z ^ z >> np.uint64(31)) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-
-
-def fold(tokens: tuple[int, ...], seed: int) -> int:
-    """A key of 64 bits for tokens and a seed."""
-    key = mix(seed + GOLDEN)
-    for token in tokens:
-        key = mix(key ^ (token + 1) * GOLDEN)
-    return key
-
-
-def uniform(key: int, index: int) -> float:
-    """The number ``index`` of a key, strictly between 0 and 1."""
-    return ((mix(key + (index + 1) * GOLDEN) >> 11) + 0.5) * 2.0**-53

@@ -1,0 +1,199 @@
+"""Networks of Transformers on any device, untouched: packed rows in, logits out, with an attention function of ours.
+
+What a network does with packed rows is tried when it is loaded: it is refused if its layers attend otherwise than they say, or
+if its logits are not those that it gives by itself.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from cascade.engine import devices, draft_vocab
+from cascade.engine.layers import cut_config
+from cascade.engine.model_config import unlike_attention
+from cascade.engine.network.attention import ATTENTION, Native, register
+from cascade.engine.network.contiguous import Contiguous
+from cascade.engine.network.products import keeps_bits, multiply_row_by_row
+from cascade.engine.network.survey import Survey, agree, probe_texts
+from cascade.engine.scoring import Packed
+from cascade.engine.weights import check_replaces, shape_of, unread
+from cascade.errors import ModelError, reason
+from cascade.params import SamplingParams
+from cascade.scorer import Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel  # takes seconds
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class Published:
+    """A network of Transformers. Only its attention is ours and, on a CPU, the products of its linear layers."""
+
+    def __init__(
+        self,
+        module: "PreTrainedModel",
+        draft_ids: Tensor | None = None,
+        *,
+        attention: type[Native] | type[Contiguous] | None = None,
+    ) -> None:
+        """Raises `ModelError` if it cannot run packed passes.
+
+        ``draft_ids`` ``[n]`` int64 are the only tokens that it predicts, by default all. ``attention`` is by default the
+        device's: our own kernel on a CPU, and PyTorch's on others.
+        """
+        self.module: Any = module.eval()
+        self.device: torch.device = module.device
+        self.dtype: torch.dtype = module.dtype
+        devices.add_exactly(self.device)
+        self._draft_ids = draft_ids
+        try:
+            self._prepare(attention or (Native if self.device.type == "cpu" else Contiguous))
+        except ModelError as error:
+            raise ModelError(f"{type(module).__name__} cannot be served: {error}") from error.__cause__
+
+    @property
+    def config(self) -> Any:
+        return self.module.config
+
+    @property
+    def num_parameters(self) -> int:
+        return int(self.module.num_parameters())
+
+    @property
+    def weights_read(self) -> tuple[int, int, int]:
+        """How many layers it has, and weights that a pass reads of each and of the output embedding, on the average."""
+        layers, head = stack(self.module), self.module.get_output_embeddings()
+        count = sum(part.numel() for part in layers.parameters())
+        return len(layers), count // len(layers), sum(part.numel() for part in head.parameters())
+
+    def new_cache(self) -> Any:
+        """Keys and values of a new session: a `cascade.scorer.Store`."""
+        return self._attention.new_cache()
+
+    def logits(self, packed: Packed) -> Tensor:
+        """Logits ``[len(packed.keep), vocab_size]``."""
+        # one copy to the device for all three
+        sent, n = devices.sent(packed.tokens + packed.positions + packed.keep, self.device), len(packed.tokens)
+        inputs = {"input_ids": sent[None, :n], "position_ids": sent[None, n : 2 * n]}
+        keep, plan = sent[2 * n :], self._attention.plan(packed.spans)
+        head = self.module.get_output_embeddings()
+        with head.register_forward_pre_hook(lambda module, inputs: (inputs[0][:, keep], *inputs[1:])):
+            out: Tensor = self.module(**inputs, use_cache=False, cascade_pass=plan).logits[0]
+        if self._draft_ids is None:
+            return out
+        ids = self._draft_ids.to(self.device)
+        return draft_vocab.spread(out[:, ids], ids, self.vocab_size)
+
+    # other networks on its weights
+
+    def cut(self, layers: Sequence[int]) -> Self:
+        """A network of ``layers`` of this one, on the same weights; raises `ModelError` if it has not all of them."""
+        other = copy.copy(self)
+        other.module = module = _copied(self.module)
+        every = stack(module)
+        cut_config(module.config, layers)
+        kept = [every[layer] for layer in layers]
+        del every[:]
+        every.extend(kept)
+        for place, layer in enumerate(kept):
+            for part in layer.modules():
+                if hasattr(part, "layer_idx"):
+                    part.layer_idx = place  # type: ignore[assignment]  # no module
+        other._survey = self._survey.cut(layers)
+        other._attention = type(self._attention)(other._survey, self.dtype)
+        return other
+
+    @torch.no_grad()
+    def renewed(self, source: str, rest: Callable[[], object]) -> Self:
+        """One with the weights of a folder; ``rest`` is called after each. Raises `ModelError` if their shapes are others.
+
+        Transformers does not load it: it changes PyTorch's default dtype meanwhile, also for a pass that runs.
+        """
+        draft_vocab.check_same(source, self._draft_ids)
+        other = copy.copy(self)
+        other.module = module = _copied(self.module)
+        for part in module.modules():
+            vars(part).pop("forward", None)  # our kernels' forward, on the weights before
+        shared = ("lm_head.weight",) if module.config.tie_word_embeddings else ()
+        with unread(source) as weights:
+            wanted = {name: shape_of(part) for name, part in module.state_dict().items()}
+            check_replaces(source, wanted, {name: shape_of(part) for name, part in weights.items()}, shared)
+            held = {}
+            for name, part in weights.items():
+                held[name] = part[...].to(self.device, self.dtype)
+                rest()
+        module.load_state_dict(held, strict=False, assign=True)
+        module.tie_weights()
+        multiply_row_by_row(module.eval())
+        return other
+
+    # the probe at load
+
+    @torch.inference_mode()
+    def _prepare(self, attention: type[Native] | type[Contiguous]) -> None:
+        """Choose what attends; raises `ModelError` if a layer attends otherwise, or if logits are not the network's own."""
+        module = self.module
+        if problem := unlike_attention(module.config):
+            raise ModelError(problem)
+        texts = probe_texts(module.get_input_embeddings().weight.shape[0])
+        # every network has "eager", which sums up scores in the network's dtype: too coarse for keys as large as Qwen2.5's;
+        # but "sdpa" leaves out softcapping, and before Transformers 5.20 without a word
+        capped = getattr(module.config.get_text_config(), "attn_logit_softcapping", None) is not None
+        module.set_attn_implementation("sdpa" if module._supports_sdpa and not capped else "eager")
+        expected = module(input_ids=torch.tensor(texts, device=self.device), use_cache=False).logits
+        if not expected.isfinite().all():
+            raise ModelError("its logits are not finite numbers")
+        self.vocab_size = int(expected.shape[-1])  # rows of the output embedding, padding included
+        draft_ids, self._draft_ids = self._draft_ids, None
+        try:
+            self._survey = Survey.of(module)
+            self._attention = attention(self._survey, self.dtype)
+            register()
+            module.set_attn_implementation(ATTENTION)
+            multiply_row_by_row(module)
+            logits = self._replay(texts)
+            promised = attention.same_bits and keeps_bits(module, self.dtype)  # the probe may miss what experts do
+            self.same_bits = promised and self._repeats(texts)
+        except (RuntimeError, TypeError, AttributeError, LookupError, ValueError) as error:
+            raise ModelError(f"it does not take packed rows ({reason(error)})") from error
+        if not agree(module, logits, expected):
+            raise ModelError("its logits change when rows are packed into one input")
+        self._draft_ids = draft_ids
+
+    def _scored(self, *rows: tuple[Any, int, Sequence[int], int]) -> Tensor:
+        """Logits of rows: stores, first positions, tokens and how many of them are scored."""
+        params = SamplingParams()
+        return self.logits(Packed.of([Row(cache, start, tokens, count, params) for cache, start, tokens, count in rows]))
+
+    def _replay(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """Logits ``[texts, n, vocab_size]`` of the last positions, after wrong drafts that are rolled back."""
+        starts, caches = [4, 5], [self.new_cache() for _ in texts]
+        parts = list(zip(caches, starts, texts, strict=True))
+        self._scored(*((cache, 0, [*text[:start], *reversed(text)], 1) for cache, start, text in parts))
+        return self._scored(*((cache, start, text[start:], 5) for cache, start, text in parts)).view(len(texts), 5, -1)
+
+    def _repeats(self, texts: Sequence[Sequence[int]]) -> bool:
+        """Whether the last token of a text gets the same bits among the others and alone."""
+        caches, n = [self.new_cache() for _ in texts], len(texts[0]) - 1
+        together = self._scored(*((cache, 0, text, len(text)) for cache, text in zip(caches, texts, strict=True)))
+        return torch.equal(together[n], self._scored((caches[0], n, texts[0][n:], 1))[0])
+
+
+def stack(module: Any) -> nn.ModuleList:
+    """The layers of a network; raises `ModelError` if they are not in one list."""
+    total = module.config.get_text_config().num_hidden_layers
+    for part in module.modules():
+        if isinstance(part, nn.ModuleList) and len(part) == total:
+            return part
+    raise ModelError(f"{type(module).__name__} has no list of its {total} layers, of which some could be left out")
+
+
+def _copied(module: Module) -> Module:
+    """Another network, whose weights and kernels are the same objects."""
+    kernels = [kernel for part in module.modules() if (kernel := vars(part).get("forward")) is not None]
+    memo: dict[int, Any] = {id(part): part for part in (*module.parameters(), *module.buffers(), *kernels)}
+    return copy.deepcopy(module, memo)

@@ -37,7 +37,7 @@ from cascade.engine.published_tokenizer import pretrained
 from cascade.engine.tokenizer import Tokenizer
 from cascade.prompts import BUILT_IN
 from cascade.settings.config import CascadeConfig
-from cascade.training.alignment import Outcome, Student, TierStudent, align, record, shards
+from cascade.training.alignment import Outcome, Student, align, record, shards
 from cascade.training.reservoir import Sample
 from cascade.training.versions import Versions
 from cascade.training.writing import Turns, end_tokens, given_prompts, write
@@ -93,7 +93,7 @@ def answers(prompts: Callable[[Tokenizer], list[list[int]]], size: Size) -> list
     turns = Turns.of(published, end_tokens(network, published))
     beginnings = given_prompts(iter(prompts(tokenizer)[: size.answers]))
     written = write(Model(network), turns, beginnings, rows=size.answers, max_len=size.tokens)
-    return [Sample(tuple(one.tokens), one.prompt_len, one.temperature, "", 1, time.time()) for one in written]
+    return [Sample(tuple(text.tokens), text.prompt_len, text.temperature, "", 1, time.time()) for text in written]
 
 
 def agreement(student: Student, samples: Sequence[Sample]) -> float:
@@ -104,13 +104,13 @@ def agreement(student: Student, samples: Sequence[Sample]) -> float:
 
 def learn(size: Size, old: Sequence[Sample], new: Sequence[Sample], folder: Path) -> dict[str, Any]:
     """By drafter: its agreement before and after, and after each round."""
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for name in STUDENTS:
         verifier = folder / "medium" / "000001" if name == "tiny" else Path(family.path("full"))
         if name == "tiny":  # what the change has cost is judged by the verifier that it had then
-            before = TierStudent(family.path("medium"), family.path(name))
+            before = Student(family.path("medium"), family.path(name))
             cost = [agreement(before, samples) for samples in (old, new)]
-        student = TierStudent(str(verifier), family.path(name))
+        student = Student(str(verifier), family.path(name))
         rounds: list[Outcome] = []
         for _ in range(size.rounds):
             rounds.append(align(name, student, new, old, size.seconds[name] / size.rounds))
@@ -118,21 +118,21 @@ def learn(size: Size, old: Sequence[Sample], new: Sequence[Sample], folder: Path
         first, last = rounds[0], rounds[-1]
         cost = cost if name == "tiny" else [first.old_before or 0.0, first.before]
         Versions(folder / name).add(record(student, last))
-        times = accumulate((one.seconds for one in rounds), initial=0.0)
-        points = [(first.before, first.old_before), *((one.after, one.old_after) for one in rounds)]
+        times = accumulate((outcome.seconds for outcome in rounds), initial=0.0)
+        points = [(first.before, first.old_before), *((outcome.after, outcome.old_after) for outcome in rounds)]
         course = [
             [round(time_s, 1), round(new, 3), round(old or 0.0, 3)] for time_s, (new, old) in zip(times, points, strict=True)
         ]
-        found[name] = {
+        figures[name] = {
             "old": {"before": cost[0], "after": last.old_after},
             "new": {"before": cost[1], "after": last.after},
             "recovered": (last.after - cost[1]) / (cost[0] - cost[1]) if cost[0] > cost[1] else None,
             "old_lost": 1 - (last.old_after or 0.0) / cost[0],
-            "steps": sum(one.steps for one in rounds),
+            "steps": sum(outcome.steps for outcome in rounds),
             "judged": last.judged,
             "course": course,
         }
-    return found
+    return figures
 
 
 # swapping
@@ -276,8 +276,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     line = {
-        "recovered": {name: found["recovered"] and round(found["recovered"], 3) for name, found in learnt.items()},
-        "old_lost": round(max((found["old_lost"] for found in learnt.values()), default=0.0), 3),
+        "recovered": {name: figures["recovered"] and round(figures["recovered"], 3) for name, figures in learnt.items()},
+        "old_lost": round(max((figures["old_lost"] for figures in learnt.values()), default=0.0), 3),
         **{name: swapped.get(name) for name in ("p99_gap_ratio", "swaps", "failed", "changed")},
     }
     learnt_at = stamp() if "learning" in parts else {name: kept.get(name) for name in stamp()}

@@ -77,12 +77,12 @@ def stamp(models: object = None) -> dict[str, Any]:
 
 def titled(beginning: str) -> list[int]:
     """Process ids below this process whose titles begin so: Ray's tell what runs in them."""
-    found = []
-    for one in psutil.Process().children(recursive=True):
+    pids = []
+    for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):  # it has ended
-            if " ".join(one.cmdline()).startswith(beginning):
-                found.append(one.pid)
-    return found
+            if " ".join(child.cmdline()).startswith(beginning):
+                pids.append(child.pid)
+    return pids
 
 
 def shape(source: str) -> str:
@@ -91,11 +91,11 @@ def shape(source: str) -> str:
     return f"{config.model_type}, {config.num_hidden_layers} layers of {config.hidden_size}, {config.vocab_size} tokens"
 
 
-def lossless(found: Any) -> bool:
+def lossless(document: Any) -> bool:
     """Whether no figure of a document, however deep, is of texts that differ."""
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         return True
-    return found.get("same_text", True) and all(map(lossless, found.values()))
+    return document.get("same_text", True) and all(map(lossless, document.values()))
 
 
 def keep(document: dict[str, Any], path: Path) -> None:

@@ -57,12 +57,13 @@ def family_in_process() -> Iterator[Stream]:
         yield stream
 
 
-def kept_of(found: Mapping[str, Sequence[Cell]]) -> list[dict[str, Any]]:
+def kept_of(measured: Mapping[str, Sequence[Cell]]) -> list[dict[str, Any]]:
     """What is kept of each mode, kind of prompt and all kinds together, and temperature."""
     return [
-        {key: round(one[key], 3) if isinstance(one[key], float) else one[key] for key in FIGURES} | {"temperature": temperature}
-        for temperature, cells in found.items()
-        for one in entries(cells)
+        {key: round(entry[key], 3) if isinstance(entry[key], float) else entry[key] for key in FIGURES}
+        | {"temperature": temperature}
+        for temperature, cells in measured.items()
+        for entry in entries(cells)
     ]
 
 
@@ -73,27 +74,29 @@ def head(kept: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Speed is the median over kinds of prompts: a machine that stands still for a second spoils one of them.
     """
     drafters: dict[str, dict[str, dict[str, float]]] = {mode.name: {} for mode in MODES if mode is not ALONE}
-    for one in kept:
-        if one["category"] == "all" and one["mode"] in drafters:
+    for entry in kept:
+        if entry["category"] == "all" and entry["mode"] in drafters:
             same = [
-                other for other in kept if all(other[key] == one[key] for key in ("mode", "temperature")) and other is not one
+                other
+                for other in kept
+                if all(other[key] == entry[key] for key in ("mode", "temperature")) and other is not entry
             ]
             speed_up = median(other["speed_up"] for other in same)
-            figures = {"speedup": round(speed_up, 3), "accepted_len": one["tokens_per_full_pass"]}
-            drafters[one["mode"]][one["temperature"]] = figures
-    best = max((mode.name for mode in NAMED), key=lambda name: prod(one["speedup"] for one in drafters[name].values()))
+            figures = {"speedup": round(speed_up, 3), "accepted_len": entry["tokens_per_full_pass"]}
+            drafters[entry["mode"]][entry["temperature"]] = figures
+    best = max((mode.name for mode in NAMED), key=lambda name: prod(entry["speedup"] for entry in drafters[name].values()))
     return {"drafters": drafters, "best": best}
 
 
 def table(kept: Sequence[Mapping[str, Any]], temperature: str) -> Table:
     """Speed over the full model alone, by kind of prompt; * is the best of a column."""
-    here = [one for one in kept if one["temperature"] == temperature and one["mode"] != ALONE.name]
-    kinds = dict.fromkeys(one["category"] for one in here)
-    most = {kind: max(one["speed_up"] for one in here if one["category"] == kind) for kind in kinds}
+    here = [entry for entry in kept if entry["temperature"] == temperature and entry["mode"] != ALONE.name]
+    kinds = dict.fromkeys(entry["category"] for entry in here)
+    most = {kind: max(entry["speed_up"] for entry in here if entry["category"] == kind) for kind in kinds}
     result = Table("mode", *kinds, "a pass", title=f"Over alone, {temperature}", box=SIMPLE)
-    for mode in dict.fromkeys(one["mode"] for one in here):
-        row = [one for one in here if one["mode"] == mode]
-        shown = (f"{one['speed_up']:.2f}{'*' if one['speed_up'] == most[one['category']] else ''}" for one in row)
+    for mode in dict.fromkeys(entry["mode"] for entry in here):
+        row = [entry for entry in here if entry["mode"] == mode]
+        shown = (f"{entry['speed_up']:.2f}{'*' if entry['speed_up'] == most[entry['category']] else ''}" for entry in row)
         result.add_row(mode, *shown, f"{row[-1]['tokens_per_full_pass']:.2f}")
     return result
 
@@ -119,15 +122,15 @@ def guess_cost(kind: str) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parsed(parser("drafters", "Every drafter beside every other."), arguments)
     size = QUICK if chosen.quick else Size()
-    found: dict[str, Sequence[Cell]] = {}
+    measured: dict[str, Sequence[Cell]] = {}
     with family_in_process() as stream:
         for temperature in size.temperatures:
-            found[at(temperature)] = asyncio.run(in_turns(stream, MODES, size, temperature))
-            console.print(table(kept_of(found), at(temperature)))
-    kept = kept_of(found)
+            measured[at(temperature)] = asyncio.run(in_turns(stream, MODES, size, temperature))
+            console.print(table(kept_of(measured), at(temperature)))
+    kept = kept_of(measured)
     costs = {kind: guess_cost(kind) for kind in INSIDE}
     console.print("Guesses without a model:", costs)
-    same = all(map(same_text, found.values()))
+    same = all(map(same_text, measured.values()))
     finish({"head": head(kept), "cost": costs, "same_text": same} | stamp() | {"cells": kept}, head(kept), chosen.results)
 
 

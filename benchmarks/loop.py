@@ -208,10 +208,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     passes = QUICK_PASSES if chosen.quick else PASSES
     line: dict[str, Any] = {"gap_ms": {}, "rest_ms": {}}
     for setup in chosen.only or SETUPS:
-        found = {str(sessions): measure(setup, sessions, passes) for sessions in SESSIONS}
-        console.print(setup, found)
+        figures = {str(sessions): measure(setup, sessions, passes) for sessions in SESSIONS}
+        console.print(setup, figures)
         for name, of_setup in line.items():
-            of_setup[setup] = {sessions: one[name] for sessions, one in found.items()}
+            of_setup[setup] = {sessions: took[name] for sessions, took in figures.items()}
     finish(line | {"model": MODEL} | stamp(MODEL), line, chosen.results)
 
 

@@ -10,8 +10,10 @@ from cascade.prompts import BUILT_IN, Prompt
 
 def by_category(count: int | None, prompts: Sequence[Prompt] = BUILT_IN) -> tuple[Prompt, ...]:
     """The first ``count`` prompts of each category, all if ``None``."""
-    kinds = dict.fromkeys(prompt.category for prompt in prompts)
-    return tuple(one for kind in kinds for one in [prompt for prompt in prompts if prompt.category == kind][:count])
+    by_kind: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_kind.setdefault(prompt.category, []).append(prompt)
+    return tuple(prompt for prompts in by_kind.values() for prompt in prompts[:count])
 
 
 def chats(count: int) -> list[list[int]]:

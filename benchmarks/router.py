@@ -260,7 +260,7 @@ async def measure(door: str, ports: dict[str, int], streams: int, seconds: float
 
 def compare(roots: dict[str, Path | None], seconds: float, doors: Sequence[str]) -> dict[str, Any]:
     """All loads of the routers of these checkouts, in turns: means of the rounds."""
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         _, ticket = stack.enter_context(process("--tier"))
         served = {}
@@ -274,10 +274,10 @@ def compare(roots: dict[str, Path | None], seconds: float, doors: Sequence[str])
                     for name, (pid, ports) in served.items():
                         seen[name].append(asyncio.run(measure(door, ports, streams, seconds, pid)))
                 for name, rounds in seen.items():
-                    of_door = found.setdefault(name, {}).setdefault(door, {})
-                    of_door[str(streams)] = {key: round(mean(one[key] for one in rounds), 3) for key in rounds[0]}
+                    of_door = figures.setdefault(name, {}).setdefault(door, {})
+                    of_door[str(streams)] = {key: round(mean(round_[key] for round_ in rounds), 3) for key in rounds[0]}
                     console.print(name, door, streams, of_door[str(streams)])
-    return found
+    return figures
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -294,12 +294,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         chosen = parsed(made, arguments)
         roots = {"router": None} | ({} if chosen.against is None else {"before": chosen.against.resolve()})
         seconds = QUICK_SECONDS if chosen.quick else SECONDS
-        found = compare(roots, seconds, chosen.only or ("http", "grpc"))
+        figures = compare(roots, seconds, chosen.only or ("http", "grpc"))
         line = {
-            name: {door: {streams: one["core_share"] for streams, one in loads.items()} for door, loads in doors.items()}
-            for name, doors in found.items()
+            name: {door: {streams: cell["core_share"] for streams, cell in loads.items()} for door, loads in doors.items()}
+            for name, doors in figures.items()
         }
-        finish(found | {"model": MODEL} | stamp(MODEL), line, chosen.results)
+        finish(figures | {"model": MODEL} | stamp(MODEL), line, chosen.results)
 
 
 if __name__ == "__main__":

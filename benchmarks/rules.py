@@ -174,7 +174,7 @@ def _probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
 
 def measure(pair: Pair, texts: Sequence[RecordedText], temperature: float) -> dict[str, Any]:
     """By rule: how often the first guess is right, how many of a window are, and the second's standard error over answers."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    figures: dict[str, list[tuple[float, float]]] = {}
     drafted = 0
     for seed, text in enumerate(texts):
         drafts, same = pair.drafts(text, SamplingParams(temperature=temperature, seed=seed))
@@ -182,8 +182,8 @@ def measure(pair: Pair, texts: Sequence[RecordedText], temperature: float) -> di
         judged = {name: rule(drafts) for name, rule in RULES.items()}
         judged["coupled, drawn"] = by_reached(same.double().cumprod(-1))
         for name, (first, accepted) in judged.items():
-            found.setdefault(name, []).append((first.mean().item(), accepted.mean().item()))
-    rules = {name: _summary(shares) for name, shares in found.items()}
+            figures.setdefault(name, []).append((first.mean().item(), accepted.mean().item()))
+    rules = {name: _summary(shares) for name, shares in figures.items()}
     console.print(temperature, rules)
     return {"drafts": drafted, "rules": rules}
 
@@ -209,9 +209,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         closing(Model.from_pretrained(full, dtype="float32", device="cpu")) as verifier,
     ):
         for temperature, texts in answers.items():
-            found = timed(str(temperature), partial(measure, Pair(drafter, verifier), texts, temperature))
-            document["temperatures"][str(temperature)] = found
-    finish(document, {key: found["rules"] for key, found in document["temperatures"].items()}, chosen.results)
+            figures = timed(str(temperature), partial(measure, Pair(drafter, verifier), texts, temperature))
+            document["temperatures"][str(temperature)] = figures
+    finish(document, {key: figures["rules"] for key, figures in document["temperatures"].items()}, chosen.results)
 
 
 if __name__ == "__main__":

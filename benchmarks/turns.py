@@ -119,7 +119,7 @@ async def in_turns(stream: Stream, modes: Sequence[Mode], size: Size, temperatur
     """Every mode on the family's chats, a cell for each category and mode, alone first; each cell is shown when it is done."""
     tokenizer, prompts = Tokenizer.from_pretrained(family.paths()[-1]), by_category(size.prompts)
     ids = {prompt.text: chat_ids(tokenizer, prompt.text) for prompt in prompts}
-    params, found = SamplingParams(max_tokens=size.tokens, temperature=temperature, seed=0), list[Cell]()
+    params, results = SamplingParams(max_tokens=size.tokens, temperature=temperature, seed=0), list[Cell]()
 
     async def ask(prompt: str, mode: Mode) -> Answered:
         completion = None
@@ -132,10 +132,10 @@ async def in_turns(stream: Stream, modes: Sequence[Mode], size: Size, temperatur
 
     for at_once in size.at_once:
         async for cells in measured(ask, modes, prompts, at_once):
-            found += cells
+            results += cells
             for cell in cells:
                 console.print(at(temperature), line(cell, cells), markup=False, soft_wrap=True)
-    return found
+    return results
 
 
 async def measured(
@@ -189,10 +189,10 @@ def entries(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     """All cells, then those of all categories together, as JSON; keys name the units."""
     whole: dict[tuple[int, str], Cell] = {}
     for cell in cells:
-        one = whole.setdefault((cell.concurrency, cell.mode.name), Cell(cell.mode, "all", cell.concurrency))
-        one.answers += cell.answers
-        one.errors += cell.errors
-        one.seconds += cell.seconds
+        total = whole.setdefault((cell.concurrency, cell.mode.name), Cell(cell.mode, "all", cell.concurrency))
+        total.answers += cell.answers
+        total.errors += cell.errors
+        total.seconds += cell.seconds
     every = [*cells, *whole.values()]
     return [_entry(cell, every) for cell in every]
 

@@ -93,13 +93,13 @@ def passes(model: VllmModel) -> dict[str, Any]:
             times.append(time.perf_counter() - begin)
         return round(statistics.median(times) * 1e3, 2)
 
-    found = {
+    figures = {
         "by_tokens": {str(tokens): timed(1, tokens) for tokens in COUNTS},
         "by_rows": {str(number): timed(number, 1) for number in COUNTS},
     }
     for store in stores:
         store.free()
-    return found
+    return figures
 
 
 def serve(chosen: argparse.Namespace, source: str) -> dict[str, Any]:
@@ -119,15 +119,15 @@ def serve(chosen: argparse.Namespace, source: str) -> dict[str, Any]:
     cells: dict[str, Any] = {}
     with ExitStack() as stack:
         arena = served.Arena(models, plan, stack, **options)
-        cells = served.measure(arena, plan, lambda at_once, found: console.print(at_once, found))
-    speeds = {at_once: {mode: cell["tokens_per_second"] for mode, cell in one.items()} for at_once, one in cells.items()}
-    ratios = {at_once: _ratios(found) for at_once, found in speeds.items()}
+        cells = served.measure(arena, plan, lambda at_once, figures: console.print(at_once, figures))
+    speeds = {at_once: {mode: cell["tokens_per_second"] for mode, cell in modes.items()} for at_once, modes in cells.items()}
+    ratios = {at_once: _ratios(figures) for at_once, figures in speeds.items()}
     return {"served": ratios, "cells": cells, "missing": arena.missing, "temperature": chosen.temperature}
 
 
 def _ratios(speeds: dict[str, float]) -> dict[str, float | None]:
-    def over(one: str, other: str) -> float | None:
-        return round(speeds[one] / speeds[other], 3) if one in speeds and other in speeds else None
+    def over(mode: str, other: str) -> float | None:
+        return round(speeds[mode] / speeds[other], 3) if mode in speeds and other in speeds else None
 
     return {
         "alone_vs_vllm": over("alone", "vllm_alone"),
@@ -167,11 +167,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _attempt(name: str, part: Callable[[], dict[str, Any]], document: dict[str, Any]) -> None:
-    """Add what a part found, or why it failed."""
+    """Add what a part measured, or why it failed."""
     try:
-        found = part()
-        document |= found if name == "served" else {name: found}
-        console.print(name, found)
+        figures = part()
+        document |= figures if name == "served" else {name: figures}
+        console.print(name, figures)
     except Exception as error:  # of any library
         document["problems"].append(f"{name}: {type(error).__name__}: {error}")
 

@@ -34,7 +34,7 @@ TEMPERATURES = {"t0": 0.0, "t0.7": 0.7}
 def measure(prompts: int, tokens: int) -> dict[str, Any]:
     """By temperature and mode: speed over alone and tokens a pass, of all and by category; and whether texts are the same."""
     source, cost = family.paths()[-1], QWEN3[-1]
-    tokenizer, found = Tokenizer.from_pretrained(source), {}
+    tokenizer, figures = Tokenizer.from_pretrained(source), {}
     model = Model.from_pretrained(source, dtype="float32")
     try:
         for key, temperature in TEMPERATURES.items():
@@ -52,14 +52,14 @@ def measure(prompts: int, tokens: int) -> dict[str, Any]:
                     seconds[mode][prompt.category] = seconds[mode].get(prompt.category, 0.0) + took
                     passes[mode] += outcome.usage[-1].passes - 1
                     texts[mode] += outcome.texts
-            found[key] = {
+            figures[key] = {
                 "same_text": len(set(texts.values())) == 1,
                 "modes": _ratios(seconds, passes, sum(map(len, texts["alone"])) - len(texts["alone"])),
             }
-            console.print(key, found[key])
+            console.print(key, figures[key])
     finally:
         model.close()
-    return found
+    return figures
 
 
 def _ratios(seconds: dict[str, dict[str, float]], passes: dict[str, int], tokens: int) -> dict[str, Any]:
@@ -76,9 +76,9 @@ def _ratios(seconds: dict[str, dict[str, float]], passes: dict[str, int], tokens
 
 def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parsed(parser("without_drafts", "Text drafters on a device of its own, in virtual time."), arguments)
-    found = timed("Text drafters", lambda: measure(*((1, 16) if chosen.quick else (1, 64))))
-    line = {key: {mode: one["over_alone"] for mode, one in at["modes"].items()} for key, at in found.items()}
-    finish({"head": line} | found | stamp(), line, chosen.results)
+    figures = timed("Text drafters", lambda: measure(*((1, 16) if chosen.quick else (1, 64))))
+    line = {key: {mode: cell["over_alone"] for mode, cell in at["modes"].items()} for key, at in figures.items()}
+    finish({"head": line} | figures | stamp(), line, chosen.results)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster import crowd, one, placed
+from benchmarks.cluster import crowd, placed, single
 from benchmarks.cluster.devices import Setup, table
 from benchmarks.document import console, finish, parsed, parser, stamp, timed
 from benchmarks.family.agreement import recorded
@@ -41,44 +41,44 @@ DTYPE = "float32"  # of what is recorded
 
 def measure(parts: Sequence[str], *, quick: bool) -> dict[str, Any]:
     """The document: what ran, and its head, which is the last line."""
-    single, many, mapped = one.Size(), crowd.Size(), one.Size(stretch=3.0)
+    size, many, mapped = single.Size(), crowd.Size(), single.Size(stretch=3.0)
     prompts, tokens, texts = PROMPTS, TOKENS, placed.PROMPTS
     if quick:
-        single = mapped = one.Size(stretch=QUICK_STRETCH, tokens=24, alone=8, warm_up=8)
+        size = mapped = single.Size(stretch=QUICK_STRETCH, tokens=24, alone=8, warm_up=8)
         many = crowd.Size(stretch=QUICK_STRETCH, tokens=24, loads=(1, 4), replicas=((1, 1, 1),))
         prompts, tokens, texts = 1, 24, 1
     WORK.mkdir(exist_ok=True)
     if "one" in parts or "scale" in parts:
         recording = timed("Recording the family", lambda: _recorded(prompts, tokens))
-        console.print(one.agreement(recording, family.NAMES))
-    found: dict[str, Any] = {}
+        console.print(single.agreement(recording, family.NAMES))
+    figures: dict[str, Any] = {}
     if "one" in parts:
-        setup = Setup(single.stretch, recording=RECORDING)
-        found["one"] = timed("One request", lambda: one.measure(recording, setup, single, console.print))
-        console.print(one.table(found["one"]))
+        setup = Setup(size.stretch, recording=RECORDING)
+        figures["one"] = timed("One request", lambda: single.measure(recording, setup, size, console.print))
+        console.print(single.table(figures["one"]))
     if "scale" in parts:
-        found["scale"] = timed("Many requests", lambda: crowd.measure(RECORDING, many, console.print))
-        console.print(crowd.table(found["scale"]))
+        figures["scale"] = timed("Many requests", lambda: crowd.measure(RECORDING, many, console.print))
+        console.print(crowd.table(figures["scale"]))
     if "map" in parts:
         toys = placed.recording(mapped.tokens, texts)
         toys.save(WORK / "map.json")
         trio = Setup(mapped.stretch, recording=WORK / "map.json", pass_ms=placed.PASS_MS)
-        found["map"] = timed("A trio of the map", lambda: one.measure(toys, trio, mapped, console.print))
-        console.print(one.table(found["map"]))
+        figures["map"] = timed("A trio of the map", lambda: single.measure(toys, trio, mapped, console.print))
+        console.print(single.table(figures["map"]))
     if "pair" in parts:
-        found["pair"] = timed("The published pair", lambda: _pair(single, console.print))
-        console.print(one.table(found["pair"]))
+        figures["pair"] = timed("The published pair", lambda: _pair(size, console.print))
+        console.print(single.table(figures["pair"]))
     made = stamp()
-    dates = {name: dict.fromkeys(found, made[of]) for name, of in STAMPS.items()}
-    sizes = {"stretch": {"one": single.stretch, "scale": many.stretch, "map": mapped.stretch, "pair": single.stretch}}
+    dates = {name: dict.fromkeys(figures, made[of]) for name, of in STAMPS.items()}
+    sizes = {"stretch": {"one": size.stretch, "scale": many.stretch, "map": mapped.stretch, "pair": size.stretch}}
     devices = {model: table(load) for model, load in TRIO.items()}
-    return {"head": head(found)} | found | sizes | {"devices": devices} | made | dates
+    return {"head": head(figures)} | figures | sizes | {"devices": devices} | made | dates
 
 
-def _pair(size: one.Size, report: Callable[[str], object]) -> dict[str, Any]:
+def _pair(size: single.Size, report: Callable[[str], object]) -> dict[str, Any]:
     """The published pair, as tiny and full."""
     setup = Setup(size.stretch, recording=PAIR, sources={"tiny": path("0.5B"), "full": path("1.5B")})
-    return {"model": MODEL} | one.measure(Recording.load(PAIR), setup, size, report)
+    return {"model": MODEL} | single.measure(Recording.load(PAIR), setup, size, report)
 
 
 def _recorded(prompts: int, tokens: int) -> Recording:
@@ -89,25 +89,25 @@ def _recorded(prompts: int, tokens: int) -> Recording:
     return recording
 
 
-def joined(kept: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+def joined(kept: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
     """The document of a run of some parts, and the others as another run has left them, with their dates and processors."""
-    both = kept | found
-    return both | {"head": head(both)} | {name: kept.get(name, {}) | found[name] for name in STAMPS}
+    both = kept | figures
+    return both | {"head": head(both)} | {name: kept.get(name, {}) | figures[name] for name in STAMPS}
 
 
-def head(found: dict[str, Any]) -> dict[str, Any]:
+def head(figures: dict[str, Any]) -> dict[str, Any]:
     """One figure for each claim; nothing of parts that did not run."""
-    headlines: dict[str, Callable[[Any], Any]] = dict.fromkeys(PARTS, one.headline) | {"scale": crowd.headline}
-    return {part: line(found[part]) if part in found else {} for part, line in headlines.items()} | planned(found)
+    headlines: dict[str, Callable[[Any], Any]] = dict.fromkeys(PARTS, single.headline) | {"scale": crowd.headline}
+    return {part: line(figures[part]) if part in figures else {} for part, line in headlines.items()} | planned(figures)
 
 
-def planned(found: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """By cell, what the planner chooses over the best single choice, and over the full model alone."""
+def planned(figures: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """By cell, what the planner chooses over the best size choice, and over the full model alone."""
     best: dict[str, float] = {}
     alone: dict[str, float] = {}
-    for kind, ratios in found.get("one", {}).get("by_category", {}).items():
+    for kind, ratios in figures.get("one", {}).get("by_category", {}).items():
         best[f"one {kind}"], alone[f"one {kind}"] = ratios["auto_vs_best"], ratios["auto_vs_alone"]
-    for replicas, loads in found.get("scale", {}).items():
+    for replicas, loads in figures.get("scale", {}).items():
         for load, cell in loads.items():
             name, ratios = f"{replicas} {load}", cell["ratios"]
             best[name], alone[name] = round(ratios["auto"] / max(1.0, ratios["three"]), 3), ratios["auto"]
@@ -116,10 +116,10 @@ def planned(found: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parsed(parser("cluster", "A cascade on emulated devices.", PARTS), arguments)
-    found = measure(chosen.only or [part for part in PARTS if part != "pair" or PAIR.exists()], quick=chosen.quick)
+    figures = measure(chosen.only or [part for part in PARTS if part != "pair" or PAIR.exists()], quick=chosen.quick)
     if chosen.only and chosen.results is not None and chosen.results.exists():
-        found = joined(json.loads(chosen.results.read_text(encoding="utf-8")), found)
-    finish(found, found["head"], chosen.results)
+        figures = joined(json.loads(chosen.results.read_text(encoding="utf-8")), figures)
+    finish(figures, figures["head"], chosen.results)
 
 
 if __name__ == "__main__":

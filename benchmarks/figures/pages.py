@@ -74,10 +74,10 @@ def made(name: str, *words: str) -> str:
 
 def filled(text: str) -> str:
     """A page with its places as the documents have them."""
-    return MARKED.sub(lambda found: f"{found[1]}{made(found[2], *found[3].split())}{found[4]}", text)
+    return MARKED.sub(lambda place: f"{place[1]}{made(place[2], *place[3].split())}{place[4]}", text)
 
 
 def unshown() -> set[str]:
     """Names of figures that are measured, and that no page shows."""
-    shown = {found[2] for page in PAGES for found in MARKED.finditer(page.read_text(encoding="utf-8"))}
+    shown = {place[2] for page in PAGES for place in MARKED.finditer(page.read_text(encoding="utf-8"))}
     return {name for name in TABLES.keys() - shown if not made(name).startswith(NOTHING)}

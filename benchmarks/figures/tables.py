@@ -34,9 +34,9 @@ def number(value: float | None, times: float | None = None) -> str:
     return f"{value:.1f}" + (f" ({value / times:.2f}x)" if times else "")
 
 
-def mode(found: Document) -> str:
+def mode(figures: Document) -> str:
     """Speed of a mode, and over its engine alone."""
-    return f"{found['tokens_per_second']:.1f} ({found['over_alone']:.2f} ± {found['error']:.2f})"
+    return f"{figures['tokens_per_second']:.1f} ({figures['over_alone']:.2f} ± {figures['error']:.2f})"
 
 
 def one(peers: Document) -> str:
@@ -51,24 +51,24 @@ def one(peers: Document) -> str:
         best = max((speed for mode, speed in narrow.items() if mode.startswith("llama_")), default=None)
         half = {"alone": narrow.get("cascade_alone"), "auto": narrow.get("cascade_auto")}
         half |= {"llama_alone": narrow.get("llama_alone"), "llama_best": best}
-        for dtype, found in (("float32", peers["one"][key]), ("bfloat16", half)):
-            theirs = [number(found.get(name)) for name in [*names][2:]]
-            lines.append([label, dtype, number(found["alone"]), number(found.get("auto"), found["alone"]), *theirs])
+        for dtype, figures in (("float32", peers["one"][key]), ("bfloat16", half)):
+            theirs = [number(figures.get(name)) for name in [*names][2:]]
+            lines.append([label, dtype, number(figures["alone"]), number(figures.get("auto"), figures["alone"]), *theirs])
     return rows(("temperature", "dtype", *names.values()), lines)
 
 
-def by_temperature(first: str, found: Mapping[str, Mapping[str, str]]) -> str:
+def by_temperature(first: str, figures: Mapping[str, Mapping[str, str]]) -> str:
     """A table of cells by temperature, as documents name it, and by line; the column of lines is named ``first``."""
-    known = {key: label for key, label in TEMPERATURES.items() if key in found}
-    names = list(dict.fromkeys(name for key in known for name in found[key]))
-    lines = [[name, *(found[key].get(name, "-") for key in known)] for name in names]
+    known = {key: label for key, label in TEMPERATURES.items() if key in figures}
+    names = list(dict.fromkeys(name for key in known for name in figures[key]))
+    lines = [[name, *(figures[key].get(name, "-") for key in known)] for name in names]
     return rows((first, *(f"temperature {label}" for label in known.values())), lines)
 
 
 def modes(peers: Document) -> str:
     """Every engine with every drafter, and both over the same engine alone."""
-    found = {key: {f"`{name}`": mode(cells[name]) for name in sorted(cells)} for key, cells in peers["cells"]["one"].items()}
-    return by_temperature("mode", found)
+    figures = {key: {f"`{name}`": mode(cells[name]) for name in sorted(cells)} for key, cells in peers["cells"]["one"].items()}
+    return by_temperature("mode", figures)
 
 
 def loads(never: Document) -> str:
@@ -118,8 +118,8 @@ def placed(cluster: Document) -> str:
 
 def served(peers: Document) -> str:
     """Tokens per second over HTTP, `vllm bench serve` as the client."""
-    found = {load: cell for load, cell in peers["served"].items() if any(cell[name] for name in ENGINES)}
-    lines = [[load, *(number(cell[name]) for name in ENGINES)] for load, cell in found.items()]
+    figures = {load: cell for load, cell in peers["served"].items() if any(cell[name] for name in ENGINES)}
+    lines = [[load, *(number(cell[name]) for name in ENGINES)] for load, cell in figures.items()]
     return rows(("requests at once", *ENGINES.values()), lines)
 
 
@@ -131,24 +131,27 @@ def engine(vllm: Document) -> str:
     return rows(header, lines)
 
 
-def loop(found: Document) -> str:
+def loop(figures: Document) -> str:
     """Milliseconds of Python from the end of a pass to the start of the next, and of what runs beside a pass."""
     names = {"alone": "alone", "suffix": "with `suffix`", "below": "with a tier below"}
-    header = [f"{sessions} sessions" for sessions in found["gap_ms"]["alone"]]
+    header = [f"{sessions} sessions" for sessions in figures["gap_ms"]["alone"]]
     lines = [
-        [label, *(f"{gap:.2f} + {found['rest_ms'][setup][sessions]:.2f}" for sessions, gap in found["gap_ms"][setup].items())]
+        [
+            label,
+            *(f"{gap:.2f} + {figures['rest_ms'][setup][sessions]:.2f}" for sessions, gap in figures["gap_ms"][setup].items()),
+        ]
         for setup, label in names.items()
     ]
     return rows(("", *header), lines)
 
 
-def router(found: Document) -> str:
+def router(figures: Document) -> str:
     """Share of a core for a thousand tokens a second, and what clients saw of them."""
     header = ("door", "streams", "of a core", "first token, ms", "gap, ms", "gap, 99th percentile, ms")
     lines = [
-        [door, streams, f"{one['core_share']:.2f}", *(f"{one[name]:.0f}" for name in ("first_ms", "gap_ms", "gap_p99_ms"))]
-        for door, loads in found["router"].items()
-        for streams, one in loads.items()
+        [door, streams, f"{entry['core_share']:.2f}", *(f"{entry[name]:.0f}" for name in ("first_ms", "gap_ms", "gap_p99_ms"))]
+        for door, loads in figures["router"].items()
+        for streams, entry in loads.items()
     ]
     return rows(header, lines)
 
@@ -165,11 +168,11 @@ def accelerated(gpu: Document) -> str:
         "same text",
     )
     lines = []
-    for name, one in gpu["models"].items():
+    for name, entry in gpu["models"].items():
         if "passes" in one:
-            times = [f"{one['passes']['by_tokens'][count]:.2f}" for count in counts]
-            beside = one.get("busy", {}).get("1", {}).get("device_ms"), one.get("vllm_step_ms", {}).get("1")
-            same = f"{one['text']['same']} of {one['text']['tokens']}"
+            times = [f"{entry['passes']['by_tokens'][count]:.2f}" for count in counts]
+            beside = entry.get("busy", {}).get("1", {}).get("device_ms"), entry.get("vllm_step_ms", {}).get("1")
+            same = f"{entry['text']['same']} of {entry['text']['tokens']}"
             lines.append([name, *times, *("-" if value is None else f"{value:.2f}" for value in beside), same])
     return rows(header, lines)
 
@@ -179,8 +182,8 @@ def one_gpu(gpu: Document) -> str:
     modes = {"vllm": "`vllm serve`", "vllm_ngram": "`vllm serve`, n-gram", "alone": "alone", "suffix": "`suffix`"}
     modes |= {"tiers": "three tiers", "auto": "planner"}
     lines = [
-        [load, *(number(found.get(mode, {}).get("tokens_per_second")) for mode in modes)]
-        for load, found in gpu.get("served", {}).get("versus", {}).items()
+        [load, *(number(figures.get(mode, {}).get("tokens_per_second")) for mode in modes)]
+        for load, figures in gpu.get("served", {}).get("versus", {}).items()
     ]
     return rows(("requests at once", *modes.values()), lines)
 
@@ -190,8 +193,8 @@ def devices(cluster: Document) -> str:
     cells = cluster.get("scale") or {"": {}}
     header = [f"{load} at once" for load in next(iter(cells.values()))]
     lines = [
-        [replicas, *(f"{cell['ratios']['three']:.2f}, {cell['ratios']['auto']:.2f}" for cell in found.values())]
-        for replicas, found in cells.items()
+        [replicas, *(f"{cell['ratios']['three']:.2f}, {cell['ratios']['auto']:.2f}" for cell in figures.values())]
+        for replicas, figures in cells.items()
     ]
     return rows(("replicas: tiny/medium/full", *header), lines)
 
@@ -201,8 +204,8 @@ def emulated(cluster: Document) -> str:
     modes = cluster.get("one", {}).get("modes", {})
     alone = modes.get("alone", {})
     lines = [
-        [name, *(f"{found[key] / alone[key]:.2f}" for key in ("tokens_per_second", "simulated"))]
-        for name, found in modes.items()
+        [name, *(f"{figures[key] / alone[key]:.2f}" for key in ("tokens_per_second", "simulated"))]
+        for name, figures in modes.items()
     ]
     return rows(("mode", "over alone", "simulated"), lines)
 
@@ -222,8 +225,8 @@ def trio(cluster: Document) -> str:
     sizes = list(next(iter(cluster["devices"].values()))["pass_ms"])
     header = ("model", *(f"{size} tokens" if size != "1" else "1 token" for size in sizes), "1,000 positions held add")
     lines = [
-        [name, *(f"{found['pass_ms'][size]:.2f}" for size in sizes), f"{found['context_ms']:.2f}"]
-        for name, found in cluster["devices"].items()
+        [name, *(f"{figures['pass_ms'][size]:.2f}" for size in sizes), f"{figures['context_ms']:.2f}"]
+        for name, figures in cluster["devices"].items()
     ]
     return rows(header, lines)
 
@@ -231,23 +234,25 @@ def trio(cluster: Document) -> str:
 def text_drafters(document: Document) -> str:
     """Text drafters where a pass of many tokens costs as much as one: speed over the model alone."""
     modes = [mode for mode in next(iter(document["head"].values())) if mode != "alone"]
-    lines = [[TEMPERATURES[key], *(f"{found[mode]:.2f}" for mode in modes)] for key, found in document["head"].items()]
+    lines = [[TEMPERATURES[key], *(f"{figures[mode]:.2f}" for mode in modes)] for key, figures in document["head"].items()]
     return rows(("temperature", *(f"`{mode}`" for mode in modes)), lines)
 
 
 def agreeing(family: Document) -> str:
     """Share of the larger model's tokens that the smaller one says too, by kind of prompt."""
-    found = {key: {kind: f"{share:.2f}" for kind, share in cell["kinds"].items()} for key, cell in _cells(family, "agreement")}
-    return by_temperature("prompts", found)
+    figures = {
+        key: {kind: f"{share:.2f}" for kind, share in cell["kinds"].items()} for key, cell in _cells(family, "agreement")
+    }
+    return by_temperature("prompts", figures)
 
 
 def ranks(family: Document) -> str:
     """Where the smaller model is wrong: how often each of its runner-ups is right."""
-    found = {
+    figures = {
         key: {f"runner-up {rank}": f"{share:.2f}" for rank, share in enumerate(cell["ranks"], 1)}
         for key, cell in _cells(family, "agreement")
     }
-    return by_temperature("", found)
+    return by_temperature("", figures)
 
 
 def apart(family: Document) -> str:
@@ -261,8 +266,8 @@ def apart(family: Document) -> str:
 
 def ways(family: Document) -> str:
     """Every way to draft with the pair."""
-    found = {key: {f"`{name}`": mode(cell) for name, cell in cells.items()} for key, cells in _cells(family, "modes")}
-    return by_temperature("mode", found)
+    figures = {key: {f"`{name}`": mode(cell) for name, cell in cells.items()} for key, cells in _cells(family, "modes")}
+    return by_temperature("mode", figures)
 
 
 def beside(family: Document) -> str:
@@ -322,8 +327,8 @@ def third_tier(document: Document) -> str:
 def pipespec(document: Document) -> str:
     """PipeSpec's speeds as it measured them, and as the simulator predicts them: milliseconds a token."""
     lines = [
-        [mode, f"{one['measured_ms']:.1f}", f"{one['predicted_ms']:.1f}", f"{one['ratio']:.3f}"]
-        for mode, one in document["pipespec"].items()
+        [mode, f"{entry['measured_ms']:.1f}", f"{entry['predicted_ms']:.1f}", f"{entry['ratio']:.3f}"]
+        for mode, entry in document["pipespec"].items()
     ]
     return rows(("mode", "measured, ms a token", "predicted", "predicted over measured"), lines)
 
@@ -331,14 +336,16 @@ def pipespec(document: Document) -> str:
 def chain(document: Document) -> str:
     """What this chain would give with PipeSpec's models: speed over 70B alone, by what passes cost."""
     modes = list(next(iter(document["chain"].values())))
-    lines = [[costs, *(f"{found[mode]['over_alone']:.2f}" for mode in modes[1:])] for costs, found in document["chain"].items()]
+    lines = [
+        [costs, *(f"{figures[mode]['over_alone']:.2f}" for mode in modes[1:])] for costs, figures in document["chain"].items()
+    ]
     return rows(("passes", *modes[1:]), lines)
 
 
 def llama(document: Document) -> str:
     """Words within a sentence: what 1B alone and both drafts give 70B on H100s."""
-    found = next(modes for costs, modes in document["chain"].items() if "H100" in costs)
-    tiny, both = (found[mode]["over_alone"] for mode in ("1B → 70B", "1B → 8B → 70B"))
+    figures = next(modes for costs, modes in document["chain"].items() if "H100" in costs)
+    tiny, both = (figures[mode]["over_alone"] for mode in ("1B → 70B", "1B → 8B → 70B"))
     return f"{tiny:.2f} times the speed of 70B, and both {both:.2f}"
 
 
@@ -358,43 +365,43 @@ def shipped() -> str:
 
 def drafters(document: Document) -> str:
     """Every drafter alone, and the planner's choice: speed over the full model alone, and tokens of one of its passes."""
-    found = {
+    figures = {
         key: {
-            name: f"{one[key]['speedup']:.2f}, {one[key]['accepted_len']:.2f}"
-            for name, one in document["head"]["drafters"].items()
+            name: f"{entry[key]['speedup']:.2f}, {entry[key]['accepted_len']:.2f}"
+            for name, entry in document["head"]["drafters"].items()
         }
         for key in TEMPERATURES
     }
-    return by_temperature("mode", found)
+    return by_temperature("mode", figures)
 
 
 def rules(document: Document) -> str:
     """What each rule accepts of the same drafts: the first guess, and tokens of a window."""
-    found = document["temperatures"]
-    names = next(iter(found.values()))["rules"]
-    cells = {name: [of["rules"][name] for of in found.values()] for name in names}
+    figures = document["temperatures"]
+    names = next(iter(figures.values()))["rules"]
+    cells = {name: [of["rules"][name] for of in figures.values()] for name in names}
     lines = [
-        [name, *(f"{one['first']:.2f}, {one['accepted']:.2f} ± {one['error']:.2f}" for one in line)]
+        [name, *(f"{entry['first']:.2f}, {entry['accepted']:.2f} ± {entry['error']:.2f}" for entry in line)]
         for name, line in cells.items()
     ]
-    return rows(("rule", *(f"temperature {float(key):g}" for key in found)), lines)
+    return rows(("rule", *(f"temperature {float(key):g}" for key in figures)), lines)
 
 
 def aligned(document: Document) -> str:
     """What a change of traffic cost drafters, and what they have learnt back."""
     lines = []
-    for name, found in document["learning"].items():
-        shares = [f"{found[which][when]:.2f}" for which in ("old", "new") for when in ("before", "after")]
-        back = "-" if found["recovered"] is None else f"{found['recovered']:.0%}"
-        lines.append([f"`{name}`", *shares, back, f"{found['course'][-1][0]:.0f}"])
+    for name, figures in document["learning"].items():
+        shares = [f"{figures[which][when]:.2f}" for which in ("old", "new") for when in ("before", "after")]
+        back = "-" if figures["recovered"] is None else f"{figures['recovered']:.0%}"
+        lines.append([f"`{name}`", *shares, back, f"{figures['course'][-1][0]:.0f}"])
     columns = ("chats", "chats, after", "Java", "Java, after", "recovered", "seconds")
-    return rows(("drafter", *columns), lines) + "".join(course(name, found) for name, found in document["learning"].items())
+    return rows(("drafter", *columns), lines) + "".join(course(name, figures) for name, figures in document["learning"].items())
 
 
-def course(name: str, found: Document) -> str:
+def course(name: str, figures: Document) -> str:
     """Agreement of a drafter before the change of traffic, right after it, and with the weights of each round, as a chart."""
-    seconds, new, _ = zip(*found["course"], strict=True)
+    seconds, new, _ = zip(*figures["course"], strict=True)
     marks = ["chats", "change to Java", *(f"new weights, {second:.0f} s" for second in seconds[1:])]
-    axis, shares = ", ".join(f'"{mark}"' for mark in marks), ", ".join(map(str, (round(found["old"]["before"], 3), *new)))
+    axis, shares = ", ".join(f'"{mark}"' for mark in marks), ", ".join(map(str, (round(figures["old"]["before"], 3), *new)))
     lines = (f'title "{name}"', f"x-axis [{axis}]", 'y-axis "agreement" 0 --> 1', f"line [{shares}]")
     return "\n```mermaid\nxychart-beta\n" + "".join(f"    {line}\n" for line in lines) + "```\n"

@@ -84,7 +84,7 @@ def graphs(notes: Notes) -> None:
 
 @contextmanager
 def _model(notes: Notes, source: str, results: dict[str, Any], **how: Any) -> Iterator[VllmModel]:
-    """A model, whose memory is free afterwards; what starting took is added to ``found``."""
+    """A model, whose memory is free afterwards; what starting took is added to ``figures``."""
     begin = time.perf_counter()
     model = VllmModel(source, cache_tokens=CACHE_TOKENS, options=notes.options(**how))
     results |= {"start_s": round(time.perf_counter() - begin, 1), "summary": model.summary}

@@ -41,7 +41,7 @@ def text(notes: Notes) -> None:
             total += len(written.tokens)
             spent = time.perf_counter() - begin
             over = total >= wanted or spent > seconds
-            if over or sum(len(one.tokens) for one in kept) >= FILE_TOKENS:
+            if over or sum(len(text.tokens) for text in kept) >= FILE_TOKENS:
                 _keep(notes.folder / f"text-{files:02d}.npz", kept)
                 files, kept = files + 1, []
                 notes.keep(tokens=total, files=files, tokens_per_second=round(total / spent, 1))

@@ -1,4 +1,4 @@
-"""What the programme found on a GPU, as ``benchmarks/results/gpu.json``: ``python -m benchmarks.gpu.results FOLDER``.
+"""What the programme measured on a GPU, as ``benchmarks/results/gpu.json``: ``python -m benchmarks.gpu.results FOLDER``.
 
 FOLDER is that of ``python -m benchmarks.gpu --out``. Afterwards ``make figures`` writes the figures of README and docs.
 """
@@ -59,7 +59,7 @@ def served(figures: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    made = argparse.ArgumentParser(prog="python -m benchmarks.gpu.results", description="Keep what the programme found.")
+    made = argparse.ArgumentParser(prog="python -m benchmarks.gpu.results", description="Keep what the programme measured.")
     made.add_argument("folder", type=Path)
     made.add_argument("--results", type=Path, default=RESULTS / "gpu.json", help="%(default)s")
     chosen = made.parse_args(arguments)

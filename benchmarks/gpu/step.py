@@ -1,6 +1,6 @@
 """One step of the programme in this process: ``python -m benchmarks.gpu.step NAME --out FOLDER [--small]``.
 
-A step writes FOLDER/NAME.json anew whenever it has a figure: whatever stops it later, what it has found is there.
+A step writes FOLDER/NAME.json anew whenever it has a figure: whatever stops it later, what it has measured is there.
 """
 
 import argparse
@@ -46,18 +46,18 @@ SMALL_SHAPE = inflate.Shape(hidden=768, layers=31, heads=12, kv_heads=3, inner=1
 
 @dataclass(slots=True)
 class Notes:
-    """What a step has found so far, in ``folder``; ``small`` sizes are for a machine without a GPU."""
+    """What a step has measured so far, in ``folder``; ``small`` sizes are for a machine without a GPU."""
 
     folder: Path
     name: str
     small: bool
-    found: dict[str, Any] = field(default_factory=dict)
+    results: dict[str, Any] = field(default_factory=dict)
     begin: float = field(default_factory=time.perf_counter)
 
     def keep(self, **figures: Any) -> None:
         """Add figures, and write all that there are."""
-        self.found |= figures | {"seconds": round(time.perf_counter() - self.begin, 1)}
-        keep(self.found, self.folder / f"{self.name}.json")
+        self.results |= figures | {"seconds": round(time.perf_counter() - self.begin, 1)}
+        keep(self.results, self.folder / f"{self.name}.json")
         console.print(self.name, figures)
 
     @property

@@ -142,18 +142,18 @@ def measure(crew_: Crew, plan: Plan, tell: Callable[[str, report.Turns], None]) 
     for mode in list(crew_.workers):
         crew_.ask(Turn(mode, plan.prompts[0], 0, 0.0, min(WARM_UP, plan.tokens)))
     end = time.monotonic() + plan.seconds
-    found: dict[str, report.Turns] = {}
+    results: dict[str, report.Turns] = {}
     for temperature in sorted(plan.temperatures):
         modes = list(crew_.workers)
-        if found:
-            paying = report.paying(next(iter(found.values())))
+        if results:
+            paying = report.paying(next(iter(results.values())))
             modes = [mode for mode in modes if mode in paying]
         name = at(temperature)
-        weights = len(plan.temperatures) - len(found) + (0 if found else FIRST_WEIGHT - 1)
-        share = (end - time.monotonic()) * (1 if found else FIRST_WEIGHT) / weights
-        found[name] = _in_turns(crew_, plan, temperature, modes, time.monotonic() + share)
-        tell(name, found[name])
-    return found
+        weights = len(plan.temperatures) - len(results) + (0 if results else FIRST_WEIGHT - 1)
+        share = (end - time.monotonic()) * (1 if results else FIRST_WEIGHT) / weights
+        results[name] = _in_turns(crew_, plan, temperature, modes, time.monotonic() + share)
+        tell(name, results[name])
+    return results
 
 
 def _in_turns(crew_: Crew, plan: Plan, temperature: float, modes: Sequence[str], end: float) -> report.Turns:

@@ -47,7 +47,7 @@ def permuted(weight: Array, num_heads: int) -> Array:
 
 def tensors(folder: Path) -> dict[str, Array]:
     """Weights of a checkpoint in float32, exactly: safetensors files of float32, or of bfloat16, which numpy does not know."""
-    found: dict[str, Array] = {}
+    arrays: dict[str, Array] = {}
     for path in sorted(folder.glob("*.safetensors")):
         raw = path.read_bytes()
         size = int.from_bytes(raw[:8], "little")
@@ -55,8 +55,8 @@ def tensors(folder: Path) -> dict[str, Array]:
         header.pop("__metadata__", None)
         for name, entry in header.items():
             begin, end = (8 + size + offset for offset in entry["data_offsets"])
-            found[name] = _widened(raw[begin:end], entry["dtype"]).reshape(entry["shape"])
-    return found
+            arrays[name] = _widened(raw[begin:end], entry["dtype"]).reshape(entry["shape"])
+    return arrays
 
 
 def _widened(raw: bytes, dtype: str) -> Array:

@@ -62,18 +62,18 @@ def paying(turns: Turns) -> set[str]:
 
 def cells(turns: Turns, compared: bool) -> dict[str, dict[str, Any]]:
     """All that is known of each mode at one temperature; texts are ``compared`` where they have to be the same."""
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for mode, said in turns.items():
         base = turns.get(alone(mode))
-        found[mode] = {
+        results[mode] = {
             "tokens_per_second": round(speed(said), 1),
             "over_alone": round(speed(said) / speed(base), 3) if base else None,
             "error": spread(said, base) if base else None,
             "tokens_per_processor_second": thrift(said),
-            "tokens": sum(len(one.token_ids) for one in said),
+            "tokens": sum(len(answer.token_ids) for answer in said),
             "same_text_as_generate": same_text(said, turns.get(REFERENCE) if compared else None),
         }
-    return found
+    return results
 
 
 def same_text(turns: Sequence[Said], reference: Sequence[Said] | None) -> float | None:
@@ -88,15 +88,15 @@ def lossless(turns: Turns) -> bool:
     """Whether all modes of this project wrote the same, of each dtype."""
     for kind in ("", BF16):
         ours = [said for mode, said in turns.items() if engine(mode) == "cascade" and mode.endswith(BF16) == bool(kind)]
-        texts = [[list(one.token_ids) for one in said] for said in ours]
+        texts = [[list(answer.token_ids) for answer in said] for said in ours]
         if any(text != texts[0] for text in texts):
             return False
     return True
 
 
-def headline(found: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
+def headline(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
     """Tokens per second in float32: alone, by the planner, and the best mode of each engine, drafts or none."""
-    speeds = {mode: cell["tokens_per_second"] for mode, cell in found.items() if not mode.endswith(BF16)}
+    speeds = {mode: cell["tokens_per_second"] for mode, cell in results.items() if not mode.endswith(BF16)}
 
     def best(name: str) -> float | None:
         return max((value for mode, value in speeds.items() if engine(mode) == name), default=None)
@@ -113,21 +113,21 @@ def headline(found: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
     }
 
 
-def best_drafter(found: Mapping[str, Mapping[str, Any]], name: str) -> str | None:
+def best_drafter(results: Mapping[str, Mapping[str, Any]], name: str) -> str | None:
     """The fastest drafted float32 mode of an engine in the cells of one temperature."""
     speeds = {
         mode: cell["tokens_per_second"]
-        for mode, cell in found.items()
+        for mode, cell in results.items()
         if engine(mode) == name and mode != alone(mode) and not mode.endswith(BF16)
     }
     return max(speeds, key=lambda mode: speeds[mode], default=None)
 
 
-def table(title: str, found: Mapping[str, Mapping[str, Any]]) -> Table:
+def table(title: str, results: Mapping[str, Mapping[str, Any]]) -> Table:
     """The cells of one temperature, or of one number of requests."""
     columns = {"tokens/s": "tokens_per_second", "over alone": "over_alone", "±": "error", "same text": "same_text_as_generate"}
     grid = Table("mode", *columns, title=title)
-    for mode, cell in found.items():
+    for mode, cell in results.items():
         values = [cell.get(name) for name in columns.values()]
         grid.add_row(mode, *("" if value is None else f"{value:g}" for value in values))
     return grid

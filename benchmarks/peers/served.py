@@ -156,16 +156,16 @@ def measure(arena: Arena, plan: Plan, tell: Callable[[int, Mapping[str, Any]], N
     """Cells by requests at once, then by mode; ``tell`` hears of each number of requests when it is done."""
     for mode in list(arena.modes):
         arena.ask(mode, 1, 1, f"warm-up {mode}")
-    found: dict[str, dict[str, Any]] = {}
+    figures: dict[str, dict[str, Any]] = {}
     for at_once, requests in plan.requests.items():
         results: dict[str, list[Mapping[str, Any]]] = {mode: [] for mode in arena.modes}
         for number in range(ROUNDS):
             for mode in rotated(list(arena.modes), number):
                 if result := arena.ask(mode, at_once, max(1, requests // ROUNDS), f"{mode} {at_once} {number}"):
                     results[mode].append(result)
-        found[str(at_once)] = {mode: _cell(results[mode]) for mode in arena.modes}
-        tell(at_once, found[str(at_once)])
-    return found
+        figures[str(at_once)] = {mode: _cell(results[mode]) for mode in arena.modes}
+        tell(at_once, figures[str(at_once)])
+    return figures
 
 
 def _cell(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -39,25 +38,10 @@ class Stopped(Exception):
     """The round ends early: a tenant asked to be forgotten, or the learner shuts down."""
 
 
-class Student(Protocol):
-    """A drafter in training."""
-
-    tokens: int  # tokens of a step
-
-    def learn(self, shard: Shard, progress: float) -> None:
-        """Take one step on all texts of ``shard``; ``progress`` is the share of the round that has passed."""
-
-    def agrees(self, shard: Shard) -> np.ndarray:
-        """For each position of the answers, whether its likeliest token is the verifier's, bool."""
-
-    def write(self, folder: Path) -> None:
-        """Write its weights, for `cascade.engine.model.Model.renew`."""
-
-
-class TierStudent:
+class Student:
     """The model of a lower tier as a student of the tier above. All its weights learn, in float32."""
 
-    tokens = TOKENS
+    tokens = TOKENS  # of a step
 
     def __init__(self, verifier: str, source: str, *, device: str | None = None) -> None:
         """``source`` is the student's, ``verifier`` that of the tier above it.
@@ -76,12 +60,15 @@ class TierStudent:
         self._run = Run(student.train(), draft_vocab.tokens(student.config, source), SCHEDULE)
 
     def learn(self, shard: Shard, progress: float) -> None:
+        """Take one step on all texts of ``shard``; ``progress`` is the share of the round that has passed."""
         self._run.learn(self._score(shard), range(shard.num_texts), 1, progress)
 
     def agrees(self, shard: Shard) -> np.ndarray:
+        """For each position of the answers, whether its likeliest token is the verifier's, bool."""
         return np.concatenate(self._run.agrees(self._score(shard), range(shard.num_texts), 1))
 
     def write(self, folder: Path) -> None:
+        """Write its weights, for `cascade.engine.model.Model.renew`."""
         self._run.write(folder)
 
     def _score(self, shard: Shard) -> Shard:
@@ -190,9 +177,9 @@ class Lesson:
     def run(self, device: str | None, tell: Callable[[Progress], object]) -> Outcome:
         """Train, judge, and publish what is no worse; in a `group` the first process publishes.
 
-        Raises as `TierStudent` and `align`, and `Stopped` if ``tell`` does.
+        Raises as `Student` and `align`, and `Stopped` if ``tell`` does.
         """
-        learner = TierStudent(self.verifier, self.source, device=device)
+        learner = Student(self.verifier, self.source, device=device)
         outcome = align(self.student, learner, self.newest, self.older, self.seconds, tell=tell)
         if not outcome.problem and group.rank() == 0:
             versions = Versions(self.folder)

@@ -15,7 +15,7 @@ from cascade.errors import ConfigError, ModelError
 from cascade.params import SamplingParams
 from cascade.scorer import Row
 from cascade.training import alignment, reservoir
-from cascade.training.alignment import Progress, TierStudent, align, record, shards
+from cascade.training.alignment import Progress, Student, align, record, shards
 from cascade.training.reservoir import ROWS, SEALED, Limits, Reservoir, Sample
 from cascade.training.text import Shard
 from cascade.training.versions import KEPT, Versions
@@ -189,7 +189,7 @@ def score_of(model: Model, text: tuple[int, ...]) -> list[int]:
 def test_a_student_learns_and_its_weights_are_taken(tmp_path: Path, answers: list[Sample]) -> None:
     """Guards the whole way: answers of the full model teach a drafter, which a model that runs takes without a new one."""
     source, _, full = small.paths()
-    student = TierStudent(full, source, device="cpu")
+    student = Student(full, source, device="cpu")
     pool, told = shards(answers, student.tokens), list[Progress]()
     before = np.concatenate([student.agrees(shard) for shard in pool])
     for step in range(12):

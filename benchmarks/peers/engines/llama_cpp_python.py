@@ -83,8 +83,8 @@ class Lookup:
         self._decoding = LlamaPromptLookupDecoding(num_pred_tokens=NUM_LOOKED_UP)
 
     def __call__(self, text: list[int]) -> list[int]:
-        found: list[int] = self._decoding(np.array(text, dtype=np.intc)).tolist()
-        return found
+        tokens: list[int] = self._decoding(np.array(text, dtype=np.intc)).tolist()
+        return tokens
 
 
 class Draft:

@@ -4,16 +4,13 @@ vLLM's ``cudagraph_mode`` decides. With ``FULL`` a pass is one graph, which read
 they lay when it was captured. With any other mode passes replay pieces between attention layers: those have run on a GPU.
 """
 
-from __future__ import annotations
-
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from cascade.engine.vllm.worker import Batch
+from cascade.engine.vllm.batch import Batch
 
 
 def dispatched(dispatcher: Any, num_tokens: int, num_rows: int, num_adapters: int) -> tuple[Any, Any]:

@@ -18,10 +18,10 @@ from cascade.engine.sampling.processors import report
 from cascade.engine.scoring import Packed, Report, choices, scored, unpacked
 from cascade.engine.trees import run_trees
 from cascade.engine.vllm import batch_invariant
+from cascade.engine.vllm.batch import Batch, Facts, HostCopy
 from cascade.engine.vllm.blocks import RESERVED, Blocks, PagedCache
 from cascade.engine.vllm.engine import check_options, pass_options, shut_down, start
 from cascade.engine.vllm.heads import readers, reading, with_drafts
-from cascade.engine.vllm.worker import Batch, Facts, HostCopy
 from cascade.engine.weights import check_replaces, shapes
 from cascade.errors import InvalidRequest, ModelError, reason
 from cascade.scorer import Row, Runs, Scored

@@ -5,15 +5,15 @@ all ranks. Neither vLLM's scheduler nor its sampler takes part. Tried with vLLM 
 """
 
 import threading
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cascade.engine.devices import sent
-from cascade.engine.sampling.own_tokens import Choice, own_tokens_and_next, prepare
+from cascade.engine.sampling.own_tokens import own_tokens_and_next, prepare
+from cascade.engine.vllm.batch import Batch, Facts, HostCopy
 from cascade.engine.vllm.graphs import dispatched, held
 from cascade.engine.vllm.heads import Reading, propose
 from cascade.scorer import BLOCK
@@ -23,55 +23,6 @@ from cascade.scorer import BLOCK
 _PASSING = threading.Lock()
 LAYERS = "cascade_layers"  # vLLM's name of `cascade.engine.vllm.loader.LayersLoader`, and of the layers in its options
 PADDING_SLOT = -1  # tokens that only fill a pass up are written nowhere
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The rows of a pass, as plain lists: they travel to every rank."""
-
-    tokens: list[int]  # all rows' tokens, one row after the other
-    starts: list[int]  # the position of each row's first token
-    lengths: list[int]  # each row's number of tokens
-    tables: list[list[int]]  # each row's blocks
-    keep: list[int]  # places in ``tokens`` whose logits are wanted
-    adapters: list[int]  # each row's LoRA adapter, 0 for none; empty if the model has no adapters
-    choices: list[Choice] | None = None  # how own tokens are chosen, see `own_tokens`; None: the logits are wanted
-    runner_ups: int = 0  # wanted beside each own token
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What a worker knows once its model and its cache are there."""
-
-    device: torch.device
-    dtype: torch.dtype
-    num_blocks: int
-    block: int  # positions
-    num_parameters: int
-    backend: str  # the backend of attention
-    problem: str | None  # why the model cannot be a tier
-
-
-@dataclass(frozen=True, slots=True)
-class HostCopy:
-    """Own tokens of a pass on their way from a GPU to the host."""
-
-    values: Tensor  # int64 on the host, void until ``done``
-    done: torch.cuda.Event
-
-    @classmethod
-    def begin(cls, values: Tensor) -> Self:
-        """Begin to copy ``values``, without a wait."""
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-        return cls(host, done)
-
-    def read(self) -> list[list[int]]:
-        """Wait for them."""
-        self.done.synchronize()
-        values: list[list[int]] = self.values.tolist()
-        return values
 
 
 class CascadeWorker:

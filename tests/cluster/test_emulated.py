@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.cluster import one
+from benchmarks.cluster import single
 from benchmarks.cluster.devices import FILE, Setup, Simulated, table
 from benchmarks.cluster.emulated import Device, Emulated
 from benchmarks.document import lossless
@@ -90,14 +90,17 @@ def test_the_file_can_be_served() -> None:
 def test_other_texts_fail_the_run() -> None:
     """Guards the alarm: an answer that is not the simulator's, or not the recorded one, ends the run with an error."""
     texts = [RecordedText((1,), (((RunnerUp(1, 0.0),), (RunnerUp(2, 0.0),)),) * 3, "code")]
-    runs = [one.Run(mode, Simulated((2.0,), ((1, 2),), 1.0), seconds=[1.0], texts=[(1, 2)]) for mode in one.modes(family.NAMES)]
-    found = one.figures(Setup(), runs, texts)
+    runs = [
+        single.Run(mode, Simulated((2.0,), ((1, 2),), 1.0), seconds=[1.0], texts=[(1, 2)])
+        for mode in single.modes(family.NAMES)
+    ]
+    found = single.figures(Setup(), runs, texts)
     assert lossless({"one": found})
     assert found["modes"]["alone"]["measured_over_simulated"] == 2
-    line = one.headline(found | {"agreement": one.agreement(Recording(tuple(texts)), family.NAMES)})
+    line = single.headline(found | {"agreement": single.agreement(Recording(tuple(texts)), family.NAMES)})
     assert line["all"]["measured_over_simulated"] == [2, 2, 2]
     assert line["code"]["three_vs_alone"] == 1
     runs[-1].texts = [(1, 3)]
-    assert not lossless({"one": one.figures(Setup(), runs, texts)})
+    assert not lossless({"one": single.figures(Setup(), runs, texts)})
     runs[-1].expected = Simulated((2.0,), ((1, 3),), 1.0)
-    assert not lossless({"one": one.figures(Setup(), runs, texts)})
+    assert not lossless({"one": single.figures(Setup(), runs, texts)})

@@ -14,7 +14,7 @@ values are, is put into it.
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -128,7 +128,6 @@ class Norm(NamedTuple):
 class Layer:
     """Weights of a layer."""
 
-    number: int
     attention_norm: Norm
     qkv: Linear
     q_norm: Norm | None
@@ -144,7 +143,6 @@ class Layer:
         turned = [f"{begin}self_attn.{name}_norm.weight" for name in "qk"]
         q_norm, k_norm = (weights.norm(name) if name in weights else None for name in turned)
         return cls(
-            number=number,
             attention_norm=weights.norm(f"{begin}input_layernorm.weight"),
             qkv=weights.linear(*(f"{begin}self_attn.{name}_proj" for name in "qkv")),
             q_norm=q_norm,
@@ -204,8 +202,7 @@ class Llama:
     def cut(self, layers: Sequence[int]) -> "Llama":
         """A model of ``layers`` of this one, on the same weights; raises `ModelError` if it has not all of them."""
         other = copy.copy(self)
-        config = cut_config(copy.copy(self.config), layers)
-        other._describe(config, [replace(self.layers[layer], number=place) for place, layer in enumerate(layers)])
+        other._describe(cut_config(copy.copy(self.config), layers), [self.layers[layer] for layer in layers])
         return other
 
     def renewed(self, source: str, rest: Callable[[], object]) -> "Llama":

@@ -53,9 +53,8 @@ class Model(Runs):
         self.network: Network = network if isinstance(network, Llama | Published) else network_of(network)
         self.device, self.dtype = self.network.device, self.network.dtype
         self.vocab_size = self.network.vocab_size  # rows of the output embedding, padding included
-        self.same_bits = self.network.same_bits  # a text's logits have the same bits in every pass, as far as can be told
         self._busy = threading.Lock()  # tiers may share a model, and its passes share memory
-        self.bytes_per_token = self._count_bytes()
+        self.same_bits = self._probe() and self.network.same_bits  # a text's logits, in every pass, as far as can be told
         prepare(self.device, self.dtype, self.vocab_size)
         self.cache_tokens = cache_tokens or devices.cache_tokens(self.device, self.bytes_per_token, gpu_memory_utilization)
         if num_threads is not None or self.device.type != "cpu":
@@ -78,7 +77,7 @@ class Model(Runs):
         other = copy.copy(self)
         other.network = self.network.cut(layers)
         other._busy = threading.Lock()
-        other.bytes_per_token = other._count_bytes()
+        other._probe()
         return other
 
     @property
@@ -139,12 +138,21 @@ class Model(Runs):
         self._score([Row(cache, 0, tokens, min(len(tokens), SCORED), SamplingParams(temperature=0, seed=0))])
         cache.free()
 
-    def _count_bytes(self) -> int:
-        """Bytes of the keys and values of a position; raises `ModelError` if the logits of a pass are not numbers."""
-        cache = self.new_cache()
-        if not self.logits([Row(cache, 0, probe_texts(self.vocab_size)[0], 1, SamplingParams())]).isfinite().all():
+    def _probe(self) -> bool:
+        """Whether the last token of a text gets the same bits beside another text and alone; `bytes_per_token`, too.
+
+        Raises `ModelError` if the logits are not numbers.
+        """
+        texts, params = probe_texts(self.vocab_size), SamplingParams()
+        caches, n = [self.new_cache() for _ in texts], len(texts[0]) - 1
+        together = self.logits([Row(cache, 0, text, len(text), params) for cache, text in zip(caches, texts, strict=True)])
+        alone = self.logits([Row(caches[0], n, texts[0][n:], 1, params)])
+        if not together.isfinite().all():
             raise ModelError(f"A {self.network.config.model_type} model cannot be served: its logits are not finite numbers")
-        return int(cache.nbytes // max(1, cache.capacity))
+        self.bytes_per_token = int(caches[0].nbytes // max(1, caches[0].capacity))  # of keys and values
+        for cache in caches:
+            cache.free()
+        return torch.equal(together[n], alone[0])
 
     # new weights
 

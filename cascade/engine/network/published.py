@@ -156,31 +156,20 @@ class Published:
             module.set_attn_implementation(ATTENTION)
             multiply_row_by_row(module)
             logits = self._replay(texts)
-            promised = attention.same_bits and keeps_bits(module, self.dtype)  # the probe may miss what experts do
-            self.same_bits = promised and self._repeats(texts)
+            self.same_bits = attention.same_bits and keeps_bits(module, self.dtype)  # as far as can be told without passes
         except (RuntimeError, TypeError, AttributeError, LookupError, ValueError) as error:
             raise ModelError(f"it does not take packed rows ({reason(error)})") from error
         if not agree(module, logits, expected):
             raise ModelError("its logits change when rows are packed into one input")
         self._draft_ids = draft_ids
 
-    def _scored(self, *rows: tuple[Any, int, Sequence[int], int]) -> Tensor:
-        """Logits of rows: stores, first positions, tokens and how many of them are scored."""
-        params = SamplingParams()
-        return self.logits(Packed.of([Row(cache, start, tokens, count, params) for cache, start, tokens, count in rows]))
-
     def _replay(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """Logits ``[texts, n, vocab_size]`` of the last positions, after wrong drafts that are rolled back."""
-        starts, caches = [4, 5], [self.new_cache() for _ in texts]
+        starts, params, caches = [4, 5], SamplingParams(), [self.new_cache() for _ in texts]
         parts = list(zip(caches, starts, texts, strict=True))
-        self._scored(*((cache, 0, [*text[:start], *reversed(text)], 1) for cache, start, text in parts))
-        return self._scored(*((cache, start, text[start:], 5) for cache, start, text in parts)).view(len(texts), 5, -1)
-
-    def _repeats(self, texts: Sequence[Sequence[int]]) -> bool:
-        """Whether the last token of a text gets the same bits among the others and alone."""
-        caches, n = [self.new_cache() for _ in texts], len(texts[0]) - 1
-        together = self._scored(*((cache, 0, text, len(text)) for cache, text in zip(caches, texts, strict=True)))
-        return torch.equal(together[n], self._scored((caches[0], n, texts[0][n:], 1))[0])
+        self.logits(Packed.of([Row(cache, 0, [*text[:start], *reversed(text)], 1, params) for cache, start, text in parts]))
+        rows = [Row(cache, start, text[start:], 5, params) for cache, start, text in parts]
+        return self.logits(Packed.of(rows)).view(len(texts), 5, -1)
 
 
 def stack(module: Any) -> nn.ModuleList:

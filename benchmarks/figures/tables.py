@@ -169,7 +169,7 @@ def accelerated(gpu: Document) -> str:
     )
     lines = []
     for name, entry in gpu["models"].items():
-        if "passes" in one:
+        if "passes" in entry:
             times = [f"{entry['passes']['by_tokens'][count]:.2f}" for count in counts]
             beside = entry.get("busy", {}).get("1", {}).get("device_ms"), entry.get("vllm_step_ms", {}).get("1")
             same = f"{entry['text']['same']} of {entry['text']['tokens']}"

@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.gpu.step import Notes
 from cascade import family
-from cascade.engine.loading import load
+from cascade.engine.loading import load_trainable
 from cascade.engine.published_tokenizer import pretrained
 from cascade.engine.vllm.model import VllmModel
 from cascade.training.distillation import CAUSAL
@@ -30,7 +30,7 @@ def text(notes: Notes) -> None:
     rows, longest, seconds, wanted = (8, 48, 20.0, 400) if notes.small else (ROWS, LONGEST, 25.0, 2 * LEAST)
     source = family.full()
     tokenizer = pretrained(source)
-    turns = Turns.of(tokenizer, end_tokens(load(source, dtype="float32", device="cpu"), tokenizer))
+    turns = Turns.of(tokenizer, end_tokens(load_trainable(source, dtype="float32", device="cpu"), tokenizer))
     further: dict[str, Any] = {} if notes.small else {"max_num_batched_tokens": 16_384}  # so many begin in one pass
     options = notes.options(max_model_len=longest, **further)
     with closing(VllmModel(source, cache_tokens=rows * (longest + 64), options=options)) as model:  # and part of a block each
@@ -64,7 +64,7 @@ def train(notes: Notes) -> None:
         raise SystemExit("There is no text: run the step text before this one, with the same folder")
     work = notes.folder / "train.work"
     (work / "text").mkdir(parents=True, exist_ok=True)
-    teacher = load(family.full(), dtype=notes.dtype, device=device).requires_grad_(False).eval()
+    teacher = load_trainable(family.full(), dtype=notes.dtype, device=device).requires_grad_(False).eval()
     teacher.set_attn_implementation(CAUSAL)
     begin, total = time.perf_counter(), 0
     for number, shard in enumerate(_shards(kept)):

@@ -197,7 +197,7 @@ def lockstep_seconds(drafter: SimTier, full: SimTier, request: Request, window: 
     text, seconds, hop_s = [*request.prompt], drafter.hop_s + 2 * full.hop_s, drafter.hop_s
 
     def own(model: Any, after: list[int]) -> int:
-        return int(model.own(tuple(after[-model.order :]), len(after), request.params))
+        return int(model.ranked(tuple(after[-model.order :]), len(after), request.params, 1)[0].token)
 
     while (left := len(request.prompt) + request.params.max_tokens - len(text)) > 0:
         draft, length = [*text], min(window, left - 1)

@@ -90,8 +90,10 @@ def test_loads_are_level() -> None:
 
 
 def test_crowds_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards `make bench-never-slower`: a ratio with its error for each load, to which a round of tries counts, and an alarm where
-    texts differ."""
+    """Guards `make bench-never-slower`: a ratio with its error for each load, to which a round of tries counts.
+
+    Guards the alarm where texts differ, too.
+    """
     monkeypatch.setattr(never_slower, "QUIET_S", 0.0)
     size = never_slower.Size(tokens=8, rounds=2, loads=((1, 2), (3, 1)))
     found = asyncio.run(never_slower.measure(stream, [[1, 2], [3]], size, lambda line: None))

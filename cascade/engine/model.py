@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from cascade.engine import devices
+from cascade.engine import devices, draft_vocab
 from cascade.engine.gguf import converted
 from cascade.engine.loading import Network, load, network_of
 from cascade.engine.model_config import context_len
@@ -20,6 +20,7 @@ from cascade.engine.sampling.processors import report
 from cascade.engine.scoring import Packed, Report, scored
 from cascade.engine.threads import Pace, Threads, limited
 from cascade.engine.trees import run_trees
+from cascade.engine.weights import HEAD, check_replaces, shape_of, unread
 from cascade.errors import ModelError
 from cascade.params import SamplingParams
 from cascade.scorer import Row, Runs, Scored
@@ -163,7 +164,11 @@ class Model(Runs):
         worse. Passes go on meanwhile and keep most of the processors: loading takes one thread, which mostly rests. Raises
         `ModelError` if the shapes are others; then nothing has changed.
         """
-        with limited(1):
-            network = self.network.renewed(converted(source), Pace(RENEWAL_SHARE).rest)
+        folder, here = converted(source), self.network
+        draft_vocab.check_same(folder, here.draft_ids)
+        with limited(1), unread(folder) as weights:
+            shapes = {name: shape_of(part) for name, part in weights.items()}
+            check_replaces(source, here.shapes, shapes, {HEAD} if here.config.tie_word_embeddings else ())
+            network = here.renewed(weights, Pace(RENEWAL_SHARE).rest)
             with self._busy:
                 self.network = network

@@ -17,6 +17,7 @@ from cascade.engine.generation import CONFIG
 from cascade.engine.tokenizer import check_source, is_local
 from cascade.errors import ModelError, reason
 
+HEAD = "lm_head.weight"  # the output embedding; a checkpoint leaves it out where it is the input embedding
 SINGLE, INDEX, TORCH = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 MAPS = ("d2t", "t2d")  # tensors of heads that are no weights
 

@@ -32,11 +32,11 @@ from cascade.engine import draft_vocab
 from cascade.engine.layers import cut_config
 from cascade.engine.model_config import FamilyConfig, is_of_family
 from cascade.engine.scoring import Packed
-from cascade.engine.weights import check_replaces, shape_of, unread
+from cascade.engine.weights import HEAD, shape_of
 
 DTYPES = (torch.float32, torch.bfloat16)
 KEPT = 32  # tokens of a pass whose memory and programs are kept: with drafts
-EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
 LAYER = "model.layers.{}."  # what the names of a layer's weights begin with
 UNUSED = "rotary_emb.inv_freq"  # ends the name of what old checkpoints hold beside weights
 
@@ -177,7 +177,7 @@ class Llama:
 
         ``draft_ids`` ``[n]`` int64 are the only tokens that it predicts, by default all. ``rest`` is called after each matrix.
         """
-        self.dtype, self._draft_ids = dtype, draft_ids
+        self.dtype, self.draft_ids = dtype, draft_ids
         given = Weights(weights, dtype, config.rms_norm_eps, rest)
         self._embedding = given.read(EMBEDDING)
         layers = [Layer.of(number, given) for number in range(config.num_hidden_layers)]
@@ -205,13 +205,14 @@ class Llama:
         other._describe(cut_config(copy.copy(self.config), layers), [self.layers[layer] for layer in layers])
         return other
 
-    def renewed(self, source: str, rest: Callable[[], object]) -> "Llama":
-        """One with the weights of a folder; ``rest`` is called after each matrix. Raises `ModelError` if shapes are others."""
-        draft_vocab.check_same(source, self._draft_ids)
-        with unread(source) as weights:
-            shapes = {name: shape_of(part) for name, part in weights.items()}
-            check_replaces(source, weight_shapes(self.config), shapes, {HEAD} if self.config.tie_word_embeddings else ())
-            return Llama(self.config, weights, self.dtype, self._draft_ids, rest)
+    def renewed(self, weights: Mapping[str, Any], rest: Callable[[], object]) -> "Llama":
+        """One with other weights of the same shapes; ``rest`` is called after each matrix."""
+        return Llama(self.config, weights, self.dtype, self.draft_ids, rest)
+
+    @property
+    def shapes(self) -> dict[str, list[int]]:
+        """Of its weights by name."""
+        return weight_shapes(self.config)
 
     @property
     def vocab_size(self) -> int:
@@ -220,12 +221,12 @@ class Llama:
 
     @property
     def num_parameters(self) -> int:
-        return sum(math.prod(shape) for shape in weight_shapes(self.config).values())
+        return sum(math.prod(shape) for shape in self.shapes.values())
 
     @property
     def weights_read(self) -> tuple[int, int, int]:
         """How many layers it has, and weights that a pass reads of each and of the output embedding."""
-        first = [math.prod(shape) for name, shape in weight_shapes(self.config).items() if name.startswith(LAYER.format(0))]
+        first = [math.prod(shape) for name, shape in self.shapes.items() if name.startswith(LAYER.format(0))]
         return len(self.layers), sum(first), self._head.in_features * self._head.out_features
 
     # passes
@@ -255,7 +256,7 @@ class Llama:
         program.put(places, np.repeat(np.array(numbers), len(places) // len(numbers), axis=0))
         program.run()
         logits: Tensor = self._head(workspace.hidden.index_select(0, keep))
-        return logits if self._draft_ids is None else draft_vocab.spread(logits, self._draft_ids, self.vocab_size)
+        return logits if self.draft_ids is None else draft_vocab.spread(logits, self.draft_ids, self.vocab_size)
 
     def _steps(self, tokens: int, workspace: "Workspace", spans: Sequence[Spans]) -> Iterator[Step]:
         """Of a pass, from the embeddings of its tokens to their last hidden states."""

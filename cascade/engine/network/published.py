@@ -5,7 +5,7 @@ if its logits are not those that it gives by itself.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
@@ -19,7 +19,6 @@ from cascade.engine.network.contiguous import Contiguous
 from cascade.engine.network.products import keeps_bits, multiply_row_by_row
 from cascade.engine.network.survey import Survey, agree, probe_texts
 from cascade.engine.scoring import Packed
-from cascade.engine.weights import check_replaces, shape_of, unread
 from cascade.errors import ModelError, reason
 from cascade.params import SamplingParams
 from cascade.scorer import Row
@@ -49,7 +48,7 @@ class Published:
         self.device: torch.device = module.device
         self.dtype: torch.dtype = module.dtype
         devices.add_exactly(self.device)
-        self._draft_ids = draft_ids
+        self.draft_ids = draft_ids
         try:
             self._prepare(attention or (Native if self.device.type == "cpu" else Contiguous))
         except ModelError as error:
@@ -58,6 +57,11 @@ class Published:
     @property
     def config(self) -> Any:
         return self.module.config
+
+    @property
+    def shapes(self) -> dict[str, list[int]]:
+        """Of its weights by name."""
+        return {name: [*part.shape] for name, part in self.module.state_dict().items()}
 
     @property
     def num_parameters(self) -> int:
@@ -83,9 +87,9 @@ class Published:
         head = self.module.get_output_embeddings()
         with head.register_forward_pre_hook(lambda module, inputs: (inputs[0][:, keep], *inputs[1:])):
             out: Tensor = self.module(**inputs, use_cache=False, cascade_pass=plan).logits[0]
-        if self._draft_ids is None:
+        if self.draft_ids is None:
             return out
-        ids = self._draft_ids.to(self.device)
+        ids = self.draft_ids.to(self.device)
         return draft_vocab.spread(out[:, ids], ids, self.vocab_size)
 
     # other networks on its weights
@@ -108,24 +112,19 @@ class Published:
         return other
 
     @torch.no_grad()
-    def renewed(self, source: str, rest: Callable[[], object]) -> Self:
-        """One with the weights of a folder; ``rest`` is called after each. Raises `ModelError` if their shapes are others.
+    def renewed(self, weights: Mapping[str, Any], rest: Callable[[], object]) -> Self:
+        """One with other weights of the same shapes; ``rest`` is called after each.
 
         Transformers does not load it: it changes PyTorch's default dtype meanwhile, also for a pass that runs.
         """
-        draft_vocab.check_same(source, self._draft_ids)
         other = copy.copy(self)
         other.module = module = _copied(self.module)
         for part in module.modules():
             vars(part).pop("forward", None)  # our kernels' forward, on the weights before
-        shared = ("lm_head.weight",) if module.config.tie_word_embeddings else ()
-        with unread(source) as weights:
-            wanted = {name: shape_of(part) for name, part in module.state_dict().items()}
-            check_replaces(source, wanted, {name: shape_of(part) for name, part in weights.items()}, shared)
-            held = {}
-            for name, part in weights.items():
-                held[name] = part[...].to(self.device, self.dtype)
-                rest()
+        held = {}
+        for name, part in weights.items():
+            held[name] = part[...].to(self.device, self.dtype)
+            rest()
         module.load_state_dict(held, strict=False, assign=True)
         module.tie_weights()
         multiply_row_by_row(module.eval())
@@ -148,7 +147,7 @@ class Published:
         if not expected.isfinite().all():
             raise ModelError("its logits are not finite numbers")
         self.vocab_size = int(expected.shape[-1])  # rows of the output embedding, padding included
-        draft_ids, self._draft_ids = self._draft_ids, None
+        draft_ids, self.draft_ids = self.draft_ids, None
         try:
             self._survey = Survey.of(module)
             self._attention = attention(self._survey, self.dtype)
@@ -161,7 +160,7 @@ class Published:
             raise ModelError(f"it does not take packed rows ({reason(error)})") from error
         if not agree(module, logits, expected):
             raise ModelError("its logits change when rows are packed into one input")
-        self._draft_ids = draft_ids
+        self.draft_ids = draft_ids
 
     def _replay(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """Logits ``[texts, n, vocab_size]`` of the last positions, after wrong drafts that are rolled back."""

@@ -22,11 +22,9 @@ from cascade.engine.vllm.batch import Batch, Facts, HostCopy
 from cascade.engine.vllm.blocks import RESERVED, Blocks, PagedCache
 from cascade.engine.vllm.engine import check_options, pass_options, shut_down, start
 from cascade.engine.vllm.heads import readers, reading, with_drafts
-from cascade.engine.weights import check_replaces, shapes
+from cascade.engine.weights import HEAD, check_replaces, shapes
 from cascade.errors import InvalidRequest, ModelError, reason
 from cascade.scorer import Row, Runs, Scored
-
-TIED = {"lm_head.weight"}  # a checkpoint may leave it out
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +165,7 @@ class VllmModel(Runs):
         changed; or if vLLM cannot read them: some may be changed then, and the tier drafts worse until it gets whole weights.
         """
         source = converted(source)
-        check_replaces(source, shapes(self._source), shapes(source), TIED)
+        check_replaces(source, shapes(self._source), shapes(source), {HEAD})
         draft_vocab.check_same(source, self._draft_ids)
         try:
             with self._busy:

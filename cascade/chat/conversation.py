@@ -10,7 +10,6 @@ from pydantic import ValidationError as PydanticError
 from cascade.chat.template import Style
 from cascade.engine.grammar import compilable
 from cascade.errors import InvalidRequest
-from cascade.params import LONE_SURROGATE, is_text
 
 Text = Annotated[str, Field(max_length=4_000_000)]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
@@ -21,20 +20,6 @@ MAX_TOOLS = 128
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096  # the limit of a message
 MAX_FIELDS = 128  # the limit of an object: each unknown field would be an error of its own
-
-
-def parsed_object(text: str) -> dict[str, Any]:
-    """The JSON object that ``text`` is; raises `ValueError`."""
-    try:
-        parsed = json.loads(text)
-        shown = json.dumps(parsed, ensure_ascii=False)
-    except (ValueError, RecursionError):
-        parsed, shown = None, ""
-    if not isinstance(parsed, dict):
-        raise ValueError("it must be the text of a JSON object")
-    if not is_text(shown):
-        raise ValueError(LONE_SURROGATE)
-    return parsed
 
 
 def _likeliest(errors: Sequence[Any]) -> Any:

@@ -11,7 +11,7 @@ from jinja2.defaults import DEFAULT_NAMESPACE
 from cascade.engine.chat_template import variables
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import InvalidRequest
-from cascade.params import is_text
+from cascade.params import LONE_SURROGATE, is_text
 
 MessageDict = dict[str, Any]
 
@@ -186,8 +186,9 @@ class ChatTemplate:
         API, where the template takes nothing else.
         """
         function, arguments = call["function"], call["function"]["arguments"]
-        given: Any = _object_of(arguments or "{}")
-        if given is None:
+        try:
+            given: Any = parsed_object(arguments or "{}")
+        except ValueError:
             given = arguments if self._takes_texts else {CUT: arguments}
         return call | {"function": function | {"arguments": given}}
 
@@ -247,11 +248,15 @@ def _probe_call(as_object: bool) -> MessageDict:
     return {"role": "assistant", "content": "", "tool_calls": [{"id": PROBE_ID, "type": "function", "function": function}]}
 
 
-def _object_of(text: str) -> dict[str, Any] | None:
-    """The JSON object that ``text`` is, if it is one that can be written again."""
+def parsed_object(text: str) -> dict[str, Any]:
+    """The JSON object that ``text`` is; raises `ValueError`."""
     try:
         parsed = json.loads(text)
-        writable = is_text(json.dumps(parsed, ensure_ascii=False))
+        shown = json.dumps(parsed, ensure_ascii=False)
     except (ValueError, RecursionError):
-        return None
-    return parsed if writable and isinstance(parsed, dict) else None
+        parsed, shown = None, ""
+    if not isinstance(parsed, dict):
+        raise ValueError("it must be the text of a JSON object")
+    if not is_text(shown):
+        raise ValueError(LONE_SURROGATE)
+    return parsed

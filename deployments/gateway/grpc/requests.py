@@ -9,7 +9,8 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from cascade.answer import Chunk, Completion, joined
 from cascade.capabilities import Task
-from cascade.chat.conversation import MAX_MESSAGES, MAX_TOOLS, Conversation, parsed_object
+from cascade.chat.conversation import MAX_MESSAGES, MAX_TOOLS, Conversation
+from cascade.chat.template import parsed_object
 from cascade.client.chat import UNCONVERTED
 from cascade.client.wire import decode_handling, decode_sampling, decode_speculation, encode_edge, values
 from cascade.engine.generation import with_room

@@ -3,8 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from cascade.answer import Answer, Chunk
 from cascade.capabilities import Capabilities, Task
@@ -18,13 +17,9 @@ from cascade.messages import SessionSpec
 from cascade.params import Structured
 from cascade.settings.config import CascadeConfig
 from cascade.settings.engine import generation_folder
-from deployments.gateway.threads import GRAMMARS, TEXT, in_thread
+from deployments.gateway.threads import GRAMMARS, TEXT, in_thread, reading
 from deployments.links.replica_status import Tiers
 
-T = TypeVar("T")
-
-LONG_PROMPT = 2000  # characters from which tokenizing is left to a thread, so that other requests go on
-LONG_ANSWER = 1000  # tokens whose decoding is left to a thread, likewise
 STREAM_WINDOW = 256  # tokens that the full tier may write before the client's stream takes them
 
 
@@ -120,7 +115,7 @@ class ServedModel:
         if not isinstance(prompt, str):
             return prompt
         self.check_length(len(prompt))
-        return await _reading(len(prompt), self.tokenizer.encode, prompt)
+        return await reading(len(prompt), self.tokenizer.encode, prompt)
 
     async def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids; raises `InvalidRequest` for those that the model does not have."""
@@ -128,7 +123,7 @@ class ServedModel:
         wrong = next((token for token in ids if token >= most), None)
         if wrong is not None:
             raise InvalidRequest(f"Token id {wrong} is out of range: ids go from 0 to {most - 1}", "prompt")
-        return await _reading(len(ids), self.tokenizer.decode, ids)
+        return await reading(len(ids), self.tokenizer.decode, ids)
 
     async def spelling(self) -> Spelling:
         """What tokens spell; it takes up to a second where it is asked for first."""
@@ -139,9 +134,7 @@ class ServedModel:
     async def answer(self, spec: SessionSpec, index: int = 0, elapsed: Callable[[], float] | None = None) -> Answer:
         """A new answer, or one that goes on after what the client has of it."""
         decoder = self.tokenizer.decoder(spec.tokens[: spec.prompt_len])
-        if len(spec.tokens) - spec.prompt_len < LONG_ANSWER:
-            return Answer(spec, decoder, index, elapsed)
-        return await in_thread(TEXT, Answer, spec, decoder, index, elapsed)
+        return await reading(len(spec.tokens) - spec.prompt_len, Answer, spec, decoder, index, elapsed)
 
     # parameters
 
@@ -162,7 +155,3 @@ class ServedModel:
     async def check_grammar(self, structured: Structured) -> None:
         """Raise `InvalidRequest` if a grammar cannot be compiled."""
         await in_thread(GRAMMARS, self._grammars.check, structured, ())
-
-
-async def _reading(length: int, work: Callable[[Any], T], given: Any) -> T:
-    return work(given) if length < LONG_PROMPT else await in_thread(TEXT, partial(work, given))

@@ -13,9 +13,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 TEXT = ThreadPoolExecutor(2, "text")  # tokenizes and decodes long texts, tenths of a second at most
+LONG = 2000  # characters or tokens from which a text is left to them
 GRAMMARS = ThreadPoolExecutor(2, "grammars")  # compiles grammars, which may take seconds
 
 
 async def in_thread(pool: ThreadPoolExecutor, work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
     """What ``work`` returns, done in a thread of ``pool``."""
     return await asyncio.get_running_loop().run_in_executor(pool, partial(work, *args, **options))
+
+
+async def reading(length: int, work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+    """What ``work`` on a text of this length returns; a long one is left to a thread, so that other requests go on."""
+    return work(*args, **options) if length < LONG else await in_thread(TEXT, work, *args, **options)

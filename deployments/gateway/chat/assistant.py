@@ -13,8 +13,8 @@ from cascade.params import SamplingParams, Structured
 from deployments.gateway.chat.calls import FORMATS, JSON, CallParser, ToolFormat
 from deployments.gateway.chat.grammars import GrammarWriter
 from deployments.gateway.chat.reader import TAIL, ThoughtSplitter, TurnReader, opened, prompted
-from deployments.gateway.model import LONG_PROMPT, ServedModel
-from deployments.gateway.threads import TEXT, in_thread
+from deployments.gateway.model import ServedModel
+from deployments.gateway.threads import reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +98,7 @@ class Assistant:
         shown = None if tools is None else [tool.given for tool in tools]
         num_chars = sum(message.num_chars for message in messages) + len(str(shown or ""))
         self._model.check_length(num_chars)
-        encode = self.template.encode
-        if num_chars < LONG_PROMPT:
-            return encode(turns, shown, style)
-        return await in_thread(TEXT, encode, turns, shown, style)
+        return await reading(num_chars, self.template.encode, turns, shown, style)
 
     async def _enforced(self, plan: ToolPlan, params: SamplingParams) -> SamplingParams:
         """``params`` that make the text calls of tools, if the plan says so; raises `InvalidRequest`."""

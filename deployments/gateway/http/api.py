@@ -44,7 +44,7 @@ from deployments.gateway.http.openai import (
 from deployments.gateway.http.reply import CompletionReply, Echo, Form, Kind
 from deployments.gateway.http.responses import ResponseReply, ResponsesBody
 from deployments.gateway.model import ServedModel
-from deployments.gateway.threads import TEXT, in_thread
+from deployments.gateway.threads import reading
 
 AnyBody = TypeVar("AnyBody", bound=SamplingBody)
 TurnBody = TypeVar("TurnBody", ChatBody, ResponsesBody, MessagesBody)
@@ -275,7 +275,7 @@ class HttpApi:
         text = prompt if isinstance(prompt, str) else await self._model.decode(prompt)
         if params.prompt_logprobs is None:
             return Echo(text)
-        begins = await in_thread(TEXT, self._model.tokenizer.begins, ids)
+        begins = await reading(len(ids), self._model.tokenizer.begins, ids)
         return Echo(text, tuple(min(begin, len(text)) for begin in begins))
 
     def _answering(self, body: SamplingBody) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.cluster.devices import Setup
+from benchmarks.cluster.placed import full_text
 from benchmarks.crowd import Crowd
 from benchmarks.turns import ALONE, AUTO, Mode
 from cascade import family
@@ -20,7 +21,7 @@ from cascade.client import AsyncClient
 from cascade.messages import SessionSpec
 from cascade.params import SamplingParams, Speculation
 from cascade.simulation.recording import Recording
-from cascade.simulation.toy_tier import ToyTier, full_text
+from cascade.simulation.toy_tier import ToyTier
 from deployments.ops.launch import Server
 
 REPLICAS = ((1, 1, 1), (1, 1, 2), (2, 2, 4))  # tiny, medium, full

@@ -14,7 +14,7 @@ from cascade.engine.tokenizer import Tokenizer
 from cascade.params import DEFAULT_WINDOW, Speculation
 from cascade.settings.config import CascadeConfig, TierConfig
 from cascade.simulation.costs import H100, MOST_TOKENS, Load
-from cascade.simulation.recording import Recording, fake
+from cascade.simulation.recording import Recording
 from cascade.simulation.scenario import Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
 from cascade.simulation.toy_tier import ToyTier
@@ -98,9 +98,7 @@ class Setup:
 
 def _model(tier: TierConfig) -> ToyTier:
     device, config = Device.of(tier), read_config(tier.model_loading_config.source)
-    assert device.agreement is not None
-    vocab = config.get_text_config().vocab_size
-    return fake(vocab, device.agreement, device.recording, context_len=context_len(config))
+    return device.toy(config.get_text_config().vocab_size, context_len=context_len(config))
 
 
 @dataclass(frozen=True, slots=True)

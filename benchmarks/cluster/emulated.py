@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -16,7 +17,7 @@ from cascade.planner.cost import Profile
 from cascade.scorer import Row, Runs, Scored, Scorer, Store
 from cascade.settings.config import CascadeConfig, TierConfig
 from cascade.settings.section import Section
-from cascade.simulation.recording import fake
+from cascade.simulation.recording import RecordedTier, Recording
 from cascade.simulation.toy_tier import ToyTier
 from deployments.tier import load_model
 
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Device(Section):
-    """A fake device of a tier, whose model is its own, on the CPU; or a toy with an ``agreement``, see `fake`."""
+    """A fake device of a tier, whose model is its own, on the CPU; or a toy with an ``agreement``."""
 
     # milliseconds of a pass by its tokens; linear between the points and after the last
     pass_ms: Annotated[dict[Annotated[int, Field(ge=1)], Annotated[float, Field(gt=0)]], Field(min_length=1)]
@@ -44,6 +45,13 @@ class Device(Section):
         points = tuple((tokens, ms * 1e-3 * self.stretch) for tokens, ms in sorted(self.pass_ms.items()))
         return Profile(points, self.context_ms * 1e-6 * self.stretch)
 
+    def toy(self, vocab_size: int, **limits: int) -> ToyTier:
+        """The toy, which has recorded own tokens if there is a recording; raises `ConfigError`."""
+        assert self.agreement is not None
+        if self.recording is None:
+            return ToyTier(vocab_size, self.agreement, **limits)
+        return RecordedTier(vocab_size, self.agreement, Recording.load(Path(self.recording)), **limits)
+
 
 def load(config: TierConfig) -> "Emulated":
     """The model of a tier, or a toy, on its emulated device."""
@@ -55,7 +63,7 @@ def load(config: TierConfig) -> "Emulated":
         return Emulated(model, device.cost, num_parameters=model.num_parameters, dtype=dtype, same_bits=model.same_bits)
     read = read_config(source, **engine.hub)
     limits = {"context_len": context_len(read)} | ({} if engine.cache_tokens is None else {"cache_tokens": engine.cache_tokens})
-    return Emulated(fake(read.get_text_config().vocab_size, device.agreement, device.recording, **limits), device.cost)
+    return Emulated(device.toy(read.get_text_config().vocab_size, **limits), device.cost)
 
 
 def num_gpus(config: CascadeConfig) -> int:

@@ -9,7 +9,7 @@ from cascade.messages import SessionSpec
 from cascade.params import SamplingParams
 from cascade.simulation.plan import chained
 from cascade.simulation.recording import RecordedText, Recording
-from cascade.simulation.toy_tier import ToyTier, full_text
+from cascade.simulation.toy_tier import ToyTier
 from cascade.splitmix import mix
 
 AGREEMENT = (0.70, 0.88)  # of tiny and medium with full
@@ -30,3 +30,12 @@ def recording(tokens: int, prompts: int = PROMPTS) -> Recording:
         ranked = (tuple(tuple(toy.ranked(tuple(text[at - toy.order : at]), at, params, 3)) for at in places) for toy in toys)
         texts.append(RecordedText(prompt, tuple(ranked), "toy"))
     return Recording(tuple(texts))
+
+
+def full_text(model: ToyTier, spec: SessionSpec) -> list[int]:
+    """Prompt and output of plain decoding by ``model`` alone, token by token: what any cascade below it must give."""
+    text, limit = list(spec.tokens), spec.prompt_len + spec.params.max_tokens
+    while len(text) < limit and not (len(text) > spec.prompt_len and text[-1] in spec.ends):
+        [own] = model.ranked(tuple(text[-model.order :]), len(text), spec.params, 1)
+        text.append(own.token)
+    return text

@@ -102,10 +102,3 @@ class RecordedTier(ToyTier):
         if params.temperature == 0 and (ranked := self._places.get((position, context))) is not None:
             return list(ranked[:count])
         return super().ranked(context, position, params, count)
-
-
-def fake(vocab_size: int, agreement: Agreement, recording: str | None = None, **limits: int) -> ToyTier:
-    """The model of an emulated device that has none: of a file that holds a recording, or a toy; raises `ConfigError`."""
-    if recording is None:
-        return ToyTier(vocab_size, agreement, **limits)
-    return RecordedTier(vocab_size, agreement, Recording.load(Path(recording)), **limits)

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
-from cascade.messages import SessionSpec
 from cascade.params import SamplingParams
 from cascade.scorer import BLOCK, Row, RunnerUp, Runs, Scored
 from cascade.splitmix import GOLDEN, mix
@@ -114,15 +113,6 @@ class ToyTier(Runs):
         """The own token at ``position`` after ``context``, and at most two runner-ups, each with its gap to the first."""
         key = mix(fold(context, params.seed or 0) ^ position)
         return list(_ranked(key, self.vocab_size, self._agreement)[:count])
-
-
-def full_text(model: ToyTier, spec: SessionSpec) -> list[int]:
-    """Prompt and output of plain decoding by ``model`` alone, token by token: what any cascade below it must give."""
-    text, limit = list(spec.tokens), spec.prompt_len + spec.params.max_tokens
-    while len(text) < limit and not (len(text) > spec.prompt_len and text[-1] in spec.ends):
-        [own] = model.ranked(tuple(text[-model.order :]), len(text), spec.params, 1)
-        text.append(own.token)
-    return text
 
 
 @lru_cache(CACHED)

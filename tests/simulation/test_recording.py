@@ -11,7 +11,7 @@ from cascade.errors import ConfigError
 from cascade.messages import SessionSpec
 from cascade.params import SamplingParams
 from cascade.scorer import RunnerUp
-from cascade.simulation.recording import RecordedText, RecordedTier, Recording, fake
+from cascade.simulation.recording import RecordedText, RecordedTier, Recording
 from cascade.simulation.scenario import PassCost, Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
 from cascade.simulation.toy_tier import ABOVE, ToyTier
@@ -69,7 +69,6 @@ def test_files_keep_a_recording(tmp_path: Path) -> None:
     path = tmp_path / "recording.json"
     RECORDING.save(path)
     assert Recording.load(path) == RECORDING
-    assert isinstance(fake(VOCAB, (), str(path)), RecordedTier)
     path.write_text("{}")
     for broken in (path, tmp_path / "none.json"):
         with pytest.raises(ConfigError, match=r"^The recording '.*' cannot be read .* record the tiers again$"):

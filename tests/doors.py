@@ -30,11 +30,17 @@ VOCAB = 4096  # of the small models's tokenizer
 AGREEMENT = {"tiny": 0.6, "medium": 0.8, "full": 1.0}
 
 
+def deployment(tier: str) -> str:
+    """The name of a tier's deployment, as where several models are served: of the model and the tier."""
+    return f"toy:{tier}"
+
+
 class Handle:
     """A Serve handle of the tier ``name``; a tier without a replica never answers."""
 
     def __init__(self, net: Net, name: str) -> None:
         self._net, self._name = net, name
+        self.deployment_name = deployment(name)
         self.num_calls = 0
         self.describe = SimpleNamespace(remote=self._describe)
         self.lease = SimpleNamespace(remote=self._lease)
@@ -128,7 +134,7 @@ def house(
 
     thread = threading.Thread(target=run, name="house")
     patch = pytest.MonkeyPatch()
-    patch.setattr(replica_status, "count_replicas", lambda: dict.fromkeys(present, 1))  # nobody asks Ray
+    patch.setattr(replica_status, "count_replicas", lambda: dict.fromkeys(map(deployment, present), 1))  # nobody asks Ray
     if len(present) < len(NAMES):
         patch.setattr(api, "DESCRIBE_TIMEOUT_S", 0.05)
     patch.setattr(admission, "tracing", tracing)

@@ -61,7 +61,7 @@ class Tiers:
         except Exception as error:  # whatever Ray raises: its controller is not there
             log.info("Ray Serve does not say what runs: %s", error)
             raise Unavailable("Ray Serve's controller does not say what runs: try again later") from None
-        return {name: replicas.get(name, 0) for name in self._handles}
+        return {name: replicas.get(handle.deployment_name, 0) for name, handle in self._handles.items()}
 
     async def count(self, report: Callable[[str, int], object]) -> None:
         """Report the running replicas of each tier now and then, until cancelled."""

@@ -20,7 +20,7 @@ from cascade.v1 import serving_pb2 as pb
 from deployments.gateway.http.events import ClientLeft, Events
 from deployments.gateway.http.openai import ChatBody, CompletionBody, SamplingBody
 from deployments.links import replica_status
-from tests.doors import House, serving
+from tests.doors import House, deployment, serving
 from tests.http.test_http import ask
 from tests.waiting import LONG_S, wait_until
 
@@ -83,7 +83,7 @@ def test_a_controller_that_hangs_holds_up_nobody(served: House, monkeypatch: pyt
     def hang() -> dict[str, int]:
         asked.append("")
         free.wait()
-        return {"full": 1}
+        return {deployment("full"): 1}
 
     monkeypatch.setattr(replica_status, "count_replicas", hang)
     monkeypatch.setattr(replica_status, "COUNT_TIMEOUT_S", 0.5)

@@ -1,12 +1,9 @@
 """The draft: walks, cuts and unions of trees, held against sets of paths."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cascade.draft import Draft
-from cascade.messages import Proposal
-from deployments.links.codec import decode, encode
 
 Path = tuple[int, ...]
 
@@ -86,22 +83,3 @@ def test_first_nodes_and_found_paths(draft: Draft, size: int, tokens: list[int])
     found = draft.find(tokens)
     assert path_of(draft, found[-1] if found else -1) == tuple(tokens[: len(found)])
     assert len(found) == len(tokens) or tuple(tokens[: len(found) + 1]) not in paths(draft)
-
-
-@given(trees() | trees(lines=True))
-def test_a_draft_survives_the_wire(draft: Draft) -> None:
-    """Guards proposals between processes, trees and confidences among them; a line costs no byte for being a tree."""
-    message = Proposal("s", 7, draft)
-    assert decode(encode([message])) == [message]
-    assert draft.is_line == all(draft.parent(node) == node - 1 for node in range(len(draft)))
-    assert len(encode([message]).messages[0].proposal.parents) == (0 if draft.is_line else len(draft))
-
-
-@pytest.mark.parametrize(("parents", "confidences"), [((0, 0, 5), b""), ((0,), b""), ((), b"\1")])
-def test_a_tree_that_is_none_is_refused(parents: tuple[int, ...], confidences: bytes) -> None:
-    """Guards a tier against what only another version, or nobody, would send: the stream ends, the tier does not."""
-    batch = encode([Proposal("s", 3, Draft((1, 2, 3), bytes(3)))])
-    batch.messages[0].proposal.parents.extend(parents)
-    batch.messages[0].proposal.confidences = confidences
-    with pytest.raises(ValueError, match=r"one (parent|confidence) a token"):
-        decode(batch)

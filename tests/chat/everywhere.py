@@ -93,7 +93,6 @@ def joined(pieces: list[Any]) -> tuple[str, list[list[Any]], str]:
 def check_pieces(pieces: list[TurnPiece], turn: Turn) -> None:
     """Joined, the pieces of a streamed turn are the whole one."""
     last = pieces[-1].turn
-    assert last is not None
     for name in ("content", "reasoning_content", "finish_reason", "reasoning_tokens"):
         assert getattr(last, name) == getattr(turn, name)
     assert [(call.name, call.arguments) for call in last.calls] == [(call.name, call.arguments) for call in turn.calls]

@@ -66,11 +66,7 @@ def sent(messages: Messages, tools: Any) -> tuple[Messages, Any]:
 
 @pytest.mark.parametrize("name", [rare(name) if name.startswith("talker") else name for name in FAMILIES])
 def test_prompts_are_the_templates_own(name: str) -> None:
-    """Guards against prompts that the model was not made for: roles were renamed, calls of one turn split into several, fields
-    added and put in another order, so that the model read something else than `apply_chat_template` gives.
-
-    And what is served has all that was said, but for second calls and later system turns of templates that pass over those.
-    """
+    """Guards prompts whose roles were renamed, calls split or fields added: the model read what no template gives."""
     family = FAMILIES[name]
     tokenizer = family.tokenizer
     template = ChatTemplate(tokenizer)

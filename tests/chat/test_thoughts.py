@@ -77,10 +77,7 @@ UNREAD = ("none wanted", "not separate")  # where special tokens are left out, a
 
 @pytest.mark.parametrize("name", TURNS)
 def test_thoughts_are_told_apart(served: House, name: str) -> None:
-    """Guards what clients show: thoughts came as words, with their tags, and calls that were only thought of were made.
-
-    Guards `strict` and `required` behind thoughts, which are free, whatever the model wants to say after them.
-    """
+    """Guards thoughts that came as words with their tags, and calls that were only thought of and were made."""
     said, sampling, options, (thoughts, words, reason) = TURNS[name]
     turn = everywhere(served, user(said), sampling, **options)
     heard = turn.reasoning_content or ""

@@ -1,5 +1,6 @@
 """`cascade chat`: conversations at a terminal, with models of this process and with a server."""
 
+import io
 import os
 import pty
 import re
@@ -14,8 +15,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from cascade import Cascade, Chunk, SamplingParams, Speculation
+from cascade.cli import screen
 from cascade.cli.chat import Conversation, stopping
 from cascade.cli.connection import Piece
 from tests.cli import run
@@ -134,10 +137,7 @@ def test_without_a_template_a_question_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_terminal() -> None:
-    """Guards the terminal: colours, the arrow up brings the last line back, Ctrl-C stops an answer and Ctrl-D the program.
-
-    An answer that is stopped is kept as far as it came, its request ends, and the program goes on.
-    """
+    """Guards the terminal: colours, the last line brought back, Ctrl-C that stops an answer and no more, Ctrl-D."""
     with talking("hermes", pass_s=0.02) as served:
         terminal = Terminal("--address", served.grpc, "-t", "0", "--tiers", "tiny,medium")
         terminal.until(ASKS)
@@ -173,7 +173,7 @@ def test_what_came_of_a_stopped_answer_is_kept(capsys: pytest.CaptureFixture[str
         raise KeyboardInterrupt
 
     backend = SimpleNamespace(stream_chat=stream)
-    conversation = Conversation(backend, EIGHT, Speculation(), system="", plain=True)  # type: ignore[arg-type]
+    conversation = Conversation(backend, EIGHT, Speculation(), system="", plain=True)
     conversation.answer("who")
     assert conversation.turns == []
     conversation.system = "You are kind."
@@ -191,3 +191,36 @@ def test_a_second_ctrl_c_breaks_off() -> None:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+TEXT = "Speculative decoding lets smaller models run ahead.\n\nIt changes no token: 你好世界你好世界你好 " + "x" * 50 + " end"
+
+
+def pieces(text: str) -> list[Chunk]:
+    """Of three letters, as tokens are: most words come in several."""
+    cut = [text[i : i + 3] for i in range(0, len(text), 3)]
+    return [Chunk(part, token_ids=(7,), ends=(len(part),), origins=b"\0") for part in cut]
+
+
+@pytest.mark.parametrize("width", [12, 20, 31])
+@pytest.mark.parametrize("plain", [False, True])
+def test_words_are_not_broken_at_the_end_of_a_line(monkeypatch: pytest.MonkeyPatch, width: int, plain: bool) -> None:
+    """Guards words that came in pieces: a terminal broke them wherever its line ended."""
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=width, highlight=False, no_color=True)
+    monkeypatch.setattr(screen, "console", console)
+    answer = screen.Answer(plain=plain)
+    for chunk in pieces(TEXT):
+        answer.show(chunk)
+    answer.end()
+    said = out.getvalue()
+    assert said.split() == TEXT.split() or "".join(said.split()) == "".join(TEXT.split())
+    for line in said.split("\n"):
+        assert len(line.rstrip()) <= width or "x" * width in line or "你" in line
+    for word in ("Speculative", "decoding", "smaller", "changes", "token:"):
+        assert word in said or len(word) > width
+    assert ahead(said) == ahead(TEXT), "a new line is not lost"
+
+
+def ahead(text: str) -> int:
+    return text.count("\n\n")

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from cascade.cli.serve import usage
 from cascade.errors import ConfigError, ModelError
 from cascade.settings.config import CascadeConfig
 from cascade.settings.router import ListenConfig
@@ -67,10 +66,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Ray:
 def test_joined_clusters_keep_what_runs_there(
     monkeypatch: pytest.MonkeyPatch, fake: Ray, address: str, initialized: bool, owned: bool
 ) -> None:
-    """Guards a shared cluster: stopping a server that joined it must not shut down everybody's Serve.
-
-    Guards another's application of the same name there: it was replaced, and deleted at the end.
-    """
+    """Guards a shared cluster: a server that joined it shut down everybody's Serve, or replaced another's application."""
     fake.initialized = initialized
     monkeypatch.setenv("RAY_ADDRESS", address)
     with Server.start(port=0):
@@ -176,29 +172,6 @@ def test_ctrl_c_ends_a_start_in_order(fake: Ray) -> None:
     fake.raises["run"] = KeyboardInterrupt()
     assert run("serve", "--port", "0")[0] == 0
     assert fake.calls == ["init", "start", "run", "delete", "shutdown"]
-
-
-class Stub:
-    """A server that is up at once."""
-
-    tiers, address, url, model = ("full",), "127.0.0.1:9000", "http://127.0.0.1:8000", "a-model-with-a-name-of-some-length"
-
-    def wait(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-
-def test_calls_to_copy_are_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards what `cascade serve` prints: lines were broken at the width of the terminal, within commands to copy.
-
-    And `cascade top` on other ports: its line named the HTTP address, and gRPC's was the default.
-    """
-    monkeypatch.setattr(Server, "start", lambda *args, **options: Stub())
-    monkeypatch.setenv("COLUMNS", "40")
-    assert usage(Stub.address, Stub.url, Stub.model) in run("serve")[1]
-    keyed = usage("127.0.0.1:9123", "http://127.0.0.1:8123", Stub.model, keyed=True)
-    assert "Bearer $CASCADE_API_KEY" in keyed
-    assert "cascade top --address 127.0.0.1:9123 --url http://127.0.0.1:8123" in keyed
 
 
 @pytest.mark.parametrize(("name", "option"), [("grpc_port", "--grpc-port"), ("http_port", "--port")])

@@ -40,6 +40,12 @@ CHOSEN: dict[str, dict[str, Any]] = {  # values that are not the defaults, and t
     "logprobs": {"logprobs": 2},
     "prompt_logprobs": {"logprobs": 2, "prompt_logprobs": 2},
 }
+TOGETHER: dict[str, dict[str, Any]] = {  # what looks at the text before a place, beside each other
+    "penalties": {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.5, "logprobs": 3, "min_tokens": 9},
+    "stop behind min_tokens": {"stop": (" y x", "y z", " x"), "min_tokens": 6, "logprobs": 0},
+    "half a character": {"logit_bias": dict.fromkeys(range(150, 256), 30.0), "stop": ("é",), "max_tokens": 12},
+    "json": {"structured": Structured(regex='\\{"[a-z]{9}": [0-9]{5}\\}'), "presence_penalty": 1.0, "logit_bias": {}},
+}
 HANDLED: dict[str, dict[str, Any]] = {
     "priority": {"priority": -5},
     "cache_salt": {"cache_salt": "mine"},
@@ -80,7 +86,7 @@ def body(params: dict[str, Any], mode: str) -> dict[str, Any]:
 
 
 def answers(served: House, params: dict[str, Any]) -> list[tuple[str, str]]:
-    """Texts and how they ended: gRPC whole and in pieces, HTTP, each in every mode."""
+    """Texts and how they ended: gRPC whole, in pieces and gone on with where a stream broke off, HTTP, each in every mode."""
     sampling = SamplingParams(**{name: value for name, value in params.items() if name not in HANDLED | DRAFTED})
     handling = Handling(**{name: params[name] for name in HANDLED if name in params})
     found = []
@@ -89,13 +95,20 @@ def answers(served: House, params: dict[str, Any]) -> list[tuple[str, str]]:
             drafts = Speculation(mode, **{name: params[name] for name in DRAFTED if name in params})
             whole = stub_of(channel).Complete(encode_request(PROMPT, sampling, drafts, handling))
             found.append((whole.text, whole.finish.reason))
-            *_, last = client.stream(PROMPT, sampling, drafts, handling)
-            found.append((last.completion.text, str(last.completion.finish_reason)))
-            for logprobs, prompt in (
-                (whole.tokens[0].HasField("logprob"), whole.prompt),
-                (last.completion.logprobs, last.completion.prompt),
-            ):
-                assert (bool(logprobs), bool(prompt)) == ("logprobs" in params, "prompt_logprobs" in params)
+            pieces = list(client.stream(PROMPT, sampling, drafts, handling))
+            last = pieces[-1].completion
+            found.append((last.text, str(last.finish_reason)))
+            begun, request = pieces[: len(pieces) // 2], encode_request(PROMPT, sampling, drafts)
+            if had := [id for piece in begun for id in piece.token_ids]:
+                request.resume.token_ids[:] = had
+                rest = list(stub_of(channel).Generate(request))
+                text = "".join(piece.text for piece in (*begun, *rest))
+                assert sum(len(piece.tokens) for piece in rest) == len(whole.tokens) - len(had)
+                assert all(token.HasField("logprob") for piece in rest for token in piece.tokens) or "logprobs" not in params
+                found.append((text, rest[-1].finish.reason))
+            assert len(last.logprobs) == len(last.token_ids) * ("logprobs" in params)
+            assert all(token.HasField("logprob") == ("logprobs" in params) for token in whole.tokens)
+            assert bool(whole.prompt) == bool(last.prompt) == ("prompt_logprobs" in params)
             status, _, answer = ask(served, "/v1/completions", body(params, mode))
             assert status == 200, answer
             choice = answer["choices"][0]
@@ -114,10 +127,15 @@ def plain(served: House) -> tuple[str, str]:
 
 @pytest.mark.parametrize("name", CHOSEN | HANDLED | DRAFTED)
 def test_a_parameter_means_the_same_everywhere(served: House, plain: tuple[str, str], name: str) -> None:
-    """Guards every parameter on both protocols: with drafts and without, whole and cut, the text is the same, and another
-    one than without the parameter, unless it is one that must not change it."""
+    """Guards every parameter on both protocols: the text is the same with drafts and without, and changes if it should."""
     [chosen] = set(answers(served, PLAIN | (CHOSEN | HANDLED | DRAFTED)[name]))
     assert (chosen == plain) == (name in SILENT)
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_parameters_mean_the_same_beside_each_other(served: House, name: str) -> None:
+    """Guards all that counts from the prompt or looks back, also across the seam of a stream that broke off."""
+    assert len({*answers(served, PLAIN | TOGETHER[name])}) == 1
 
 
 def test_every_parameter_is_tried_and_told() -> None:

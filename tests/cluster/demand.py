@@ -23,7 +23,6 @@ def demands(config: CascadeConfig, bound: str) -> list[dict[str, float]]:
     """Resources of each replica of each tier, and of each router."""
     tiers = [tier.resources for tier in config.tiers for _ in range(num_replicas(tier, bound))]
     router = config.router.deployment_config
-    assert isinstance(router.num_replicas, int)
     return [*tiers, *[resources(router.ray_actor_options)] * router.num_replicas]
 
 

@@ -52,11 +52,10 @@ def taken(command: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["head", "worker"])
 def test_units_start_ray(name: str) -> None:
-    """Guards units whose commands Ray does not know, or whose settings systemd ignores with a word in its journal; each port
-    that a firewall must name is said, once."""
+    """Guards units whose commands Ray does not know, or whose settings systemd ignores with a word in its journal."""
     file = SYSTEMD / f"cascade-{name}.service"
     unit = configparser.ConfigParser(interpolation=None)
-    unit.optionxform = str  # type: ignore[assignment]  # as systemd, which tells small letters from large ones
+    unit.optionxform = str  # as systemd, which tells small letters from large ones
     unit.read(file)
     program, _, command = unit["Service"]["ExecStart"].partition(" ")
     said = taken(command.replace("${HEAD}", "10.0.0.4"))
@@ -92,8 +91,7 @@ def read(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", RAY_UP)
 def test_ray_takes_the_file(name: str) -> None:
-    """Guards `ray up` against keys and shapes that it refuses, with the defaults that it fills in itself; and nodes without the
-    package, whose proxies do not start, without extras, and with packages of another week."""
+    """Guards `ray up` against keys that it refuses, and nodes without the package or with packages of another week."""
     values = read(name)
     assert values["file_mounts"] == {"~/cascade-serve": "."}
     constraint, package = "$HOME/cascade-serve/cluster/constraints.txt", "$HOME/cascade-serve[quantization]"
@@ -123,11 +121,7 @@ def test_every_replica_gets_a_machine(name: str) -> None:
 
 
 def test_machines_at_hand_all_join_and_nodes_notice_broken_connections() -> None:
-    """Guards local.yaml, each of whose machines is a worker, against commands that Ray does not know; and drafting across nodes
-    that did not hear each other for a while: by Ray's own settings it comes back after minutes.
-
-    They must be the same on all nodes: a server refuses pings that come more often than it would ask itself.
-    """
+    """Guards local.yaml against commands that Ray does not know, and drafting across nodes that did not hear each other."""
     values, said = read("local"), [f"{name}={value}" for name, value in KEEPALIVE.items()]
     [kind] = prepare_config(read("local"))["available_node_types"].values()
     assert kind["min_workers"] == kind["max_workers"] == len(values["provider"]["worker_ips"]) == 3

@@ -1,22 +1,17 @@
-"""The pages on clusters: their commands, configurations and quoted sentences are those of the programs."""
+"""The pages on clusters: their commands and configurations are those of the programs."""
 
-import ast
-import functools
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
-import ray
 import yaml
 from ray.scripts.scripts import cli as ray_command
 from ray.serve.scripts import cli as serve_command
 
 from cascade.cli.main import main as cascade_command
-from cascade.settings.router import RequestLimits, RouterConfig
 from tests.cluster.kubernetes import KINDS, unknown
 
 ROOT = Path(__file__).parents[2]
@@ -24,13 +19,6 @@ PAGES = ("start/cluster", "howto/kubernetes", "howto/bare-machines", "howto/trou
 PAGE = "\n".join((ROOT / "docs" / f"{name}.md").read_text() for name in PAGES)
 PROGRAMS: dict[str, click.Group] = {"cascade": cascade_command, "ray": ray_command, "serve": serve_command}
 FOREIGN = {"aws", "docker", "export", "gcloud", "kubectl", "sed", "pip", "python3.11", "."}
-RAYS = (
-    "serve/_private/deployment_state.py",
-    "autoscaler/_private/autoscaler.py",
-    "_private/utils.py",
-    "serve/config.py",
-    "_private/authentication/authentication_constants.py",
-)
 
 
 def blocks(language: str) -> list[str]:
@@ -79,8 +67,7 @@ def test_commands_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_files_and_configurations_are_taken() -> None:
-    """Guards the table of files, of which none of cluster/ is missing; and pieces of configurations that are copied from the
-    pages: fields that KubeRay would not know."""
+    """Guards the table of files against those that it lacks, and copied configurations against fields that nobody knows."""
     named = set(re.findall(r"`(cluster/[\w./-]+\w)`", PAGE)) | {f"cluster/ray-up/{name}.yaml" for name in ("gcp", "local")}
     there = {str(path.relative_to(ROOT)) for path in (ROOT / "cluster").rglob("*") if path.is_file()}
     assert there - {"cluster/README.md"} == {name for name in named if (ROOT / name).is_file()}
@@ -88,36 +75,3 @@ def test_files_and_configurations_are_taken() -> None:
     for values in map(yaml.safe_load, blocks("yaml")):
         if "spec" in values and values.get("kind", "RayService") in KINDS:
             assert list(unknown(values)) == []
-
-
-def sayings(files: Iterator[Path]) -> str:
-    """All constant pieces of the strings in some sources."""
-    constants = (node for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant))
-    return "\0".join(node.value for node in constants if isinstance(node.value, str))
-
-
-def test_sentences_are_said() -> None:
-    """Guards the table of troubles: who searches the page for an error finds it."""
-    quoted = re.findall(r"^\| `([^`]+)` \|", PAGE.partition("## What it says")[2].partition("\nAfter ")[0], re.MULTILINE)
-    assert len(quoted) > 8
-    ours = sayings(path for folder in ("cascade", "deployments") for path in (ROOT / folder).rglob("*.py"))
-    theirs = sayings(Path(ray.__file__).parent / file for file in RAYS)
-    for sentence in quoted:
-        pieces = [piece.strip() for piece in re.split(r"\.\.\.|'[^']*'|[\d.]+s?\b|[()]| GPU ", sentence)]
-        long = [piece for piece in pieces if len(piece) > 6]
-        assert long, sentence
-        assert all(piece in ours or piece in theirs for piece in long), sentence
-
-
-def test_limits_are_the_defaults() -> None:
-    """Guards the table of a request's limits: each value is that of a router without a word about it."""
-    table = (ROOT / "docs" / "howto" / "secure.md").read_text().partition("## What a request may cost")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \| `router\.([\w.]+)`", table, re.MULTILINE)
-    said: dict[str, list[Any]] = {
-        name: [int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", value)] for value, name in rows
-    }
-    for name, numbers in said.items():
-        default = functools.reduce(getattr, name.split("."), RouterConfig())
-        expected = [default // 2**20 if name.endswith("_bytes") else default] if default else []
-        assert numbers == expected + [RequestLimits().max_n] * (name == "limits.max_prompts"), name
-    assert {f"limits.{name}" for name in RequestLimits.model_fields} <= {*said, "limits.max_n"}

@@ -136,11 +136,7 @@ def exchanged(*levels: int) -> Callable[[Values], object]:
 
 
 def test_drafters_are_exchanged_and_nobody_notices(served: Served) -> None:
-    """Guards new weights of drafters: everything was replaced, and requests were lost.
-
-    The new tiny replica comes first. There is no room for two medium ones: the old one goes first, and the full tier goes on
-    without it.
-    """
+    """Guards new weights of drafters: everything was replaced, and requests were lost."""
     assert served.update(exchanged(0, 1)) == {"tiny", "medium"}
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from cascade.cpu.attention import Kind, Sizes, attend
 from cascade.cpu.cache import BlockedCache, Span, tables
 from tests.cases import crossed, examples
-from tests.forks import TEXTS, Piece, check_forks
+from tests.cpu.forks import TEXTS, Piece, check_forks
 
 LENGTH = 150
 KINDS = {

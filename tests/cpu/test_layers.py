@@ -34,8 +34,7 @@ def laid_out(rng: random.Random, buffer: Tensor, parts: Sequence[Tensor]) -> lis
 
 @pytest.mark.parametrize("size", [16, 32, 48, 96])
 def test_bits_do_not_depend_on_where_rows_lie(size: int) -> None:
-    """Guards exactness of short rows, such as heads: near to each other they are not computed in vectors, and a product of
-    three that may be taken in any order had other bits there."""
+    """Guards exactness of short rows: near to each other they are not computed in vectors, and had other bits."""
     rng, noise = random.Random(size), torch.Generator().manual_seed(size)
     x, y, z = (torch.randn(size, generator=noise) for _ in range(3))
     wide, out, buffer, found = torch.cat((x, y)), torch.zeros(size), torch.zeros(16 * size), defaultdict(set)

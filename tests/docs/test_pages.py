@@ -67,10 +67,7 @@ def test_pages_name_files_that_exist() -> None:
 
 
 def test_a_parameter_takes_eight_steps_downwards() -> None:
-    """Guards strangers who follow a parameter: each step of the page exists, and none looks back at one before it.
-
-    What a request may ask for, and what the served model is, each step may know.
-    """
+    """Guards strangers who follow a parameter: each step of the page exists, and none looks back at one before it."""
     shared = ("cascade/params", "deployments/gateway/model")
     page = (ROOT / "docs" / "explanation" / "request.md").read_text(encoding="utf-8")
     steps = re.findall(r"^\| \d \| `([\w/]+)\.py` \| `([\w.]+)` \|", page, re.MULTILINE)

@@ -1,6 +1,5 @@
 """Reference pages say what the code has: generated parts are current, and written ones name everything."""
 
-import re
 from dataclasses import MISSING, fields
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +12,6 @@ from cascade.params import Handling, SamplingParams, Speculation
 from cascade.settings.config import CascadeConfig
 from cascade.settings.router import AccessConfig
 from deployments.gateway.http.api import HttpApi
-from deployments.gateway.http.openai import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from deployments.ops.metrics.series import PREFIX, SERIES
 from docs.generate import PAGES, comments, filled, sections
 
 TEXTS = {path.relative_to(PAGES).as_posix(): path.read_text(encoding="utf-8") for path in PAGES.rglob("*.md")}
@@ -51,13 +48,6 @@ def test_every_route_is_on_a_page() -> None:
         assert f"{path.replace(':path', '')}`" in everything, path
 
 
-@pytest.mark.parametrize("body", [CompletionBody, ChatBody, TokenizeBody, DetokenizeBody], ids=lambda body: body.__name__)
-def test_every_field_of_a_body_is_on_the_page(body: Any) -> None:
-    """Guards the page of HTTP against fields that are taken and not told."""
-    for name in set(body.model_fields) - {"tokens"}:  # what /detokenize takes is in its row
-        assert f"`{name}`" in TEXTS["reference/http.md"], name
-
-
 @pytest.mark.parametrize("kind", [SamplingParams, Speculation, Handling], ids=lambda kind: kind.__name__)
 def test_parameters_have_their_defaults(kind: Any) -> None:
     """Guards the page of parameters: every field has a row, and its default there is the code's."""
@@ -68,15 +58,6 @@ def test_parameters_have_their_defaults(kind: Any) -> None:
         value = field.default
         shown = "none" if value in (None, (), "") else str(value).lower() if isinstance(value, bool) else str(value)
         assert rows[field.name] == shown, field.name
-
-
-def test_counters_that_pages_name_are_reported() -> None:
-    """Guards operators against counters that are gone."""
-    known = {series.shown for series in SERIES.values()}
-    for name, text in TEXTS.items():
-        if name != "log.md":
-            for counter in re.findall(r"`(?:ray_)?(?:cascade_)?(\w+_total)\b", text):
-                assert f"{PREFIX}{counter}" in known, f"{counter} of {name}"
 
 
 def test_public_names_are_on_a_page() -> None:

@@ -17,7 +17,6 @@ from cascade.engine.threads import limited
 from cascade.scorer import Row
 from tests.architectures import DEFAULT, SERVED, VOCAB, WRITTEN_OUT, build, each
 from tests.cases import rare
-from tests.forks import Piece, check_forks, tokens
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 LENGTH = 100  # of a text, more than a tile
@@ -81,7 +80,6 @@ def made(name: str, dtype: torch.dtype) -> Model:
 BITS = cases(torch.bfloat16, PLAIN) + cases(
     torch.float32, DENSE, ("llama-untied-bias", "qwen2-sliding", "qwen3", "gemma2", "gpt2")
 )
-FORKED = cases(torch.bfloat16, ["llama", "qwen2-sliding"], ["llama"]) + cases(torch.float32, ["gemma2"], ["gemma2"])
 
 
 @pytest.mark.parametrize(("name", "dtype"), BITS)
@@ -100,20 +98,6 @@ def test_threads_change_no_bit(name: str) -> None:
     alone = whole(model, tokens)
     with limited(2):
         assert torch.equal(in_pieces(model, tokens, random.Random(name)), alone)
-
-
-@pytest.mark.parametrize(("name", "dtype"), FORKED)
-def test_forks_are_texts_of_their_own(name: str, dtype: torch.dtype) -> None:
-    """Guards trees of guesses: a branch must be scored as the text it would be, and the trunk as if there were none."""
-    model = made(name, dtype)
-
-    def score(pieces: Sequence[Piece]) -> Sequence[Tensor]:
-        sizes = [len(piece.picks) for piece in pieces]
-        ids = [tokens(piece, model.vocab_size) for piece in pieces]
-        rows = [Row(piece.store, piece.start, ids[i], sizes[i], GREEDY) for i, piece in enumerate(pieces)]
-        return model.logits(rows).split(sizes)
-
-    check_forks(random.Random(name), model.new_cache, score, LENGTH)
 
 
 def test_a_model_without_the_promise_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

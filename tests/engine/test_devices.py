@@ -1,16 +1,23 @@
-"""The dtype that a device is fast with, told from its processor: no weight is rounded, and what was asked for is honoured."""
+"""What a device is fast with: a dtype that rounds no weight, and as many threads as a pass is worth."""
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from cascade import ModelError
 from cascade.cpu.processor import has_bfloat16
 from cascade.engine.checkpoint import anatomy
 from cascade.engine.devices import held_dtype
 from cascade.engine.model import Model
+from cascade.engine.model_config import read_config
 from cascade.engine.network.products import keeps_bits
+from cascade.engine.threads import LONG_S, Threads, apart
+from cascade.params import SamplingParams
+from cascade.scorer import Row
 from cascade.settings.check import needs, remarks
 from cascade.settings.config import CascadeConfig
 from tests.architectures import build
@@ -68,10 +75,7 @@ def test_models_are_held_in_what_is_fast(folder: Path, caplog: pytest.LogCapture
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_told_before_loading_is_found(dtype: torch.dtype, folder: Path) -> None:
-    """Guards `cascade check` against promising more, or less, than the replica that is started.
-
-    Mixtures, whose passes may differ in their last bits, and widths of 20 and 24, which PyTorch does not take evenly, say so.
-    """
+    """Guards `cascade check` against promising more, or less, than the replica that is started."""
     tier = {"name": "full", "model_loading_config": {"model_id": "m", "model_source": str(folder)}}
     config = CascadeConfig.parse({"tiers": [tier | {"engine_kwargs": {"device": "cpu", "dtype": str(dtype)[6:]}}]})
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
@@ -99,3 +103,81 @@ def test_check_counts_the_memory_of_what_is_held(folder: Path) -> None:
     assert full.anatomy.cache_bytes_per_token == 2 * small.anatomy.cache_bytes_per_token
     assert (small.anatomy.widened, full.anatomy.widened) == (None, torch.float16)
     assert anatomy(str(folder), device=CUDA).dtype is torch.float16
+
+
+# threads of a pass
+
+
+GREEDY = SamplingParams(temperature=0, seed=0)
+
+
+class Machine:
+    """A clock that passes move: ``work_s`` for each token, shared by the threads, and ``meet_s`` for each that they have.
+
+    Of the passes with several threads all but each eighth take ``pause_s`` longer.
+    """
+
+    def __init__(self, work_s: float, meet_s: float, pause_s: float = 0.0) -> None:
+        self.now, self.sizes = 0.0, list[int]()
+        self.work_s, self.meet_s, self.pause_s = work_s, meet_s, pause_s
+
+    def run(self, num_tokens: int) -> None:
+        threads = torch.get_num_threads()
+        self.sizes.append(num_tokens)
+        self.now += self.work_s * num_tokens / threads + self.meet_s * (threads - 1)
+        if threads > 1 and len(self.sizes) % 8:
+            self.now += self.pause_s
+
+
+@pytest.mark.parametrize(
+    ("machine", "limit", "expected"),
+    [
+        (Machine(work_s=1e-4, meet_s=1e-3), 4, {1: {1}, 128: {2, 3, 4}, 512: {4}}),
+        (Machine(work_s=1e-6, meet_s=0.0), 2, {1: {2}}),  # twice as fast is worth it
+        (Machine(work_s=0.0, meet_s=1e-9), 2, {1: {1}}),
+        (Machine(work_s=1e-4, meet_s=0.0, pause_s=0.05), 2, {32: {2}}),
+        (Machine(work_s=5 * LONG_S, meet_s=0.0), 4, {1: {4}, 512: {4}}),
+    ],
+    ids=["small and large passes", "free threads", "useless threads", "a noisy neighbour", "a large model"],
+)
+def test_passes_take_the_fewest_threads_that_are_not_slower(
+    machine: Machine, limit: int, expected: dict[int, set[int]]
+) -> None:
+    """Guards small models against threads that cost more than they bring, and timings against a noisy neighbour."""
+    before = torch.get_num_threads()
+    found = Threads.find(machine.run, limit, lambda: machine.now)
+    assert all(found.count(size) in counts for size, counts in expected.items())
+    assert [found.count(size) for size in range(1, 513)] == sorted(found.count(size) for size in range(1, 513))
+    assert machine.work_s < LONG_S or machine.sizes == [1, 1]
+    with pytest.raises(RuntimeError), Threads(before + 1).use(1):
+        raise RuntimeError
+    assert torch.get_num_threads() == before, "the caller's own setting, also after an error"
+
+
+def test_a_number_that_is_given_holds_for_all_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards ``num_threads`` against being taken for a hint."""
+    model, seen = Model(build("llama"), num_threads=3), set()
+    score = model.logits
+    monkeypatch.setattr(model, "logits", lambda rows: seen.add(torch.get_num_threads()) or score(rows))
+    for size in (1, 200):
+        model.run([Row(model.new_cache(), 0, [1] * size, 1, GREEDY)])
+    assert seen == {3}
+
+
+def test_a_thread_that_ends_leaves_no_helpers() -> None:
+    """Guards passes against OpenMP's helpers of the thread that loaded the model: with more of them than cores all sleep."""
+    program = """if True:
+        import os, time, torch
+        from cascade.engine.threads import apart
+        torch.set_num_threads(2)
+        running = lambda: len(os.listdir("/proc/self/task"))
+        before = running()
+        assert apart(lambda: float(torch.ones(1000, 1000).sum())) == 1e6
+        while running() > before:  # for ever, if they stay
+            time.sleep(0.01)
+        float(torch.ones(1000, 1000).sum())
+        assert running() == before + 1
+    """
+    subprocess.run([sys.executable, "-c", program], check=True)
+    with pytest.raises(ModelError, match="nowhere at all"):
+        apart(lambda: read_config("nowhere at all"))

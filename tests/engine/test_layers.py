@@ -1,7 +1,7 @@
-"""Tiers that are some of a model's layers: they say what it says without the others, and have no weights of their own."""
+"""Tiers that are a part of a model, some of its layers or of its tokens: they say what it says without the others."""
 
 import gc
-from collections.abc import Sequence
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +11,15 @@ from safetensors.torch import load as load_bytes
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from cascade import Cascade, ConfigError, ModelError, SamplingParams, Speculation
+from cascade import Cascade, ConfigError, ModelError, SamplingParams
 from cascade.engine.checkpoint import anatomy
+from cascade.engine.draft_vocab import FILE
 from cascade.engine.layers import numbers, shown
 from cascade.engine.loading import load
 from cascade.engine.model import Model
-from cascade.messages import Edge
 from cascade.scorer import Row
 from tests import small
-from tests.architectures import build
-from tests.waiting import wait_until
+from tests.architectures import VOCAB, build
 
 TEXT = tuple(range(3, 33))
 KEPT = (0, 2, 3)
@@ -33,7 +32,6 @@ FOUR: dict[str, dict[str, Any]] = {  # of each kind of network: ours, Transforme
     "gpt2": {"n_layer": 4},
 }
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "drafter": None}
-CODE = ["def read(path):\n", "import os\n\nclass Shape:\n"]
 
 
 def logits(model: Model) -> Tensor:
@@ -88,27 +86,6 @@ def test_layers_of_a_model_in_the_same_process_have_its_weights(name: str) -> No
     assert new < 0.1 * part.num_parameters * 4
 
 
-@pytest.mark.usefixtures("always_draft")
-def test_a_cascade_of_layers_has_the_full_models_text() -> None:
-    """Guards the promise where a model drafts for itself, and its layers are all tiers: guesses of all its layers are right."""
-    full, layers, edges = small.paths()[-1], {"tiny": 3, "medium": "0-5", "full": "0-5"}, list[Edge]()
-    params = SamplingParams(temperature=0.8, seed=5, max_tokens=24, ignore_eos=True)
-    with Cascade.from_pretrained([full], **OPTIONS) as alone:
-        expected = [one.token_ids for one in alone.generate(CODE, params)]
-    with Cascade.from_pretrained([full] * 3, layers=layers, **OPTIONS) as cascade:
-        for tiers in (("tiny",), ("medium",), ("tiny", "medium")):
-            edges.clear()
-
-            def scored(tiers: Sequence[str] = tiers) -> int:  # three layers may be right so seldom that they soon stop guessing
-                found = cascade.generate(CODE, params, Speculation(tiers=tiers))
-                assert [one.token_ids for one in found] == expected
-                edges.extend(edge for one in found for edge in one.stats.edges if edge.drafter == tiers[-1])
-                return sum(edge.proposed if tiers == ("tiny",) else edge.accepted for edge in edges)
-
-            wait_until(scored)
-            assert tiers[-1] == "tiny" or not any(edge.corrected for edge in edges)
-
-
 def test_layers_are_named_in_many_ways() -> None:
     """Guards short forms: spans as YAML reads them, single layers, how many of the first; and how they are shown."""
     assert numbers(["0-2", 5, "7 - 8"]) == numbers("0-2, 5,7-8") == numbers([0, 1, 2, 5, 7, 8]) == (0, 1, 2, 5, 7, 8)
@@ -138,3 +115,57 @@ def test_wrong_layers_are_refused(layers: dict[str, Any], words: str) -> None:
     tiny, _, full = small.paths()
     with pytest.raises((ConfigError, ModelError), match=words):
         Cascade.from_pretrained([tiny, full], layers=layers)
+
+
+# draft models that say a part of their tokens only
+
+
+SAID = [*range(3, VOCAB, 3)]
+
+
+def saved(architecture: str, folder: Path, said: object = SAID) -> str:
+    """A random model whose draft vocabulary is ``said``."""
+    network = build(architecture)
+    network.config.draft_vocab_size = len(SAID)
+    network.save_pretrained(folder)
+    (folder / FILE).write_text(json.dumps(said))
+    return str(folder)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "olmo2"])
+def test_a_draft_says_what_the_whole_model_says_of_its_tokens(architecture: str, tmp_path: Path) -> None:
+    """Guards logits against the place of another token, in our own networks and in those of Transformers."""
+    source, text = saved(architecture, tmp_path), [5, 9, 40, 41, 42]
+    whole, draft = (Model(load(source, draft=draft, dtype="float32")) for draft in (False, True))
+    expected, found = (model.logits([Row(model.new_cache(), 0, text, len(text), SamplingParams())]) for model in (whole, draft))
+    assert found.shape == expected.shape
+    torch.testing.assert_close(found[:, SAID], expected[:, SAID])
+    others = sorted({*range(VOCAB)} - {*SAID})
+    assert (found[:, others] == torch.finfo(found.dtype).min).all()
+
+
+def test_renewed_weights_are_said_of_the_same_tokens(tmp_path: Path) -> None:
+    """Guards drafts that learn: new weights reach the part of the embedding that is run, and other tokens are refused."""
+    old, new = (saved("llama", tmp_path / name) for name in ("old", "new"))
+    network = build("llama", seed=1)
+    network.config.draft_vocab_size = len(SAID)
+    network.save_pretrained(new)
+    renewed, expected = (Model(load(source, draft=True, dtype="float32")) for source in (old, new))
+    renewed.renew(new)
+    found, wanted = (
+        model.logits([Row(model.new_cache(), 0, [5, 9, 40], 3, SamplingParams())]) for model in (renewed, expected)
+    )
+    torch.testing.assert_close(found, wanted)
+    (Path(new) / FILE).write_text(json.dumps([*SAID[1:], 1]))
+    with pytest.raises(ModelError, match="they say other tokens"):
+        renewed.renew(new)
+
+
+@pytest.mark.parametrize("said", [SAID[1:], [*SAID[1:], VOCAB], [*SAID[1:], SAID[1]], {}, ["a"], None], ids=str)
+def test_a_wrong_file_is_refused(said: object, tmp_path: Path) -> None:
+    """Guards drafts against ids that are not tokens of the model, and against a file that was not copied."""
+    source = saved("llama", tmp_path, said)
+    if said is None:
+        (tmp_path / FILE).unlink()
+    with pytest.raises(ModelError, match=FILE):
+        load(source, draft=True)

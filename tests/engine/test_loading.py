@@ -16,14 +16,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from cascade import ModelError, SamplingParams
 from cascade.cli.main import main
-from cascade.cli.screen import console
+from cascade.engine import adapter_folder
+from cascade.engine.adapter_folder import CONFIG, AdapterFolder
 from cascade.engine.checkpoint import anatomy
 from cascade.engine.model import Model
 from cascade.engine.model_config import read_config
 from cascade.engine.tokenizer import Tokenizer, check_source
 from cascade.engine.weights import INDEX
+from cascade.errors import InvalidRequest
 from cascade.scorer import Row
-from cascade.settings.check import needs
 from tests import small
 from tests.architectures import CONTEXT, VOCAB, build, config, each
 
@@ -96,10 +97,7 @@ def resized(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
 def test_what_cannot_be_loaded_is_one_sentence(
     checkpoint: Path, spoil: Callable[[Path], object], options: dict[str, Any], words: str | None
 ) -> None:
-    """Guards the start of a server: torch, safetensors and Transformers raise errors of their own, or make weights up.
-
-    A download that broke off is named by its file, and a wrong setting by what the user wrote, before anything is loaded.
-    """
+    """Guards the start of a server: torch, safetensors and Transformers raise errors of their own, or make weights up."""
     spoil(checkpoint)
     with pytest.raises(ModelError, match=words) as caught:
         Model.from_pretrained(**{"source": str(checkpoint), "device": "cpu", **options})
@@ -133,33 +131,6 @@ def test_anatomy_is_that_of_the_loaded_model(name: str, tmp_path: Path) -> None:
 # cascade check
 
 
-def checked(path: Path, values: Any) -> tuple[int, str]:
-    path.write_text(yaml.safe_dump(values))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(console, "width", 200)
-        result = CliRunner().invoke(main, ["check", str(path)])
-    return result.exit_code, result.output
-
-
-def demo(**changes: Any) -> dict[str, Any]:
-    values = small.config().model_dump(mode="json")
-    values["tiers"][-1].update(changes)
-    return values
-
-
-def test_check_tells_what_tiers_need(tmp_path: Path) -> None:
-    """Guards the figures, which people buy machines by."""
-    full = needs(small.config())[-1]
-    assert full.anatomy.parameters == 7_476_096
-    assert full.weight_bytes == 4 * 7_476_096
-    assert full.anatomy.cache_bytes_per_token == 6 * 4 * 32 * 2 * 4
-    assert full.cache_tokens > 10**5
-    code, output = checked(tmp_path / "demo.yaml", demo())
-    assert code == 0
-    assert "7.5 M" in output
-    assert output.endswith("The tiers fit together.\n")
-
-
 def large(folder: Path) -> str:
     """A model of 750 GiB without its weights, with a tokenizer."""
     sizes = {"vocab_size": small.VOCAB, "hidden_size": 131_072, "intermediate_size": 425_984, "num_hidden_layers": 2}
@@ -170,27 +141,18 @@ def large(folder: Path) -> str:
 
 
 def test_check_refuses_in_a_sentence(tmp_path: Path, checkpoint: Path) -> None:
-    """Guards scripts that check before they deploy: status 1, and the reason after the table.
-
-    Guards the check on a machine that has no such accelerator itself, too.
-    """
-    source, config = {"model_id": "m", "model_source": str(checkpoint)}, tmp_path / "c.yaml"
-    big = {"model_id": "m", "model_source": large(tmp_path / "large")}
-    for values, words in (
-        (demo(model_loading_config=source), "No tokenizer can be loaded"),
-        (
-            {**demo(), "max_model_len": 4096},
-            "Error: max_model_len is 4096, but tier tiny takes 1024 tokens: lower it or choose",
-        ),
-        (demo(accelerator_type="A100-80G", model_loading_config=big, engine_kwargs={}), "A100-80G offers 72.00 GiB"),
+    """Guards scripts that check before they deploy: status 1, and the reason after the table."""
+    source, big = ({"model_id": "m", "model_source": str(path)} for path in (checkpoint, large(tmp_path / "large")))
+    for changes, words in (
+        ({"model_loading_config": source}, "No tokenizer can be loaded"),
+        ({"accelerator_type": "A100-80G", "model_loading_config": big, "engine_kwargs": {}}, "A100-80G offers 72.00 GiB"),
     ):
-        code, output = checked(config, values)
-        assert code == 1
-        assert words in output.splitlines()[-1]
-    shards(checkpoint)[0].unlink()
-    code, output = checked(config, demo(model_loading_config=source))
-    assert code == 1
-    assert "The model of tier full cannot be used: The checkpoint" in output
+        values = small.config().model_dump(mode="json")
+        values["tiers"][-1] |= changes
+        (tmp_path / "c.yaml").write_text(yaml.safe_dump(values))
+        result = CliRunner(env={"COLUMNS": "200"}).invoke(main, ["check", str(tmp_path / "c.yaml")])
+        assert result.exit_code == 1
+        assert words in result.output.splitlines()[-1]
 
 
 # the hub
@@ -227,8 +189,7 @@ def test_a_hub_out_of_reach_is_told_at_once(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_quantised_checkpoints_are_served(tmp_path: Path) -> None:
-    """Guards checkpoints in fewer bits, as Transformers writes them: a twin of a model nearly always says the same, in the
-    memory of its bits."""
+    """Guards checkpoints in fewer bits: a twin of a model nearly always says the same, in the memory of its bits."""
     source, folder = small.paths()[-1], str(tmp_path)
     bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
     AutoModelForCausalLM.from_pretrained(source, quantization_config=bits, device_map="cpu").save_pretrained(folder)
@@ -242,3 +203,25 @@ def test_quantised_checkpoints_are_served(tmp_path: Path) -> None:
     )
     own, others = ([*one.run([Row(one.new_cache(), 0, text, len(text), GREEDY)])[0].own] for one in (packed, full))
     assert sum(map(eq, own, others)) > 0.7 * len(text)
+
+
+# adapters in a shared folder
+
+
+def test_an_adapter_is_copied_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards passes against a shared folder that is slow or gone, the disk against old copies, and what is outside of it."""
+    monkeypatch.setattr(adapter_folder, "MAX_COPIES", 2)
+    folder = AdapterFolder(str(tmp_path))
+    for name in ("red", "blue", "green"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / CONFIG).write_text(name)
+    red, blue = Path(folder.place("red")), Path(folder.place("blue"))
+    (tmp_path / "red" / CONFIG).unlink()
+    assert folder.place("red") == str(red)
+    assert (red / CONFIG).read_text() == "red"
+    folder.place("green")
+    assert (red.exists(), blue.exists()) == (True, False)
+    assert Path(folder.place("blue"), CONFIG).read_text() == "blue"
+    for name in ("red", "", "..", "blue/..", "yellow"):
+        with pytest.raises(InvalidRequest, match="has none of this name"):
+            folder.place(name)

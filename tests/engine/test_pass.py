@@ -141,8 +141,7 @@ class Stray:
 
 @pytest.mark.parametrize("mistake", ["late", "mixed", "scale", "layer"])
 def test_probe_sees_mistakes(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
-    """Guards the probe, in its coarsest dtype: a network that treats rows wrongly must not be served, be its logits numbers or
-    not."""
+    """Guards the probe, in its coarsest dtype: a network that treats rows wrongly must not be served."""
     monkeypatch.setitem(AttentionInterface._global_mapping, "cascade", Stray(mistake))
     with pytest.raises(ModelError, match="LlamaForCausalLM cannot be served: its logits change"):
         Published(build("llama").to(torch.bfloat16), attention=Contiguous)
@@ -192,10 +191,7 @@ def test_cache_holds_and_frees() -> None:
 
 @pytest.mark.parametrize("attention", ["native", "contiguous"])
 def test_drafts_that_overflow_harm_nobody(attention: str) -> None:
-    """Guards what does not see a wrong draft whose keys are not numbers, for 0 times that is not 0.
-
-    That is the text before it and after it, branches, and who has its memory next.
-    """
+    """Guards the text, branches and the next user of the memory against a wrong draft whose keys are not numbers."""
     network = build("llama-untied-bias")
     given = network if attention == "native" else Published(network, attention=Contiguous)
     model = Model(given, cache_tokens=1024)
@@ -220,8 +216,7 @@ def test_drafts_that_overflow_harm_nobody(attention: str) -> None:
 
 
 def test_probe_takes_keys_as_large_as_published_ones() -> None:
-    """Guards Qwen2.5 in bfloat16, which was refused: biases of its keys are in the hundreds, and attention that sums up
-    scores in bfloat16 is far from any that does not."""
+    """Guards Qwen2.5 in bfloat16, which was refused: biases of its keys are in the hundreds."""
     network = build("qwen2")
     with torch.no_grad():
         for layer in network.model.layers:
@@ -251,10 +246,7 @@ def test_a_model_may_be_asked_by_several_threads() -> None:
     ("name", "dtype"), crossed({name: name for name in WRITTEN_OUT}, {"float32": torch.float32, "bfloat16": torch.bfloat16})
 )
 def test_own_networks_are_those_of_transformers(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Guards exactness: a checkpoint is read as Transformers reads it, and says the same, beyond its windows.
-
-    Loading took seconds, most of which went by while the code of Transformers' models was imported.
-    """
+    """Guards exactness: a checkpoint is read as Transformers reads it, and says the same, beyond its windows."""
     build(name).to(dtype).save_pretrained(tmp_path)
     own, published = load(str(tmp_path), device="cpu"), load_trainable(str(tmp_path), device="cpu")
     assert isinstance(own, Llama)

@@ -54,6 +54,7 @@ class Session:
     text: list[int]
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     constraint: Callable[[], Any] = lambda: None
+    exact: bool = False  # to the bit
     alone: dict[tuple[int, ...], tuple[Scored, tuple[Logprobs, ...]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -111,7 +112,8 @@ class Session:
         fresh = self.model.new_cache()
         rows = [Row(self.store, self.held, self.text[self.held :], 1, GREEDY), Row(fresh, 0, self.text, 1, GREEDY)]
         kept, recomputed = (self.model.logits([row]) for row in rows)  # own tokens of such small models hardly look back
-        torch.testing.assert_close(kept, recomputed, rtol=1e-5, atol=1e-5)
+        tolerance = 0.0 if self.exact else 1e-5
+        torch.testing.assert_close(kept, recomputed, rtol=tolerance, atol=tolerance)
         fresh.free()
 
     def play(self, draft: Draft, most: int | None = None) -> Scored:
@@ -167,14 +169,11 @@ SHAPED = st.builds(
     seed=st.integers(0, 999),
 )
 def test_nodes_say_what_their_paths_say(name: str, attention: str, trees: Any, params: Any, seed: int) -> None:
-    """Guards branches that see each other, the trunk, or companions; and stores that do not hold the path afterwards.
-
-    Guards penalties, bias, `min_tokens` and log-probabilities, too: a branch counts its own path, and reports it if taken.
-    Texts are short enough to be read again, one ends at the end of a block.
-    """
+    """Guards branches that see each other, the trunk or companions, penalties that count beside a path, and stale stores."""
     model = model_of(name, attention)
     texts = [[(7 * seed + 5 * place + number) % VOCAB for place in range(size)] for number, size in enumerate((3, 8, 5))]
-    sessions = [Session(model, one, text, random.Random(seed)) for one, text in zip(params, texts, strict=True)]
+    exact = name == "llama"
+    sessions = [Session(model, one, text, random.Random(seed), exact=exact) for one, text in zip(params, texts, strict=True)]
     for shape in trees:
         drafts = [session.guess(parents) for session, parents in zip(sessions, shape, strict=True)]
         rows = [session.row(draft, 2) for session, draft in zip(sessions, drafts, strict=True)]
@@ -280,10 +279,7 @@ def test_of_a_tree_with_other_own_tokens_the_trunk_is_scored() -> None:
 
 @pytest.mark.parametrize("spare", [0, 1, 20])
 def test_a_tree_takes_no_more_memory_than_its_depth(spare: int) -> None:
-    """Guards passes where kept prefixes fill the memory: a store reserved a position for each node, and tiers count a path's.
-
-    Without blocks for branches the trunk is scored.
-    """
+    """Guards passes where kept prefixes fill the memory: a store reserved a position for each node of a tree."""
     blocks = Blocks(RESERVED - 1 + 1 + spare, BLOCK)
     store = PagedCache(blocks)
     store.reserve(BLOCK)

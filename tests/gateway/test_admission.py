@@ -2,16 +2,19 @@
 
 import asyncio
 import base64
+import random
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cascade.errors import Aborted, ConfigError, DeadlineExceeded, InvalidRequest, Overloaded, Unauthenticated, Unavailable
+from cascade.errors import Aborted, ConfigError, DeadlineExceeded, InvalidRequest, Overloaded, Unauthenticated
 from cascade.settings.router import AccessConfig, KeyLimits
 from deployments.gateway.admission.access import Access, Account
+from deployments.gateway.admission.fair_queue import FairQueue, Ticket
 from deployments.gateway.admission.lifetime import Lifetime
 from deployments.gateway.admission.places import Places
 
@@ -134,24 +137,6 @@ async def test_a_cancel_is_no_abort() -> None:
             await task
 
 
-async def test_drained_server_lets_nobody_in() -> None:
-    """Guards shutdown: what is there ends, what comes is sent elsewhere."""
-    crowd = Crowd(places := Places(1, 1))
-    await crowd.come(0)
-    drained = asyncio.create_task(places.drained(20))
-    await asyncio.sleep(0)
-    await crowd.come(1)
-    with pytest.raises(Unavailable, match="shutting down"):
-        await crowd.tasks[1]
-    assert not drained.done()
-    await crowd.leave(0)
-    assert await drained
-    crowd = Crowd(late := Places(1, 1))
-    await crowd.come(0)
-    assert not await late.drained(0.01)
-    await crowd.leave(0)
-
-
 def load(monkeypatch: pytest.MonkeyPatch, text: str, **config: object) -> Access:
     monkeypatch.setenv("CASCADE_API_KEYS", text)
     return Access(AccessConfig.model_validate(config))
@@ -195,10 +180,7 @@ def test_keys_are_exchanged_while_routers_run(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_wrong_keys_are_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a server that is open, or closed to somebody, by a slip of the pen; no sentence shows a key.
-
-    Guards nodes that were not told their keys, and containers, which listen everywhere; else anybody may ask without keys.
-    """
+    """Guards against a server that is open, or closed to somebody, by a slip of the pen; no sentence shows a key."""
     for text, config, words in (
         ("alice", {}, "entry 1 is not NAME=KEY"),
         ("alice=short", {}, "'alice' has 5 characters"),
@@ -219,10 +201,7 @@ def test_wrong_keys_are_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_limits_are_each_keys_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the other keys against one that asks too much.
-
-    Guards against clients that try again for ever where no room is ever enough.
-    """
+    """Guards the other keys against one that asks too much, and clients that try for ever where no room is enough."""
     access = load(monkeypatch, KEYS, limits={"alice": {"tokens_per_minute": 100, "max_running": 1}})
     alice, bob = access.account(f"Bearer {ALICE}"), access.account(f"Bearer {BOB}")
     with alice.admitted(1), bob.admitted(3), pytest.raises(Overloaded, match="alice may have 1 answers"):
@@ -247,3 +226,98 @@ def test_tokens_per_minute_are_a_debt_that_time_pays(monkeypatch: pytest.MonkeyP
     now += caught.value.retry_after_s
     with account.admitted(1):
         pass
+
+
+# shares of the tokens where requests wait
+
+
+COST = st.integers(1, 200)
+WEIGHT = st.sampled_from([0.1, 0.5, 1.0, 2.0, 7.0])
+
+
+def join(queue: FairQueue, name: str, weight: float, cost: int) -> Ticket:
+    """An answer whose tokens are known: all are read."""
+    return queue.join(name, weight, cost, 0)
+
+
+@given(st.data())
+def test_running_answers_and_wrong_guesses_change_no_share(data: st.DataObject) -> None:
+    """Guards the ratio where many answers run at once and end long before they may: by an answer for each turn, of each key."""
+    seed, turns = data.draw(st.integers(0, 10**6)), data.draw(st.integers(1, 6))
+    weights = {"one": data.draw(WEIGHT), "other": data.draw(WEIGHT)}
+    chance, queue, served = random.Random(seed), FairQueue(), Counter[str]()
+    names: dict[Ticket, str] = {}
+    running: list[Ticket] = []
+    for name in [*weights] * 300:
+        names[queue.join(name, weights[name], chance.randint(1, 50), 400)] = name
+    for _ in range(200):
+        while len(running) < turns:
+            ticket = queue.next()
+            running.append(ticket)
+        ended = running.pop(chance.randrange(len(running)))
+        ended.written = chance.randint(0, 100)
+        served[names[ended]] += ended.read + ended.written
+        queue.settle(ended)
+    bound = sum((turns + 1) * 450 / weight for weight in weights.values())
+    assert abs(served["one"] / weights["one"] - served["other"] / weights["other"]) <= bound
+
+
+@given(st.integers(1, 40), st.integers(0, 30), COST, WEIGHT)
+def test_absence_gives_no_credit(away: int, before: int, cost: int, weight: float) -> None:
+    """Guards those who stayed against a key that comes back with a crowd: it gets its share from then on, and no arrears."""
+    queue = FairQueue()
+    for _ in range(before):
+        join(queue, "back", 1.0, cost)
+        join(queue, "stays", 1.0, cost)
+    for _ in range(2 * before):
+        queue.next()
+    for _ in range(away):
+        join(queue, "stays", 1.0, cost)
+        queue.next()
+    for _ in range(100):
+        join(queue, "back", 1.0, cost)
+        join(queue, "stays", 1.0, cost)
+    turns = [queue.next() for _ in range(20)]
+    assert 9 <= sum(ticket is not None and ticket.flow is queue._flows["back"] for ticket in turns) <= 11
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), COST, st.integers(0, 3)), min_size=1, max_size=80))
+def test_nobody_starves(steps: list[tuple[int, int, int]]) -> None:
+    """Guards one request among others that never end to come: it waits at most for its own tokens, at every other's share."""
+    queue, weights = FairQueue(), [0.1, 1.0, 3.0, 10.0]
+    for name, cost, _ in steps:
+        join(queue, str(name), weights[name], cost)
+        queue.next()
+    mine = join(queue, "mine", 1.0, 10)
+    for _ in range(2000):
+        for name, weight in enumerate(weights):
+            join(queue, str(name), weight, 100)
+        if queue.next() is mine:
+            return
+    pytest.fail("it was never its turn")
+
+
+@given(st.lists(st.tuples(st.sampled_from(["join", "next", "leave", "settle", "undo"]), st.integers(0, 2), COST), max_size=80))
+def test_books_balance(steps: list[tuple[str, int, int]]) -> None:
+    """Guards order within a key, and tags against credit: corrections never take a key below where it began."""
+    queue, waiting, running = FairQueue(), list[Ticket](), list[Ticket]()
+    for verb, name, cost in steps:
+        if verb == "join":
+            waiting.append(queue.join(str(name), name + 1.0, cost, 50, rank=float(cost % 3)))
+        elif verb == "next":
+            ticket = queue.next()
+            assert (ticket is None) == (not waiting)
+            if ticket is not None:
+                assert ticket is min(
+                    (one for one in waiting if one.flow is ticket.flow), key=lambda one: (one.rank, one.number)
+                )
+                waiting.remove(ticket)
+                running.append(ticket)
+        elif verb == "leave" and waiting:
+            queue.leave(waiting.pop(cost % len(waiting)))
+        elif running:
+            ended = running.pop(cost % len(running))
+            ended.written = cost % 51
+            queue.settle(ended) if verb == "settle" else queue.undo(ended)
+        for flow in queue._flows.values():
+            assert flow.tag >= flow.start

@@ -302,9 +302,7 @@ def test_bugs_are_not_told() -> None:
 
 
 def test_half_characters_break_nothing(served: House) -> None:
-    """Guards links: half a character in cache_salt could not be sent, broke the link between router and tier, and with it
-    every request that the two had, nine times over.
-    """
+    """Guards links: half a character in cache_salt broke the link between router and tier, with every request on it."""
     params, messages = SamplingParams(max_tokens=60, temperature=0), [{"role": "user", "content": "one two three four"}]
     with Client(served.grpc) as client:
         expected = client.chat(messages, params)

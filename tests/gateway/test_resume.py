@@ -1,4 +1,7 @@
-"""Answers whose stream broke go on at any router with the same text, wherever they broke off, over both protocols."""
+"""Answers whose stream broke go on at any router with the same text: over HTTP, and what is refused.
+
+Over gRPC, with every parameter, they do in `tests/client/test_conformance.py`.
+"""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -7,65 +10,22 @@ from typing import Any
 import grpc
 import pytest
 
-from cascade.client.exchange import TextExchange, encode_request
+from cascade.client.exchange import encode_request
 from cascade.client.rpc import stub_of
-from cascade.params import SamplingParams, Speculation, Structured
-from cascade.v1 import serving_pb2 as pb
-from tests.cases import rare
+from cascade.params import SamplingParams, Structured
 from tests.chat.everywhere import SAID, TOOLS, user
-from tests.client.test_conformance import ADAPTER, CHOSEN, LIKELY, PLAIN, Adapted
+from tests.client.test_conformance import LIKELY
 from tests.doors import House, serving
 from tests.http.test_http import PROMPT, ask
 from tests.talkers import conversing
 
-TOGETHER: dict[str, dict[str, Any]] = {  # what looks at the text before a place, beside each other
-    "penalties": {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.5, "logprobs": 3, "min_tokens": 9},
-    "stop behind min_tokens": {"stop": (" y x", "y z", " x"), "min_tokens": 6, "logprobs": 0},
-    "half a character": {"logit_bias": dict.fromkeys(range(150, 256), 30.0), "stop": ("é",), "max_tokens": 12},
-    "json": {"structured": Structured(json_schema={"type": "object"}), "presence_penalty": 1.0, "logit_bias": {}},
-    "unseeded": {"seed": None, "ignore_eos": True, "max_tokens": 12},  # so that any seed gives a long answer
-}
-CASES = CHOSEN | TOGETHER
-COUNTING = ("max_tokens", "stop", "stop_token_ids", "adapter", "logprobs", "prompt_logprobs")  # of those that come alone
-TRIED = [name if name in COUNTING or name in TOGETHER else rare(name) for name in CASES]
-
-ON_VLLM = {"engine": "vllm", "lora_modules": {ADAPTER: "red/adapter"}}
-served = serving(model=Adapted, full={"engine_kwargs": ON_VLLM})
+served = serving()
 
 
 @pytest.fixture(scope="module")
 def stub(served: House) -> Iterator[Any]:
     with grpc.insecure_channel(served.grpc) as channel:
         yield stub_of(channel)
-
-
-def whole(pieces: Sequence[Any]) -> list[Any]:
-    """All that a stream of gRPC's brings but what the tiers below have done, which no two runs have in common."""
-    builder = TextExchange(pb.GenerateRequest())
-    ended = [builder.add(piece) for piece in pieces][-1].completion
-    assert ended is not None
-    stats = ended.stats
-    counts = stats.prompt_tokens, stats.completion_tokens
-    return [ended.text, ended.token_ids, ended.finish_reason, ended.seed, ended.logprobs, ended.prompt, counts]
-
-
-@pytest.mark.parametrize("name", TRIED)
-def test_answers_go_on_wherever_they_broke_off(served: House, stub: Any, name: str) -> None:
-    """Guards all that counts from the prompt or looks back: limits, penalties, grammars, stop strings across the seam."""
-    chosen: dict[str, Any] = PLAIN | CASES[name]
-    request = encode_request(PROMPT, SamplingParams(**chosen), Speculation("off"))
-    pieces = list(stub.Generate(request))
-    assert [piece.HasField("seed") for piece in pieces] == [True] + [False] * (len(pieces) - 1)
-    expected, seed = whole(pieces), pieces[0].seed
-    request = encode_request(PROMPT, SamplingParams(**chosen | {"seed": seed}), None)
-    for cut in range(1, len(pieces), 2 if name in TOGETHER else 5):
-        had = [token.id for piece in pieces[:cut] for token in piece.tokens]
-        request.resume.token_ids[:] = had
-        rest = list(stub.Generate(request))
-        assert whole([*pieces[:cut], *rest]) == expected, had
-        assert rest[0].seed == seed
-        assert not rest[-1].finish.HasField("first_token_s")
-    assert len(pieces) > 2 or name in ("top_k", "structured", "stop_token_ids")  # which may end soon
 
 
 parrots = conversing(pass_s=0.0005, limits={"max_tokens": 60})

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -9,19 +10,18 @@ from typing import Any
 import pytest
 
 from cascade.client import AsyncClient, Client
-from cascade.draft import Draft
-from cascade.errors import Aborted, DeadlineExceeded, InvalidRequest, Unavailable
-from cascade.messages import Failed, Proposal, SessionSpec
-from cascade.params import SamplingParams
+from cascade.errors import InvalidRequest, Unavailable
+from cascade.messages import SessionSpec
+from cascade.params import SamplingParams, Speculation, Structured
 from cascade.scorer import Row
 from cascade.settings.config import CascadeConfig
 from cascade.v1 import serving_pb2 as pb
-from deployments.full_tier import MAX_FRUITLESS, Inbox, RetryBudget, SessionFailed, held_lease_s
-from deployments.gateway.admission.lifetime import Lifetime
+from deployments.full_tier import MAX_FRUITLESS, RetryBudget, held_lease_s
 from deployments.links import replica_status
 from deployments.router import Router
 from tests import small
-from tests.doors import Handle, house
+from tests.doors import Handle, House, house, serving
+from tests.http.test_http import ask
 from tests.links.net import Net
 from tests.tier.test_tier import NAMES, CountingModel
 from tests.toys import full_text
@@ -76,7 +76,7 @@ async def test_sleeping_tiers_are_not_woken(monkeypatch: pytest.MonkeyPatch) -> 
     limits = {name: {"context_len": length, "vocab_size": 32} for name, length in (("tiny", 64), ("full", 128))}
     router = Router()
     await router.start(values, handles, limits)
-    described = await router.Describe(pb.DescribeRequest(), Context())  # type: ignore[arg-type]
+    described = await router.Describe(pb.DescribeRequest(), Context())
     assert described.max_model_len == 64  # whoever runs
     assert [(tier.name, tier.replicas) for tier in described.tiers] == [("tiny", 0), ("medium", 0), ("full", 0)]
     router.admission.metrics.text()
@@ -132,24 +132,32 @@ async def test_cancelled_request_leaves_nothing() -> None:
         served.settle()
 
 
-async def test_newest_proposal_counts_and_failures_come_behind() -> None:
-    """Guards tokens that came before a failure, and clients that are slower than the tier: fewer pieces, not a longer queue."""
-    inbox = Inbox(RetryBudget(5.0), Lifetime())
-    for message in (Proposal("s", 4, Draft((1,), b"\0")), Proposal("s", 4, Draft((1, 2), b"\0\0")), Failed("s", "gone")):
-        inbox.put(message)
-    assert (await inbox.next()).draft.tokens == (1, 2)
-    with pytest.raises(SessionFailed, match="gone"):
-        await inbox.next()
+HARD = "(a{1,9999}){1,9999}" * 40  # its first step is easy, those after it are not
+WORDS = "structured takes more work than a token may: ask for something simpler"
 
 
-async def test_what_ends_the_wait_is_what_is_told() -> None:
-    """Guards the reason: a deadline is an error of time, too, and was told as a full tier without progress."""
-    with pytest.raises(DeadlineExceeded):
-        await Inbox(RetryBudget(20.0), Lifetime.of(0.01)).next()
-    with pytest.raises(Unavailable, match=r"no progress for 0\.01 s"):
-        await Inbox(RetryBudget(0.01), Lifetime.of(20)).next()
-    waiting = asyncio.create_task(Inbox(RetryBudget(20.0), lifetime := Lifetime()).next())
-    await asyncio.sleep(0)
-    lifetime.abort()
-    with pytest.raises(Aborted):
-        await waiting
+served = serving(pass_s=0.003)
+
+
+def test_grammars_that_take_too_much_work_are_refused_at_once(served: House, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards against 503 after eight seconds of sessions that all failed alike, and the requests that share their passes."""
+    params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+    drafted = Speculation(tiers=("tiny", "medium"))
+    tiers = [node.tier for node in served.net.nodes.values()]
+    with Client(served.grpc) as client:
+        expected = client.generate("ab", params, drafted)
+    caplog.clear()  # a first answer may be over before drafts come, and the log says so
+    with Client(served.grpc) as client, caplog.at_level(logging.INFO):
+        stream = client.stream("ab", params, drafted)
+        pieces = [next(stream)]
+        asked = {"prompt": "x", "max_tokens": 50, "structured": {"regex": HARD}, "speculation": {"tiers": ["tiny"]}}
+        status, _, answer = ask(served, "/v1/completions", asked)
+        assert (status, WORDS in answer["error"]["message"]) == (400, True), answer
+        with pytest.raises(InvalidRequest, match=WORDS):
+            client.generate("x", SamplingParams(max_tokens=50, structured=Structured(regex=HARD)), drafted)
+        pieces += stream
+    assert "".join(piece.text for piece in pieces) == expected.text
+    assert not [record for record in caplog.records if record.exc_info or record.levelno >= logging.WARNING]
+    assert all(tier.stats.failures == 0 and tier.healthy for tier in tiers)
+    assert not any(tier._loop._drafting._failures for tier in tiers)
+    served.settle()

@@ -182,10 +182,7 @@ def test_too_much_is_refused_before_it_is_read(small: House) -> None:
 
 
 def test_requests_are_logged_without_their_words(small: House, alice: Client, caplog: pytest.LogCaptureFixture) -> None:
-    """Guards operators: each request has one line with its name, whose it is and how it ended; fields for JSON.
-
-    Guards users: whatever the level, the log has neither what they wrote nor what they were answered nor their keys.
-    """
+    """Guards operators, to whom each request has one line, and users, whose words and keys are in none."""
     key = {"Authorization": f"Bearer {ALICE}"}
     with caplog.at_level(logging.DEBUG):
         answer = alice.generate(PROMPT, SamplingParams(max_tokens=12))
@@ -274,7 +271,7 @@ def test_drain_closes_the_doors_and_lets_answers_end() -> None:
 def test_clients_of_a_router_that_drains_go_to_another() -> None:
     """Guards routers that share their ports: while one drained, calls on kept connections and half of the new ones failed."""
     params, over = SamplingParams(max_tokens=4, seed=1), threading.Event()
-    with house(pass_s=0.001) as one, house(listen=one.router._config.router.listen.model_dump(), pass_s=0.001) as other:  # type: ignore[union-attr]
+    with house(pass_s=0.001) as one, house(listen=one.router._config.router.listen.model_dump(), pass_s=0.001) as other:
 
         def keep_asking(_: int) -> int:
             with Client(one.grpc, timeout=LONG_S) as client:

@@ -75,7 +75,7 @@ async def in_order(built: House, asked: Sequence[tuple[str, int]]) -> list[tuple
         for key, priority in asked:
             tasks.append(asyncio.create_task(ask_as(clients[key], key, priority)))
             await until(lambda: built.router.admission.places.num_waiting == len(tasks))
-        await first.aclose()  # type: ignore[attr-defined]
+        await first.aclose()
         await asyncio.gather(*tasks)
     return ended
 

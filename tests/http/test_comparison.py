@@ -4,11 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from cascade.cli.serve import serve
-from deployments.gateway.http.messages import MessagesBody
 from deployments.gateway.http.openai import ChatBody, CompletionBody
-from deployments.gateway.http.responses import ResponsesBody
-from deployments.ops.metrics.series import SERIES
 from tests.doors import House, serving
 from tests.http.test_http import ask
 
@@ -60,23 +56,6 @@ def names(body: Any) -> set[str]:
     return {*body.model_fields, "structured_outputs"}
 
 
-OTHERS: tuple[tuple[str, Any, dict[str, Any]], ...] = (
-    ("/v1/responses", ResponsesBody, {"input": "x", "max_output_tokens": 2}),
-    ("/v1/messages", MessagesBody, CHAT),
-)
-
-
-def test_fields_of_other_apis_are_taken_or_refused_as_the_page_says(served: House) -> None:
-    """Guards agents, whose requests have the fields of OpenAI's and Anthropic's newer APIs."""
-    for name, said in rows("Fields of responses and messages").items():
-        kinds = [path for path, body, _ in OTHERS if name in names(body) | {"stop_sequences"}]
-        for path, _, base in OTHERS:
-            if said.startswith("refused"):
-                status, _, answer = ask(served, path, {**base, name: 1})
-                assert (status, answer["error"]["message"].split()[0]) == (400, name), (name, path)
-        assert kinds or said.startswith("refused"), name
-
-
 def test_fields_that_are_taken_are_on_the_page() -> None:
     """Guards the page against fields that it forgets; our own have no row."""
     ours = {"adapter", "structured", "speculation", "history", "resume", "train"}
@@ -84,18 +63,3 @@ def test_fields_that_are_taken_are_on_the_page() -> None:
         names(CompletionBody) | names(ChatBody)
         == {name for name, said in rows("Request fields").items() if not said.startswith("refused")} | ours
     )
-
-
-def test_routes_options_and_series_exist(served: House) -> None:
-    """Guards the other tables."""
-    schema = ask(served, "/openapi.json")[2]["paths"]
-    known = {*schema, "/metrics"}
-    for route, said in rows("Routes").items():
-        assert (route in known) == said.startswith("works"), route
-    options = {flag for parameter in serve.params for flag in parameter.opts}
-    for option, said in rows("Server options").items():
-        assert (option in options) == said.startswith("works"), option
-    same = {f"vllm:{one.vllm}" for one in SERIES.values()}
-    for series, said in rows("Metrics").items():
-        if series.startswith("vllm:") and not said.startswith("not ours"):
-            assert series in same or series.removesuffix("_total") in same | {"vllm:spec_decode_num_drafts"}, series

@@ -11,7 +11,6 @@ from typing import Any
 import grpc
 import psutil
 import pytest
-import schemathesis
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -116,23 +115,6 @@ def test_wild_bodies_are_refused(served: House, path: str) -> None:
     run()
 
 
-def test_schema_is_kept(served: House) -> None:
-    """Guards the API's own schema: what it allows is answered by what it names; no time at all is 504."""
-    schema = schemathesis.openapi.from_url(f"{served.url}/openapi.json")
-    operations = [result.ok() for result in schema.get_all_operations()]
-    assert {operation.path for operation in operations} >= set(SOUND)
-
-    def run(case: Any) -> None:
-        response = case.call(timeout=LONG_S)
-        assert response.status_code < 500 or response.status_code == 504, (response.status_code, response.text[:300])
-        if response.status_code >= 400:
-            assert set(response.json()) - {"type"} == {"error"}
-
-    for operation in operations:
-        cases = given(operation.as_strategy())
-        seed(3)(settings(max_examples=MANY // 4, **QUIET)(cases(run)))()
-
-
 def test_broken_connections_are_survived(served: House) -> None:
     """Guards the HTTP parser and the places of requests against heads and bodies that are cut, wrong, or never end."""
     host, port = served.url.removeprefix("http://").split(":")
@@ -149,7 +131,7 @@ def test_broken_connections_are_survived(served: House) -> None:
                 connection.shutdown(socket.SHUT_WR)
                 answer = connection.recv(100)
                 assert not answer or answer.startswith(b"HTTP/1.1 "), answer
-    with socket.create_connection(tuple(served.grpc.split(":")), timeout=LONG_S) as connection:  # type: ignore[arg-type]
+    with socket.create_connection(tuple(served.grpc.split(":")), timeout=LONG_S) as connection:
         connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(200))
     assert post(served, "/v1/completions", json.dumps(SOUND["/v1/completions"]).encode())[0] == 200
 
@@ -187,9 +169,7 @@ def fields(draw: st.DrawFn, kind: Any) -> Any:
 
 
 def test_wild_requests_are_refused(served: House) -> None:
-    """Guards every field of gRPC's requests, those to come too: each is honoured, or refused with a sentence, never with the
-    name of a class; and bytes that are no message.
-    """
+    """Guards every field of gRPC's requests: each is honoured, or refused with a sentence, never with the name of a class."""
     ends: dict[grpc.StatusCode, int] = {}
     with grpc.insecure_channel(served.grpc) as channel:
 

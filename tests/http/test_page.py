@@ -129,11 +129,7 @@ def test_answer_is_the_servers_and_coloured(page: Page, served: House) -> None:
 
 
 def test_conversations_have_a_history_and_survive_a_reload(page: Page, served: House) -> None:
-    """Guards the second turn: the model hears the system message and all that was said, and no text becomes markup.
-
-    Guards visitors against a lost conversation: after a reload it is drawn again, goes on, with the same system message,
-    and can be compared.
-    """
+    """Guards the second turn, and visitors against a lost conversation: after a reload it is drawn again, and goes on."""
     choose(page, system="Be brief.")
     say(page)
     first, drawn, tracks = said(page), page.locator(".said").inner_html(), page.locator(".tracks").inner_html()
@@ -211,10 +207,7 @@ def test_broken_answer_goes_on(page: Page, served: House) -> None:
 
 
 def test_tokens_are_drawn_in_the_rows_of_their_tiers(page: Page) -> None:
-    """Guards what is drawn of an answer: who said each token, what was replaced, what was prepared for that.
-
-    And no text of a model becomes markup.
-    """
+    """Guards what is drawn of an answer: who said each token, what was replaced; no text of a model becomes markup."""
     markup = "<img src=x onerror=alert(1)>"
     counts = {"passes": 3, "proposed": 3, "accepted": 2, "corrected": 2, "prefetched": 1}
     edge = {"drafter": "medium", "verifier": "full", **counts}
@@ -237,11 +230,7 @@ def test_tokens_are_drawn_in_the_rows_of_their_tiers(page: Page) -> None:
 
 @pytest.mark.parametrize("seed", ["", "9223372036854775807"])
 def test_comparison_with_the_full_model_alone(page: Page, seed: str) -> None:
-    """Guards the comparison: the full tier alone is asked the same, its speed stands beside, and its text is the same.
-
-    Seeds beyond 2 to the 53rd, which JavaScript rounds, drew other noise, and the page said that the cascade had written
-    another text.
-    """
+    """Guards the comparison, also with seeds beyond 2 to the 53rd, which JavaScript rounds: the texts differed."""
     say(page, seed=seed)
     sent: list[Any] = []
     page.on("request", lambda request: sent.append(request.post_data_json) if request.url.endswith(CHAT) else None)
@@ -295,23 +284,8 @@ def test_markdown_is_rendered_in_the_colours_of_tokens(page: Page) -> None:
         assert (drawn.get_attribute("title") or "").split()[0] == LEVELS[token % 4], words
 
 
-def test_answers_are_copied_as_they_were_written(page: Page) -> None:
-    """Guards what is pasted: the Markdown, not what is left of it on the page; a page over plain HTTP has no clipboard."""
-    page.evaluate("() => { navigator.clipboard.writeText = () => Promise.reject(new Error('as over plain HTTP')); }")
-    answer_with(page, streamed({"text": MARKDOWN, "token_ids": [7], "ends": [len(MARKDOWN)], "origins": [origin(0)]}))
-    say(page)
-    page.locator(".copy").click()
-    expect(page.locator("#status")).to_have_text("Copied")
-    page.fill("#prompt", "")
-    page.press("#prompt", "Control+v")
-    assert page.locator("#prompt").input_value() == MARKDOWN
-
-
 def test_stop_frees_every_tier(page: Page) -> None:
-    """Guards against answers that go on when the visitor has had enough; the fixture looks at every tier.
-
-    What has come stays, and is a part of the conversation.
-    """
+    """Guards against answers that go on when the visitor has had enough; what has come is a part of the conversation."""
     send(page, FIRST, 3500)
     expect(page.locator(".said .t")).not_to_have_count(0)
     page.click("#go")
@@ -338,11 +312,8 @@ def test_refusals_are_shown(page: Page, served: House) -> None:
     expect(page.locator("#error")).to_be_hidden()
 
 
-def test_a_phone_shows_all_and_texts_are_readable(page: Page) -> None:
-    """Guards small screens, where the composer stood over the end of an answer while settings were open.
-
-    Guards contrast in both schemes: every text has at least 4.5 to 1 against what is behind it.
-    """
+def test_a_phone_shows_all(page: Page) -> None:
+    """Guards small screens, where the composer stood over the end of an answer while settings were open."""
     page.set_viewport_size({"width": 390, "height": 844})
     say(page, tokens=30)
     boxes = [page.locator(place).bounding_box() for place in ("header", "main", "footer")]
@@ -355,10 +326,6 @@ def test_a_phone_shows_all_and_texts_are_readable(page: Page) -> None:
     assert last
     assert last["y"] + last["height"] <= edges[2][0]
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    for scheme in ("light", "dark"):
-        page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
-        ratios = page.evaluate(CONTRAST)
-        assert min(ratios.values()) >= 4.5, ratios
 
 
 def test_every_control_has_a_name(page: Page) -> None:
@@ -371,28 +338,5 @@ def test_every_control_has_a_name(page: Page) -> None:
         page.keyboard.press("Tab")
     assert {"prompt", "go", "temperature", "max", "seed", "key", "system", "compare", "new", "tracks"} <= reached
     for role, name in (("textbox", "Message"), ("button", "Send"), ("button", "New chat"), ("spinbutton", "temperature")):
-        assert page.get_by_role(role, name=name, exact=True).count() == 1  # type: ignore[arg-type]
+        assert page.get_by_role(role, name=name, exact=True).count() == 1
     expect(page.locator("#status")).to_have_text("Answered with 10 tokens")
-
-
-CONTRAST = """() => {
-  const channel = (v) => { v /= 255; return v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4; };
-  const pixel = (colours) => {
-    const pen = Object.assign(document.createElement('canvas'), { width: 1, height: 1 }).getContext('2d');
-    for (const colour of colours) { pen.fillStyle = colour; pen.fillRect(0, 0, 1, 1); }
-    return pen.getImageData(0, 0, 1, 1).data;
-  };
-  const light = (d) => .2126 * channel(d[0]) + .7152 * channel(d[1]) + .0722 * channel(d[2]);
-  const found = {};
-  const queries = '#served|.asked|.said .t|#legend|#legend .t|.note|label|.speed|.tiers div|.shares|.bar span|#go|#new|summary';
-  for (const query of queries.split('|')) {
-    for (const one of document.querySelectorAll(query)) {
-      const behind = [];
-      for (let node = one; node; node = node.parentElement) behind.unshift(getComputedStyle(node).backgroundColor);
-      const [back, front] = [light(pixel(behind)), light(pixel([...behind, getComputedStyle(one).color]))];
-      const ratio = (Math.max(back, front) + .05) / (Math.min(back, front) + .05);
-      found[query] = Math.min(found[query] ?? 99, ratio);
-    }
-  }
-  return found;
-}"""

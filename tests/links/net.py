@@ -13,8 +13,7 @@ from cascade.answer import Answer
 from cascade.client.rpc import LINK, stub_of
 from cascade.engine.grammar import Grammars
 from cascade.engine.sampling.state import state_maker
-from cascade.errors import Unavailable
-from cascade.messages import Close, Failed, Message, Open, Proposal, mint
+from cascade.messages import Close, Failed, Message, Open, mint
 from cascade.settings.config import LinkTLS
 from cascade.tier.tier import Tier
 from cascade.v1 import link_pb2 as pb
@@ -147,7 +146,6 @@ class Net:
                     assert len(self.failures) < 100, message
                     await asyncio.sleep(0.01)
                     break
-                assert isinstance(message, Proposal)
                 _, commit = answer.receive(message)
                 if commit is not None:
                     self.router.put([commit])
@@ -223,28 +221,6 @@ def opening(seed: int = 1, temperature: float = 1.0, max_tokens: int = 40, **opt
 def drafted(answer: Answer) -> dict[str, int]:
     """Passes of the full tier by drafter."""
     return {edge.drafter: edge.passes for edge in answer.edges if edge.verifier == "full"}
-
-
-async def leave_hanging(net: Net, request: Open, old: Node, new: Node, answers: threading.Event) -> list[int]:
-    """The text of a request whose passes at ``old`` do not end while ``answers`` is not set; it goes on at ``new``."""
-    net.nodes["full"] = old
-    await old.start()
-    running = asyncio.create_task(net.text(request))
-    await until(lambda: old.tier.stats.own_tokens > 5)
-    assert old.tier.healthy
-    answers.clear()
-    await until(lambda: not old.tier.healthy)
-    with pytest.raises(Unavailable, match="hangs"):
-        await anext(old.server.lease("late"))
-    net.nodes["full"] = new
-    await new.start()
-    text, _ = await running
-    old.tier.close()  # which does not wait for it
-    answers.set()
-    await until(lambda: not old.tier._thread.is_alive())
-    assert not old.tier.hangs
-    await old.stop()
-    return text
 
 
 @contextlib.asynccontextmanager

@@ -99,6 +99,8 @@ def test_codec_keeps_every_message(batch: list[Message]) -> None:
     """Guards against fields that the wire forgets, swaps or rounds."""
     arrived = decode(pb.Batch.FromString(encode(batch).SerializeToString()))
     assert arrived == batch
+    trees = [(m.draft, sent.proposal) for m, sent in zip(batch, encode(batch).messages, strict=True) if isinstance(m, Proposal)]
+    assert all(len(sent.parents) == len(draft) * (not draft.is_line) for draft, sent in trees), "a line costs no byte"
     for name in ("edges", "logprobs", "prompt_logprobs", "skip_reason", "cached", "rests"):  # which equality leaves out
         said = [[getattr(m, name) for m in some if isinstance(m, Proposal)] for some in (arrived, batch)]
         assert said[0] == said[1]
@@ -134,6 +136,8 @@ WRONG = {
     "no seed": sampled(seed=None),
     "origins of another length": proposed(origins=bytes(1)),
     "confidences of another length": proposed(confidences=bytes(1)),
+    "parents of another number": proposed(parents=[0]),
+    "a parent that comes later": proposed(parents=[0, 5]),
 }
 
 

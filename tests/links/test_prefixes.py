@@ -54,8 +54,7 @@ def test_the_longest_beginning_counts() -> None:
     ],
 )
 def test_what_is_not_shared_attracts_nobody(other: SessionSpec) -> None:
-    """Guards tenants: where a prompt was answered tells nothing to requests with another salt; and the balance: a template that
-    all prompts begin with would bring all of them to one replica."""
+    """Guards tenants, to whom another's prompts tell nothing, and the balance against a template that all prompts share."""
     prefixes = Prefixes()
     prefixes.sent(text(range(4 * BLOCK)), "", ONE)
     assert prefixes.find(other) == ()
@@ -91,7 +90,7 @@ class Router(PreferringRouter):
         return set(self._known)
 
     async def ranks(self, *args: object) -> list[list[str]]:
-        chosen = await self.choose_replicas(self.replicas, SimpleNamespace(args=args))  # type: ignore[arg-type]
+        chosen = await self.choose_replicas(self.replicas, SimpleNamespace(args=args))
         return [[one.replica_id for one in rank] for rank in chosen]
 
 

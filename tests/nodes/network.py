@@ -51,7 +51,6 @@ class Host:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        assert self._first.stdout is not None
         said = self._first.stdout.readline().strip()
         if said != "up":
             said += self._first.stdout.read()

@@ -160,8 +160,6 @@ class Outside:
 
     def __call__(self, do: str, **arguments: Any) -> Any:
         """What a method of `tests.nodes.crowd.Servant` returns; raises `AssertionError` with what it raised."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
         self._process.stdin.flush()
         said = json.loads(self._process.stdout.readline())

@@ -115,7 +115,7 @@ def drafting(nodes: Nodes) -> None:
     ready(nodes)
     for name in set(nodes.replicas("router").values()):
         asked = {"address": nodes.door(name), "request": REQUESTS[0]}
-        wait_until(lambda asked=asked: accepted(nodes.outside("ask", **asked)) == EDGES)  # type: ignore[misc]
+        wait_until(lambda asked=asked: accepted(nodes.outside("ask", **asked)) == EDGES)
 
 
 def accepted(answer: dict[str, Any]) -> set[tuple[str, str]]:
@@ -162,8 +162,7 @@ def test_every_node_has_doors(nodes: Nodes, expected: list[Completion]) -> None:
 
 
 def test_a_partition_is_a_pause(nodes: Nodes, expected: list[Completion]) -> None:
-    """Guards against requests that hang while two nodes do not hear each other and Ray sees both, and against tiers that are
-    not joined again."""
+    """Guards against requests that hang, and tiers that are not joined again, where two nodes did not hear each other."""
     (medium,) = nodes.replicas("medium")
     full = next(pid for pid, name in nodes.replicas("full").items() if name == "judging")
     with crowd(nodes, expected) as found:
@@ -212,14 +211,13 @@ def test_the_head_dies_and_comes_back(nodes: Nodes, expected: list[Completion]) 
 
 
 def test_workers_are_exchanged_one_after_another(nodes: Nodes, expected: list[Completion]) -> None:
-    """Guards planned ends of machines, and rolling upgrades as Kubernetes does them: one node more, then each old one is
-    drained, goes and comes back new. What it holds starts elsewhere, its router ends what it writes, nobody fails."""
+    """Guards planned ends of machines: what a drained node holds starts elsewhere, and nobody fails."""
     old = sorted(set(nodes.network.hosts) - {HEAD})
     nodes.start(*({"judging", "spare"} - set(old)))
     with crowd(nodes, expected) as found:
         for name in old:
             nodes.drain(name)
-            wait_until(lambda name=name: name not in {*nodes.replicas("full").values(), *nodes.replicas("router").values()})  # type: ignore[misc]
+            wait_until(lambda name=name: name not in {*nodes.replicas("full").values(), *nodes.replicas("router").values()})
             found.answered(NUM_CLIENTS)
             nodes.network.remove(name)
             nodes.start(name)

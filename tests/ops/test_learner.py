@@ -78,7 +78,7 @@ async def offered(
 ) -> Collector:
     monkeypatch.setattr(collector, "SEND_S", 0.01)
     metrics = RouterMetrics(Places(1, 1), ("tiny", "full"))
-    made = Collector(away, metrics)  # type: ignore[arg-type]
+    made = Collector(away, metrics)
     stats = Stats(1, 1, edges=(Edge("tiny", "full", corrected=3),))
     for asked, account in answers:
         made.offer(*asked, [7, 8], Completion("", (7, 8), "length", 1, stats), account)

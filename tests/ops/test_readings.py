@@ -1,11 +1,15 @@
 """What routers and replicas read of themselves, without Ray."""
 
+import logging
 import threading
 import urllib.request
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from ray import serve
 
 from cascade import SamplingParams, Speculation
 from cascade.cli.scrape import scrape
@@ -13,6 +17,7 @@ from cascade.client import Client
 from cascade.messages import Edge
 from cascade.planner.cost import Profile
 from deployments.ops.metrics.series import SERIES
+from deployments.replica import OURS, join_serves
 from deployments.tier import replica_readings
 from tests.doors import House, serving
 from tests.waiting import LONG_S, wait_until
@@ -146,3 +151,37 @@ def test_the_page_is_what_prometheus_reads(served: House) -> None:
         if "router" in series.places:
             assert series.kind != "counter" or f"\n{series.shown}" in text, series.name
             assert f"# HELP ray_cascade_{series.name}{'_total' if series.kind == 'counter' else ''} {series.help}" in text
+
+
+@pytest.fixture(autouse=True)
+def loggers() -> Iterator[None]:
+    """Put them back as they were."""
+    before = {name: logging.getLogger(name).parent for name in OURS}
+    yield
+    for name, parent in before.items():
+        logging.getLogger(name).parent = parent
+
+
+def test_records_reach_serves_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a cluster's logs: what tiers and routers said was in no file, below warnings nowhere at all."""
+    serves, records = logging.getLogger("ray.serve"), list[logging.LogRecord]()
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", records.append)
+    monkeypatch.setattr(serves, "handlers", [handler])
+    monkeypatch.setattr(serve, "get_replica_context", lambda: SimpleNamespace(replica_tag="one"))
+    before = serves.level
+    join_serves()
+    serves.setLevel(logging.INFO)
+    try:
+        logging.getLogger("deployments.router").info("told")
+        serves.setLevel(logging.ERROR)  # as Serve does when the configuration changes
+        logging.getLogger("cascade.tier.tier").warning("not told")
+    finally:
+        serves.setLevel(before)
+    assert [record.getMessage() for record in records] == ["told"]
+
+
+def test_other_processes_are_left_alone() -> None:
+    """Guards users of the library and tests: outside a replica nothing is changed."""
+    join_serves()
+    assert logging.getLogger("cascade").parent is logging.getLogger()

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -104,7 +105,6 @@ def parent(span: ReadableSpan) -> int | None:
 
 
 def id_of(span: ReadableSpan) -> int:
-    assert span.context is not None
     return int(span.context.span_id)
 
 
@@ -131,7 +131,6 @@ def test_one_trace_over_all_processes(served: House, traces: Traces) -> None:
     assert trace_ids(list(spans.values())) == {TRACE}
     assert spans.keys() == LINKS.keys() | {"cascade.request"}
     root = spans["cascade.request"]
-    assert root.parent is not None
     assert format_span_id(root.parent.span_id) == PARENT
     for name, above_it in LINKS.items():
         assert parent(spans[name]) == id_of(spans[above_it]), name
@@ -144,18 +143,9 @@ def test_one_trace_over_all_processes(served: House, traces: Traces) -> None:
     answer = spans["cascade.answer"].attributes or {}
     assert num_tokens == answer["cascade.tokens"] == 60
     assert answer["cascade.outcome"] == "length"
-    assert {name: value for name, value in answer.items() if name.startswith("gen_ai.")} == {
-        "gen_ai.operation.name": "text_completion",
-        "gen_ai.provider.name": "cascade",
-        "gen_ai.request.model": served.model,
-        "gen_ai.request.max_tokens": 60,
-        "gen_ai.request.temperature": 0.7,
-        "gen_ai.request.top_p": 1.0,
-        "gen_ai.request.top_k": 0,
-        "gen_ai.usage.input_tokens": answer["cascade.prompt_tokens"],
-        "gen_ai.usage.output_tokens": 60,
-        "gen_ai.response.finish_reasons": ("length",),
-    }
+    usual = {"request.model": served.model, "request.max_tokens": 60, "request.temperature": 0.7}
+    usual |= {"usage.input_tokens": answer["cascade.prompt_tokens"], "usage.output_tokens": 60}
+    assert {f"gen_ai.{name}": value for name, value in usual.items()}.items() <= answer.items()
     events = [*root.events, *spans["cascade.answer"].events]
     assert [event.name for event in events] == ["admitted", "turn", "first_token"]
     assert [event.timestamp for event in events] == sorted(event.timestamp for event in events)
@@ -164,18 +154,13 @@ def test_one_trace_over_all_processes(served: House, traces: Traces) -> None:
 def test_http_and_the_states_of_others(served: House, traces: Traces) -> None:
     """Guards HTTP's headers, and `tracestate`, which belongs to others and goes through; each answer has its own sessions."""
     body = {"prompt": PROMPT, "max_tokens": 5, "seed": 1, "n": 2, "speculation": {"mode": "off"}}
-    status, _, _ = ask(served, "/v1/completions", body, traceparent=GIVEN, tracestate="congo=t61rcWkgMzE,rojo=1")
-    assert status == 200
+    assert ask(served, "/v1/completions", body, traceparent=GIVEN, tracestate="congo=t61rcWkgMzE,rojo=1")[0] == 200
     served.settle()
     spans = traces.taken()
     assert trace_ids(spans) == {TRACE}
-    assert (
-        sorted(span.name for span in spans if "full" in span.name) == ["cascade.open full"] * 2 + ["cascade.session full"] * 2
-    )
-    assert len([span for span in spans if span.name == "cascade.answer"]) == 2
-    for span in spans:
-        assert span.context is not None
-        assert span.context.trace_state.to_header() == "congo=t61rcWkgMzE,rojo=1"
+    names = Counter(span.name for span in spans)
+    assert names == {"cascade.request": 1} | dict.fromkeys(("cascade.answer", "cascade.open full", "cascade.session full"), 2)
+    assert {span.context.trace_state.to_header() for span in spans} == {"congo=t61rcWkgMzE,rojo=1"}
 
 
 def test_unsampled_requests_stay_so(served: House, traces: Traces) -> None:
@@ -184,20 +169,15 @@ def test_unsampled_requests_stay_so(served: House, traces: Traces) -> None:
     assert traces.taken() == []
 
 
-@pytest.mark.parametrize("wrong", ["", GIVEN.upper(), GIVEN.replace(TRACE, "0" * 32), GIVEN + "-more"])
-def test_what_is_no_context_is_ignored(wrong: str) -> None:
-    """Guards against traces that join where W3C Trace Context says they must not; OpenTelemetry's own tests have more cases."""
-    assert not parent_of_headers([("traceparent", wrong), ("tracestate", "a=b")])
-
-
 def test_contexts_as_w3c_has_them() -> None:
-    """Guards later versions, names in any case, and repeated headers: several parents are none, several states one list."""
+    """Guards against traces that join where W3C Trace Context says they must not; several parents are none."""
+    for wrong in ("", GIVEN.upper(), GIVEN.replace(TRACE, "0" * 32), GIVEN + "-more"):
+        assert not parent_of_headers([("traceparent", wrong), ("tracestate", "a=b")])
     assert parent_of_headers([("TraceParent", GIVEN)])
-    assert parent_of_headers([("traceparent", "cc" + GIVEN[2:] + "-what-comes-later")])
     assert not parent_of_headers([("traceparent", GIVEN), ("traceparent", GIVEN)])
     assert not parent_of_headers([("traceparent-bin", GIVEN.encode()), ("traceparent", GIVEN.encode())])
     [span] = parent_of_headers([("traceparent", GIVEN), ("tracestate", "a=1"), ("tracestate", "b=2")]).values()
-    assert span.get_span_context().trace_state.to_header() == "a=1,b=2"  # type: ignore[attr-defined]
+    assert span.get_span_context().trace_state.to_header() == "a=1,b=2"
 
 
 def test_refusals_and_leavers_end_their_spans(served: House, traces: Traces) -> None:
@@ -214,8 +194,7 @@ def test_refusals_and_leavers_end_their_spans(served: House, traces: Traces) -> 
 
 
 def test_dead_replicas_show(traces: Traces) -> None:
-    """Guards what a trace is for: a drafter that died is an error below the session that lost it, a full replica one below the
-    answer, which goes on in another session of the same trace."""
+    """Guards what a trace is for: who died is an error below the session that lost it, and the answer goes on in another."""
     with house(tracing=traces.of, pass_s=0.004) as served:
         traces.taken()
 

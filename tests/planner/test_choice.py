@@ -31,10 +31,7 @@ def tokens_per_pass(guesses: int, right: float, first: float, waits_for: int) ->
 @example(2, 0.99, 0.99)
 @example(30, 0.0, 0.0)
 def test_no_other_wait_gives_more(guesses: int, right: float, first: float) -> None:
-    """Guards fast drafters that are often wrong: pairs lost a fifth because each pass after a correction started at once.
-
-    Guards "never slower", too: a pass that waits for a drafter that is slow or wrong is a pass late.
-    """
+    """Guards fast drafters that are often wrong, and against waiting for those that are slow: both passes came late."""
     chosen = POLICY.waits_for(known(guesses, right, first), ROOM)
     rates = [tokens_per_pass(guesses, right, first, number) for number in range(min(ROOM, guesses) + 1)]
     assert rates[chosen] >= 0.96 * max(rates)
@@ -64,8 +61,7 @@ GUESS = Draft((7,), bytes(1), bytes([40]))
 
 
 def test_another_domain_is_seen_within_twenty_passes() -> None:
-    """Guards "never slower": a text in another language was drafted for hundreds of tokens as if nothing had changed, and the
-    next one in the old language went without. No pass scores anything here: what is guessed is compared with what comes."""
+    """Guards "never slower": a text in another language was drafted for hundreds of tokens as if nothing had changed."""
     calibration, cost = Calibration(), 0.4 + 0.6 * np.arange(17)  # a second token makes a pass 0.6 times longer
     for right, passes in ((True, 300), (False, 20), (True, 20)):
         for _ in range(passes):

@@ -19,11 +19,7 @@ POINTS = ((1, 0.010), (2, 0.011), (8, 0.014), (64, 0.070))
 
 
 def test_a_model_is_timed_within_the_budget() -> None:
-    """Guards the profile against timing something else than the pass: a model that sleeps says what it costs.
-
-    Guards the start of large models, too: the budget ends the timing, and what a token more costs is known by then. Timed at 1
-    to 4 tokens alone, guesses beside eight sessions looked free.
-    """
+    """Guards the profile: at 1 to 4 tokens alone, guesses beside eight sessions looked free, and large models started late."""
     profile = measure(ToyModel(pass_s=0.004, token_s=0.0005), max_tokens=16, budget_s=LONG_S)
     assert [tokens for tokens, _ in profile.points] == [tokens for tokens in sorted(GRID) if tokens <= 16]
     assert all(profile.predict(tokens) >= 0.004 + 0.0005 * tokens for tokens in (1, 4, 16))
@@ -51,12 +47,7 @@ def test_short_contexts_are_respected(context_len: int) -> None:
 
 @given(tokens=st.integers(1, 200), context=st.integers(0, 1000), factor=st.floats(0.6, 1.9))
 def test_live_passes_move_the_profile(tokens: int, context: int, factor: float) -> None:
-    """Guards currency: when passes become slower or faster, the profile follows, for sizes that are not run as well.
-
-    Where only one number of tokens grew dearer with the load, more guesses looked cheap until they were tried; where only one
-    grew cheaper, as after a start beside others, guesses looked dear for ever. A single pass that the machine stopped in moves
-    hardly anything.
-    """
+    """Guards currency: prices follow slower and faster passes for all sizes, and a pass that the machine stopped in hardly."""
     profile = Profile(POINTS, context_s=1e-6)
     before = profile.predict(tokens, context)
     for pause_s in (30.0, 0.0):
@@ -73,10 +64,7 @@ def test_live_passes_move_the_profile(tokens: int, context: int, factor: float) 
 
 
 def test_sizes_that_are_run_keep_prices_of_their_own() -> None:
-    """Guards prices of guesses: where passes of 8 and of 12 tokens take turns, one does not move the other.
-
-    What lies between passes is a price of its own, and a pause is none.
-    """
+    """Guards prices of guesses: where passes of 8 and of 12 tokens take turns, one does not move the other."""
     profile = Profile([(1, 0.01), (8, 0.01), (12, 0.01), (64, 0.05)])
     for _ in range(100):
         profile.record(8, 0, 0, 0.02)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,15 @@ from benchmarks.document import titled
 from cascade import Cascade, SamplingParams, Speculation
 from cascade.client import Client
 from cascade.params import Handling
+from cascade.training.alignment import Progress, Stopped
 from cascade.training.reservoir import Limits, Reservoir, forget
 from cascade.training.versions import Versions
 from deployments.gateway.admission.access import ANONYMOUS
+from deployments.ops import workers
 from deployments.ops.launch import APPLICATION, Server
+from tests.conftest import Cluster
 from tests.served.conftest import LEAST_LEARNT
+from tests.training.test_group import SIZE, lesson
 from tests.waiting import wait_until
 
 PARAMS = SamplingParams(max_tokens=300, temperature=0.9, seed=7, ignore_eos=True)
@@ -71,10 +76,7 @@ def streaming(server: Server, reference: Cascade) -> Iterator[None]:
 
 
 def test_a_tier_learns_from_its_traffic(server: Server, reference: Cascade, folder: Path) -> None:
-    """Guards the whole way from answers to weights that serve, and back under load, and a tenant's wish to be forgotten.
-
-    Nobody is learnt from who forbids it.
-    """
+    """Guards the whole way from answers to weights that serve, and back under load; nobody is learnt from who forbids it."""
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 
     def answer(number: int) -> str:
@@ -123,3 +125,24 @@ def test_swaps_outlive_who_is_killed(server: Server, reference: Cascade, folder:
             versions.choose(version)
             os.kill(titled(f"ray::ServeReplica:{APPLICATION}:{victim}")[0], signal.SIGKILL)
             wait_for_weights("" if version is None else version.name)
+
+
+OPTIONS = {"num_cpus": 0.5}
+
+
+def stopping(progress: Progress) -> None:
+    if progress.steps:
+        raise Stopped
+
+
+@pytest.mark.slow
+def test_workers_publish_one_version_and_stop_when_told(cluster: Cluster, tmp_path: Path) -> None:
+    """Guards learners that train on several devices: the outcome and a tenant's wish to be forgotten cross processes."""
+    told: list[Progress] = []
+    outcome = workers.train(lesson(tmp_path / "tiny"), SIZE, OPTIONS, told.append)
+    assert outcome.steps > 0
+    assert len(Versions(tmp_path / "tiny").all) == (not outcome.problem)
+    assert {progress.student for progress in told} == {"tiny"}
+    with pytest.raises(Stopped):
+        workers.train(replace(lesson(tmp_path / "stopped"), seconds=600.0), SIZE, OPTIONS, stopping)
+    assert not (tmp_path / "stopped").exists()

@@ -19,7 +19,6 @@ from tests import small
 from tests.served.test_serve import settle
 from tests.waiting import LONG_S, wait_until
 
-EDGE = {"drafter": "medium", "verifier": "full"}
 PROMPT = list(range(20, 60))
 PARAMS = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True)
 LATER = {"tier_worth"}  # more tokens have to be judged
@@ -120,27 +119,10 @@ def test_a_request_moves_what_nodes_show(server: Server) -> None:
             and shown.since(before, "prefix_cache_queries_total", tier="full") >= len(PROMPT)
         )
 
-    edges = [edge for answer in said for edge in answer.stats.edges if (edge.drafter, edge.verifier) == ("medium", "full")]
     num_tokens = sum(len(answer.token_ids) for answer in said)
     after = when(told)
-
-    def moved(name: str, **labels: str) -> float:
-        """At living routers: for a while a node shows those too that tests before have killed."""
-        return sum(after.since(before, name, replica=page.router, **labels) for page in later)
-
-    assert moved("generation_tokens_total") == num_tokens
-    assert moved("answers_total", outcome="length") == len(said)
-    assert moved("prompt_tokens_total") == len(PROMPT) * len(said)
-    assert moved("passes_total", **EDGE) == sum(edge.passes for edge in edges)
-    assert moved("accepted_tokens_total", **EDGE) == sum(edge.accepted for edge in edges)
-    assert moved("accepted_by_position_total", **EDGE, position="0") == sum(
-        sum(edge.accepted_by_position[:1]) for edge in edges
-    )
-    assert moved("agreed_tokens_total", **EDGE) == sum(edge.agreed for edge in edges)
-    for name in HISTOGRAMS:
-        assert moved(f"{name}_seconds_count") == len(said)
-    assert moved("request_prompt_tokens_bucket", le="64.0") == len(said)
-    assert moved("request_prompt_tokens_bucket", le="32.0") == 0
+    grown = sum(after.since(before, "generation_tokens_total", replica=page.router) for page in later)
+    assert grown == num_tokens  # at living routers: for a while a node shows those too that tests before have killed
     assert after.total("leases_taken_total", tier="full", below="medium") >= 1
 
 

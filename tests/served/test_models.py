@@ -232,7 +232,7 @@ def test_bodies_that_no_router_takes_are_not_read(monkeypatch: pytest.MonkeyPatc
             raise AssertionError("nothing of the body may be asked for")
 
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": said}
-        run(application(scope, receive, send))  # type: ignore[arg-type]
+        run(application(scope, receive, send))
         return int(sent[0]["status"])
 
     assert answered(9) == 401

@@ -50,5 +50,5 @@ def test_clients_that_leave_free_every_tier(served: Cluster) -> None:
     with Client(served.grpc) as client:
         stream = client.stream(PROMPT, SamplingParams(max_tokens=900, ignore_eos=True))
         next(stream)
-        stream.close()  # type: ignore[attr-defined]
+        stream.close()
     settle()

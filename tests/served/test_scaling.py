@@ -25,10 +25,7 @@ def num_replicas() -> int:
 
 
 def test_a_draft_tier_comes_when_it_is_asked_for_and_goes_when_it_is_not(cluster: Cluster) -> None:
-    """Guards scaling to zero: no answer waits for a tier without replicas or changes, and no GPU is held for nobody.
-
-    Guards self-speculation: a tier of the model's own layers was loaded in one process only, beside the whole model.
-    """
+    """Guards scaling to zero, and a tier of the model's own layers in a process of its own: no answer waits or changes."""
     values = small.config().model_dump(mode="json")
     full = values["tiers"][-1]
     part = deepcopy(full) | {"name": "tiny"}

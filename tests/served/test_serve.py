@@ -96,10 +96,7 @@ def alone(reference: Cascade, params: SamplingParams) -> Completion:
 
 
 def test_killed_replicas_are_a_pause(client: Client, reference: Cascade) -> None:
-    """Guards against an error or another text when the processes of two tiers die in the middle of a request.
-
-    The tests after it do not wait for their successors: what is served meanwhile has the same texts.
-    """
+    """Guards against an error or another text when the processes of two tiers die in the middle of a request."""
     params = SamplingParams(max_tokens=900, temperature=0.9, seed=7, ignore_eos=True)
     expected = alone(reference, params)
     stream = client.stream(PROMPT, params, Speculation(tiers=("tiny", "medium")))
@@ -109,7 +106,6 @@ def test_killed_replicas_are_a_pause(client: Client, reference: Cascade) -> None
         chunks += [next(stream) for _ in range(10)]
     chunks += stream
     completion = chunks[-1].completion
-    assert completion is not None
     assert completion.text == expected.text
 
 
@@ -210,10 +206,7 @@ def test_prompts_that_begin_alike_are_read_once(server: Server, client: Client) 
 
 
 def test_a_clients_session_meets_one_replica(server: Server, client: Client) -> None:
-    """Guards sessions that clients name, whose requests meet both routers and have nothing in common.
-
-    A replica that is slow to answer is passed over, so a busy machine may send a few elsewhere.
-    """
+    """Guards sessions that clients name, whose requests meet both routers and have nothing in common."""
 
     def asked() -> dict[int, int]:
         return {pid: state["queried"] for pid, state in replicas("full").items()}

@@ -19,7 +19,7 @@ VOCAB = 12
 def opening(max_tokens: int = 24, **changes: object) -> Open:
     params = SamplingParams(max_tokens=max_tokens, temperature=0, seed=1)
     plain = SessionSpec((1, 2, 3), 3, params, tier="full", window=1000, draft_window=5)
-    return Open("s", replace(plain, **changes))  # type: ignore[arg-type]
+    return Open("s", replace(plain, **changes))
 
 
 def fed(work: Work) -> list[int]:
@@ -34,8 +34,7 @@ def write(session: Session) -> None:
 
 
 def test_proposals_are_few_and_hold_back_little() -> None:
-    """Guards both ends of the rule: a message for every own token costs a small tier more than its passes, and a verifier must
-    never lack more than a quarter of what there is, nor anything once the drafter has stopped."""
+    """Guards passes of a small tier, which cost less than a message for each token, and verifiers that lack a quarter."""
     session = Session(opening(200, window=64), "tiny", 0, VOCAB)
     told, messages = len(session.text), 0
     while not session.stalled:
@@ -51,7 +50,6 @@ def test_proposals_are_few_and_hold_back_little() -> None:
     assert session.proposal() is None
     write(session)
     proposal = session.proposal()
-    assert proposal is not None
     assert (proposal.start, proposal.draft.tokens) == (6, (7,))
 
 
@@ -178,7 +176,6 @@ def test_totals_are_whole_at_the_end_of_a_text() -> None:
     while not session.stalled:
         session.advance(session.work(10), Scored([4]))
         proposal = session.proposal()
-        assert proposal is not None
         told += [edge.passes for edge in proposal.edges]
         session.commit(proposal.start, proposal.draft.tokens)
     assert told[0] == 1
@@ -203,10 +200,7 @@ def test_agreement_does_not_depend_on_how_much_was_scored() -> None:
 
 
 def test_origins_tell_who_said_it_first() -> None:
-    """Guards the colours of the demonstration: lowest tier of the unbroken chain, and whose guess a correction replaced.
-
-    A page drew crosses for a tier that had not drafted, where a drafter inside the tier had guessed.
-    """
+    """Guards the colours of the demonstration: a page drew crosses for a tier that had not drafted."""
     session = Session(opening(), "full", 2, VOCAB)
     session.attach(("medium",), "m")
     session.hint([Hint("suffix", Calibration(), Draft((4, 5), bytes([origin(0)] * 2)))])
@@ -215,7 +209,6 @@ def test_origins_tell_who_said_it_first() -> None:
     session.advance(session.work(10), Scored([7, 9]))
     session.advance(session.work(10), Scored([5]))
     proposal = session.proposal()
-    assert proposal is not None
     assert proposal.draft.tokens == (6, 7, 9, 5)
     assert list(proposal.draft.origins) == [origin(2, replaced=0), origin(0), origin(2, replaced=1), origin(2)]
     assert [origin_replaced(byte) for byte in proposal.draft.origins] == [0, None, 1, None]
@@ -244,10 +237,7 @@ def test_of_a_tree_the_likeliest_nodes_are_scored() -> None:
 
 @pytest.mark.parametrize("left", [False, True])
 def test_what_a_drafter_inside_guesses_is_scored_next(left: bool) -> None:
-    """Guards hints: they are guesses like those of the tier below, and void once the text has gone on.
-
-    What the tier below had guessed before it was left counted for nobody beside them.
-    """
+    """Guards hints, which are void once the text has gone on, and counts of the tier below where it was left."""
     session = drafting()
     session.advance(session.work(10), Scored([4]))
     session.hint([Hint("inside", Calibration(), Draft((5, 6), bytes(2)))])

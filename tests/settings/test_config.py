@@ -13,8 +13,9 @@ from ray import serve
 from ray.serve._private.api import call_user_app_builder_with_args_if_necessary as call_builder
 from ray.serve.schema import ServeDeploySchema
 
+from cascade.drafters import DrafterSpec
 from cascade.engine.published_tokenizer import pretrained
-from cascade.errors import ConfigError
+from cascade.errors import ConfigError, ModelError
 from cascade.settings.check import needs, verify
 from cascade.settings.config import CascadeConfig
 from deployments import app, ray_compat
@@ -281,8 +282,7 @@ def test_replicas_take_what_they_have_of_a_gpu(fields: dict[str, Any], num_gpus:
     ],
 )
 def test_processors_are_shared_by_those_that_fit_one_device(actors: Sequence[dict[str, Any]], *, shared: bool) -> None:
-    """Guards where drafting begins: a tier below with a GPU or a node of its own was taken to slow this one, or one without
-    it not to. A replica that fits no node yet, which a cluster that grows may bring, may come to run anywhere."""
+    """Guards where drafting begins: a tier below with a device of its own was taken to slow this one, or another not to."""
     first, second = (CascadeConfig.parse(one(deployment_config={"ray_actor_options": actor})).tiers[0] for actor in actors)
     nodes = [{"CPU": 8.0, "left": 1.0}, {"CPU": 8.0, "right": 1.0}]
     assert app.shares_processors(first, second, nodes) is shared
@@ -372,11 +372,7 @@ def applications(path: Path) -> ServeDeploySchema:
 
 @pytest.mark.parametrize("path", SERVE_FILES, ids=lambda path: path.stem)
 def test_serve_files_can_be_deployed(small_demo: None, path: Path) -> None:
-    """Guards the files of cluster/serve: Ray Serve's schema takes them and the builder takes their args.
-
-    Without the hub, the tiers' tokenizers and contexts are compared for the demonstration family only. Small models
-    stand for it.
-    """
+    """Guards the files of cluster/serve: Ray Serve's schema takes them and the builder takes their args."""
     schema = applications(path)
     assert schema.grpc_options.grpc_servicer_functions == [SERVICER]
     [application] = schema.applications
@@ -425,3 +421,38 @@ def test_new_replicas_start_before_old_ones_go(monkeypatch: pytest.MonkeyPatch, 
     values["tiers"][-1]["deployment_config"]["max_surge_percent"] = 50
     surges = [deployment._deployment_config.max_surge_percent for deployment in deployments(values)]
     assert surges == [expected, expected, 50, 100]
+
+
+def test_drafters_are_named_in_many_ways() -> None:
+    """Guards the short forms of `drafter`: a kind, a list, a mapping, nothing."""
+
+    def named(drafter: Any) -> tuple[DrafterSpec, ...]:
+        return CascadeConfig.parse(one(engine_kwargs={"drafter": drafter})).tiers[0].engine_kwargs.drafters
+
+    assert named("auto") == named(["suffix"]) == CascadeConfig.parse(one()).tiers[0].engine_kwargs.drafters
+    assert named([]) == named(None) == ()
+    corpus = {"kind": "corpus", "source": "a.txt"}
+    assert named(["suffix", corpus]) == (DrafterSpec("suffix"), DrafterSpec("corpus", "a.txt"))
+    config = CascadeConfig.parse({"tiers": [tier("a", "x/y"), tier("b") | {"engine_kwargs": {"drafter": ["auto", corpus]}}]})
+    assert config.drafters == ("suffix", "corpus")
+    assert config.chain_names == ("suffix", "corpus", "a", "b")
+    assert CascadeConfig.parse(json.loads(json.dumps(config.model_dump(mode="json")))) == config  # on its way to a replica
+
+
+def test_drafters_begin_at_the_revision_that_is_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards drafters that learn: learner and rollback took the newest weights of the hub, not those that serve."""
+    model = tmp_path / "models--some--model"
+    folders = {name: model / "snapshots" / (name * 40) for name in "ab"}
+    for ref, folder in zip(("v1", "main"), folders.values(), strict=True):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        (model / "refs").mkdir(exist_ok=True)
+        (model / "refs" / ref).write_text(folder.name)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    below = tier("tiny", model_loading_config={"model_id": "some/model"}, engine_kwargs={"revision": "v1"})
+    config = CascadeConfig.parse({"tiers": [below, tier("full")], "alignment": {"folder": str(tmp_path / "learnt")}})
+    assert config.lesson("tiny")[1] == config.beginning("tiny") == str(folders["a"])
+    lost = CascadeConfig.parse({"tiers": [below | {"engine_kwargs": {"revision": "v2"}}, tier("full")]})
+    with pytest.raises(ModelError, match="Revision 'v2' of 'some/model' cannot be had"):
+        lost.beginning("tiny")

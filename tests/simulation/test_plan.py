@@ -12,7 +12,7 @@ from cascade.planner.cost import Profile
 from cascade.prompts import BUILT_IN
 from cascade.scorer import RunnerUp
 from cascade.simulation.costs import ACCELERATORS, Load
-from cascade.simulation.plan import ALONE, PLANNER, Traffic, chained, modes, predict, recorded_tiers, toy_tiers
+from cascade.simulation.plan import ALONE, PLANNER, Traffic, chained, predict, recorded_tiers, toy_tiers
 from cascade.simulation.recording import RecordedText, Recording
 from tests import small
 from tests.cli import run
@@ -60,13 +60,6 @@ def test_drafts_that_agree_gain_and_others_are_left_out() -> None:
     assert bad.over_alone(PLANNER) > 0.9
 
 
-def test_modes_name_their_tiers() -> None:
-    """Guards tables: a mode is called what it runs, once each, for any number of tiers."""
-    assert list(modes(("full",))) == [ALONE]
-    assert list(modes(("tiny", "full"))) == [ALONE, "tiny → full", PLANNER]
-    assert list(modes(NAMES)) == [ALONE, "tiny → full", "medium → full", "tiny → medium → full", PLANNER]
-
-
 def test_shares_that_no_chain_has_are_refused() -> None:
     """Guards against a prediction of something else than was given."""
     assert chained((0.6, 0.8)) == pytest.approx((0.75, 0.8))
@@ -100,8 +93,7 @@ def test_recorded_texts_are_what_is_simulated(recording: Recording) -> None:
 
 
 def test_corrections_by_a_runner_up_are_prepared() -> None:
-    """Guards the share of corrections after which a guess is there already: wherever a draft errs, its runner-up is right here,
-    and a draft that takes a tenth of the time has written on after it; without runner-ups it has to begin anew."""
+    """Guards the share of corrections after which a guess is there already: with right runner-ups nearly all, else none."""
     tokens = [7 + (place * place) % 41 for place in range(64)]
     full = tuple((RunnerUp(token, 0.0),) for token in tokens)
     shares = []

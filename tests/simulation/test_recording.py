@@ -84,10 +84,7 @@ def test_texts_that_cannot_be_told_apart_are_refused() -> None:
 
 
 def test_toys_agree_as_often_as_they_should() -> None:
-    """Guards what benchmarks of clusters are about: each edge has its share, and errors of different edges are unrelated.
-
-    Guards trees, too, which live on runner-ups: those of a toy that is wrong are right as often as those of real models.
-    """
+    """Guards what simulations are about: shares of agreement, errors of edges that are unrelated, and right runner-ups."""
     places = [(tuple((place * step) % VOCAB for step in (7, 11, 13)), place) for place in range(3000)]
     tiny, medium, full = ([toy.ranked(*place, PARAMS, 3) for place in places] for toy in TOYS)
     for lower, upper, share in ((tiny, medium, AGREEMENT[0]), (medium, full, AGREEMENT[1]), (tiny, full, math.prod(AGREEMENT))):

@@ -9,11 +9,16 @@ from hypothesis import strategies as st
 
 from cascade.messages import SessionSpec
 from cascade.params import MOST_BRANCHES, SamplingParams
+from cascade.simulation import simulate as simulator
 from cascade.simulation.scenario import Death, Faults, PassCost, Request, Scenario, SimTier
 from cascade.simulation.simulate import Stuck, simulate
 from cascade.simulation.toy_tier import ToyTier
 from cascade.simulation.virtual import Agenda, Device
+from cascade.tier.loop import Loop
+from cascade.tier.slot import Slot
+from tests.books import check_memory
 from tests.cases import examples
+from tests.drafters.test_drafters import Nonsense
 from tests.toys import ToyModel, full_text
 
 NAMES = ("t0", "t1", "t2", "t3", "t4")
@@ -21,12 +26,12 @@ PASS_S = (0.001, 0.002, 0.004, 0.01, 0.03)
 AGREEMENTS = (0.6, 0.7, 0.8, 0.9, 1.0)
 
 
+TOYS = {name: ToyModel(24, agreement=share) for name, share in zip(NAMES, AGREEMENTS, strict=True)}
+
+
 def toy_tiers(num_tiers: int, hop_s: float = 0.0004) -> tuple[SimTier, ...]:
     """The upper ones of five toy tiers, bottom to top."""
-    every = [
-        SimTier(name, ToyModel(24, agreement=share), PassCost(base, base / 50), hop_s)
-        for name, share, base in zip(NAMES, AGREEMENTS, PASS_S, strict=True)
-    ]
+    every = [SimTier(name, TOYS[name], PassCost(base, base / 50), hop_s) for name, base in zip(NAMES, PASS_S, strict=True)]
     return tuple(every[5 - num_tiers :])
 
 
@@ -38,7 +43,6 @@ def asked(max_tokens: int = 40, temperature: float = 0.0, seed: int = 3, ends: f
 def reference(scenario: Scenario) -> tuple[tuple[int, ...], ...]:
     """What the full tier alone writes."""
     model = scenario.tiers[-1].model
-    assert isinstance(model, ToyModel)
     texts = []
     for request in scenario.requests:
         first = SessionSpec(request.prompt, len(request.prompt), request.params, request.ends)
@@ -69,7 +73,41 @@ requests = st.builds(
 )
 
 
-@settings(max_examples=examples(0.8))
+class Checked(Loop[str]):
+    """A loop that looks at all that it holds whenever something has happened to it."""
+
+    def receive(self, *of: Any) -> None:
+        super().receive(*of)
+        self.check()
+
+    def advance(self, *of: Any) -> None:
+        super().advance(*of)
+        self.check()
+
+    def check(self) -> None:
+        check_memory(self.kv_admission, self.slots.values())
+        for slot in self.slots.values():
+            check_slot(slot, TOYS[self._name])
+
+
+def check_slot(slot: Slot[str], model: ToyModel) -> None:
+    """What must hold between any two messages."""
+    session = slot.session
+    spec, text = session.spec, session.text
+    assert spec.prompt_len <= session.committed <= len(text) <= max(spec.prompt_len + spec.params.max_tokens, len(spec.tokens))
+    assert 0 <= session.kv_len < len(text)
+    if slot.allocation is not None:
+        assert slot.cache.tokens[: session.kv_len] == text[: session.kv_len], "stale entries in the cache"
+    for branch, fork in slot.forks.items():
+        assert fork.store.tokens == branch.tokens[: branch.kv_len - branch.start], "a fork holds its branch"
+    for p in range(session.committed, len(text)):
+        assert text[p] == model.own(tuple(text[max(0, p - model.order) : p]), p, spec.params), "not its own token"
+    edges = [edge for edge in session.edges if edge.verifier == session.tier]
+    assert all(edge.accepted <= edge.proposed for edge in edges)
+    assert sum(edge.emitted for edge in edges) == sum(edge.passes + edge.accepted for edge in edges)
+
+
+@settings(max_examples=examples(1))
 @given(
     num_tiers=st.integers(1, 5),
     requests=st.lists(st.tuples(requests, st.floats(0, 0.2)), min_size=1, max_size=4),
@@ -78,6 +116,8 @@ requests = st.builds(
     max_pass_tokens=st.sampled_from([1, 3, 512]),
     device=st.sampled_from(["", "one"]),
     adaptive=st.booleans(),
+    branches=st.sampled_from([0, 1, 3, MOST_BRANCHES]),
+    nonsense=st.booleans(),
 )
 def test_lossless_whatever_goes_wrong(
     num_tiers: int,
@@ -87,14 +127,19 @@ def test_lossless_whatever_goes_wrong(
     max_pass_tokens: int,
     device: str,
     adaptive: bool,
+    branches: int,
+    nonsense: bool,
 ) -> None:
-    """Guards the law: delays, repetitions, losses, overtaking, deaths and batch mates never change a text."""
-    tiers = tuple(replace(tier, device=device) for tier in toy_tiers(num_tiers))
+    """Guards the law: delay, loss, nonsense, deaths and batch mates change no text, no cache and no total, at any time."""
+    drafters = (Nonsense(),) if nonsense else ()
+    tiers = tuple(replace(tier, device=device, drafters=drafters) for tier in toy_tiers(num_tiers))
     alive = {tier.name for tier in tiers}
     faults = replace(faults, deaths=tuple(death for death in faults.deaths if death.tier in alive))
     queue = tuple(replace(request, arrive_s=at) for request, at in requests)
-    scenario = Scenario(tiers, queue, window, faults, max_pass_tokens, deadline_s=2000, adaptive=adaptive)
-    assert simulate(scenario).texts == reference(scenario)
+    scenario = Scenario(tiers, queue, window, faults, max_pass_tokens, 2000, adaptive, branches)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulator, "Loop", Checked)
+        assert simulate(scenario).texts == reference(scenario)
 
 
 def test_same_scenario_same_outcome() -> None:

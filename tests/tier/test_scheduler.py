@@ -1,13 +1,11 @@
 """What goes into a pass: budget, order and shares, without threads, models or clocks."""
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cascade.draft import Draft
-from cascade.errors import InvalidRequest
 from cascade.messages import Open, SessionSpec
-from cascade.params import Handling, SamplingParams
+from cascade.params import SamplingParams
 from cascade.planner.choice import Policy
 from cascade.planner.cost import Profile
 from cascade.planner.tuning import PREFILL_TOKENS
@@ -128,8 +126,7 @@ def test_a_session_that_waits_for_guesses_joins_a_pass() -> None:
 
 
 def test_who_drafts_in_turns_keeps_nobody_else() -> None:
-    """Guards sessions without drafts, such as those of the mode "off": where tiers take turns, they waited for the guesses of
-    others. These wait for each other."""
+    """Guards sessions without drafts: where tiers take turns, they waited for the guesses of others."""
     waiting, ready, free = slot(1, since=1.0), slot(1, since=1.0), slot(1, since=1.0)
     for one in (waiting, ready):
         one.session.attach(("tiny",), "below", in_turns=True)
@@ -166,10 +163,3 @@ def test_those_who_waited_longest_come_first_and_priority_is_a_head_start() -> N
     urgent.since = 0.2 + PRIORITY_S
     assert picked([old, urgent], max_tokens=1, now=20.0) == [1, 0]
     assert rank(slot(1, opened=3.0, priority=2)) == 3.0 + 2 * PRIORITY_S
-
-
-@pytest.mark.parametrize("fields", [{"priority": True}, {"priority": "1"}, {"cache_salt": "x" * 257}])
-def test_wrong_handling_is_named(fields: dict[str, object]) -> None:
-    """Guards the message: field, value and rule."""
-    with pytest.raises(InvalidRequest, match=f"^{next(iter(fields))} is .+: it must be"):
-        Handling(**fields)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cascade.answer import Answer
-from cascade.messages import Close, Failed, Link, Message, Open, Proposal, SessionSpec, mint
+from cascade.messages import Close, Failed, Link, Message, Open, SessionSpec, mint
 from cascade.params import SamplingParams
 from cascade.planner.choice import Policy
 from cascade.planner.cost import Profile
@@ -60,7 +60,7 @@ class CountingModel(ToyModel):
     """Knows its caches, and fails on demand."""
 
     def __init__(self, **options: float) -> None:
-        super().__init__(**options)  # type: ignore[arg-type]
+        super().__init__(**options)
         self.caches: list[ToyCache] = []
         self.poison: int | None = None  # passes with a row whose text has this token fail
         self.room: int | None = None  # tokens of a pass that there is memory for
@@ -116,7 +116,7 @@ def opening(seed: int = 1, temperature: float = 1.0, max_tokens: int = 40, **opt
     params = SamplingParams(seed=seed, temperature=temperature, max_tokens=max_tokens)
     fields: dict[str, object] = {"chain": ("medium", "tiny"), "window": 4096, "draft_window": 8, **options}
     spec = SessionSpec(PROMPT, len(PROMPT), params)
-    return Open(mint(), replace(spec, **fields))  # type: ignore[arg-type]
+    return Open(mint(), replace(spec, **fields))
 
 
 def finish(tier: Tier, inbox: Inbox, answers: dict[str, Answer]) -> None:
@@ -132,7 +132,6 @@ def finish(tier: Tier, inbox: Inbox, answers: dict[str, Answer]) -> None:
             answers[again.session] = answer
             tier.post([again], inbox)
             continue
-        assert isinstance(message, Proposal)
         _, commit = answer.receive(message)
         if answer.finished:
             del answers[message.session]
@@ -186,8 +185,7 @@ def settle(tiers: Sequence[Tier]) -> None:
 
 
 def test_companions_share_passes(tiers: list[Tier], models: list[CountingModel]) -> None:
-    """Guards sessions against each other: many at once give the texts they give alone, each with the tiers that it asked for,
-    and passes are batched."""
+    """Guards sessions against each other: many at once give the texts they give alone, in passes that are batched."""
     chains, before = (("medium", "tiny"), ("tiny",), ("medium",), ()), models[-1].passes
     asked = [opening(seed, (0.0, 0.8, 1.5)[seed % 3], 30, chain=chains[seed % 4]) for seed in range(24)]
     for request, answer in zip(asked, written(tiers[-1], *asked)[0], strict=True):
@@ -238,7 +236,7 @@ def test_poisonous_row_harms_only_itself(tiers: list[Tier], models: list[Countin
 def test_impossible_opens_fail_with_a_sentence(fields: dict[str, object], words: str) -> None:
     """Guards the model against rows that would break it, and the caller against a wait for ever, and against a tenth try."""
     with alone(ToyModel(), cache_tokens=100 if "memory" in words else None) as tier:
-        message = refusal(tier, opening(**{"prompt_len": 2, **fields}))  # type: ignore[arg-type]
+        message = refusal(tier, opening(**{"prompt_len": 2, **fields}))
         assert words in message.reason
         assert message.fault
 
@@ -267,19 +265,16 @@ def test_long_prompt_is_scored_in_chunks(models: list[CountingModel]) -> None:
     ids=["bad rows", "broken", "failures far apart"],
 )
 def test_broken_model_is_told_from_bad_rows(poison: int, between: bool, healthy: bool) -> None:
-    """Guards healthy replicas against requests that nothing can score, and requests against broken replicas.
-
-    Three passes that failed days apart, with good ones between, replaced a replica. What failed is no prefix for others.
-    """
+    """Guards healthy replicas against requests that nothing can score, and requests against broken replicas."""
     model = CountingModel()
     with alone(model) as tier:
         for number in range(5):
             asked = {"tokens": (1, poison) * 20, "prompt_len": 40, "cache_salt": str(number), "chain": ()}
             model.poison = poison  # 0 is in the canary's row
-            refusal(tier, opening(**asked))  # type: ignore[arg-type]
+            refusal(tier, opening(**asked))
             model.poison = None
             if between:
-                written(tier, opening(**asked))  # type: ignore[arg-type]
+                written(tier, opening(**asked))
         assert tier.healthy == healthy
         assert tier.kv_admission.block_manager.reused == 0
     assert model.leaks == 0
@@ -287,10 +282,7 @@ def test_broken_model_is_told_from_bad_rows(poison: int, between: bool, healthy:
 
 @pytest.mark.parametrize("lack", ["context", "memory", "vocabulary"])
 def test_a_tier_too_small_for_one_session_drafts_for_others(lack: str) -> None:
-    """Guards a tier below: one session that did not fit there made all others go without it for a while.
-
-    So did a text with tokens that a drafter's smaller vocabulary lacks, which broke its passes, and on a GPU its process.
-    """
+    """Guards a tier below: one session that did not fit there made all others go without it for a while."""
     small = CountingModel()
     small.context_len = 64 if lack == "context" else small.context_len
     small.vocab_size = 24 if lack == "vocabulary" else small.vocab_size

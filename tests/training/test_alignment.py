@@ -20,6 +20,7 @@ from cascade.training.reservoir import ROWS, SEALED, Limits, Reservoir, Sample
 from cascade.training.text import Shard
 from cascade.training.versions import KEPT, Versions
 from tests import small
+from tests.cli import run
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -34,10 +35,7 @@ def sample(number: int, tenant: str = "alice", corrected: int = 1, length: int =
 
 
 def test_a_reservoir_is_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
-    """Guards memory: rows, tokens of a row and age have limits, and the newest answers are never what goes.
-
-    Of old answers those stay that drafts were wrong about.
-    """
+    """Guards memory: rows, tokens of a row and age have limits, and the newest answers are never what goes."""
     answers, given = Reservoir(LIMITS, tmp_path), [sample(n, corrected=99 * (n % 2), length=100) for n in range(1000)]
     answers.add([sample(999, age_s=LIMITS.max_age_s + 1)])
     answers.add(given)
@@ -48,10 +46,7 @@ def test_a_reservoir_is_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
 
 
 def test_a_tenant_is_forgotten_in_memory_and_on_disk(tmp_path: Path) -> None:
-    """Guards requests to forget: rows of then go everywhere, also those that come late, and those of later stay.
-
-    Where nobody learns at that time, reading the file writes it anew.
-    """
+    """Guards requests to forget: rows of then go everywhere, also those that come late, and those of later stay."""
     answers = Reservoir(LIMITS, tmp_path)
     mine, others = [sample(number) for number in range(5)], [sample(number, "bob") for number in range(5, 10)]
     answers.add([*mine, *others])
@@ -69,8 +64,7 @@ def test_a_tenant_is_forgotten_in_memory_and_on_disk(tmp_path: Path) -> None:
 
 
 def test_answers_are_on_disk_as_told(tmp_path: Path) -> None:
-    """Guards privacy: an encrypted file is read with its key alone and leaves no plain one; without ``on_disk`` there is none,
-    and what an earlier server has left is removed."""
+    """Guards privacy: an encrypted file is read with its key alone, and without ``on_disk`` there is none."""
     plain = Reservoir(LIMITS, tmp_path)
     plain.add([sample(1)])
     plain.save()
@@ -105,7 +99,6 @@ while True:
             wait_until(lambda known=versions.current: versions.current != known)
             writer.kill()  # in the middle of the next one
         current = versions.current
-        assert current is not None
         assert [(current / part).stat().st_size for part in ("a", "b")] == [2**20, 2**20]
         assert len(versions.all) <= KEPT + 1  # one may wait for its turn
 
@@ -114,7 +107,7 @@ def test_rollback_goes_back_one_by_one(tmp_path: Path) -> None:
     """Guards `cascade rollback`: to the version before, at last to what the drafter began with; new ones get new numbers."""
     versions = Versions(tmp_path)
     for number in range(3):
-        versions.choose(versions.add(lambda folder, number=number: (folder / "x").write_text(str(number)) and None))  # type: ignore[misc]
+        versions.choose(versions.add(lambda folder, number=number: (folder / "x").write_text(str(number)) and None))
     assert [path.name if path else None for path in (versions.rollback(), versions.rollback())] == ["000002", "000001"]
     assert versions.rollback() is None
     assert versions.current is None
@@ -209,10 +202,7 @@ def test_a_student_learns_and_its_weights_are_taken(tmp_path: Path, answers: lis
 
 
 def test_passes_go_on_while_weights_are_renewed() -> None:
-    """Guards the heap: a loader that changes PyTorch's default dtype gave a pass half the memory that its kernels write to.
-
-    A replica goes on with what it has where a folder holds another model.
-    """
+    """Guards the heap: a loader that changes PyTorch's default dtype gave a pass half the memory that it writes to."""
     tiny, medium, _ = small.paths()
     model, text = Model.from_pretrained(tiny, dtype="float32", device="cpu", num_threads=1), tuple(range(30, 60))
     expected, found, over = score_of(model, text), list[list[int]](), threading.Event()
@@ -233,3 +223,46 @@ def test_passes_go_on_while_weights_are_renewed() -> None:
         model.renew(medium)
     assert len(found) > 8
     assert all(own == expected for own in (*found, score_of(model, text)))
+
+
+def kept(folder: Path, count: int) -> Reservoir:
+    """Answers on disk, of alice and bob."""
+    answers, chance = Reservoir(Limits(), folder), np.random.default_rng(0)
+    answers.add(
+        Sample(tuple(chance.integers(10, 400, 32).tolist()), 8, 0.0, ("alice", "bob")[number % 2], 0, time.time())
+        for number in range(count)
+    )
+    answers.save()
+    return answers
+
+
+def test_a_round_without_a_server(tmp_path: Path, small_demo: None) -> None:
+    """Guards the command: it says what came of the round, and weights that are kept are the latest."""
+    kept(tmp_path, 200)
+    code, output = run("align", "--from", tmp_path, "--tier", "tiny", "--seconds", "0.5", "--device", "cpu")
+    assert code == 0, output
+    assert "tiny agreed on" in output
+    current = Versions(tmp_path / "tiny").current
+    assert (current is not None) == ("Its latest weights" in output.replace("\n", " "))
+    if current is not None:
+        assert {"config.json", "model.safetensors", "alignment.json"} <= {file.name for file in current.iterdir()}
+
+
+def test_what_cannot_be_taught_is_one_sentence(tmp_path: Path, small_demo: None) -> None:
+    """Guards operators against tracebacks: no answers, too few, a tier that is not there, nothing to go back to."""
+    for arguments, words in (
+        (("align", "--from", tmp_path, "--tier", "tiny"), "There are no answers"),
+        (("align", "--from", tmp_path, "--tier", "other"), "it takes tiny"),
+        (("rollback", "tiny", "--folder", tmp_path), "never learnt there"),
+    ):
+        code, output = run(*arguments)
+        assert (code, words in " ".join(output.split())) == (1, True), output
+    kept(tmp_path, 8)
+    assert "too few" in run("align", "--from", tmp_path, "--tier", "tiny", "--seconds", "0.1", "--device", "cpu")[1]
+
+
+def test_a_tenant_is_forgotten_without_a_server(tmp_path: Path) -> None:
+    """Guards the disk: answers of one tenant are gone when the command returns, those of others stay."""
+    kept(tmp_path, 20)
+    assert run("forget", "alice", "--folder", tmp_path)[0] == 0
+    assert [one.tenant for one in Reservoir(Limits(), tmp_path).newest] == ["bob"] * 10

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from functools import partial
+from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from cascade.training.distillation import Learner, Schedule
 from cascade.training.reservoir import Sample
 from cascade.training.versions import Versions
 from tests import small
+from tests.waiting import LONG_S
 
 SIZE = 2
 ROWS = 8
@@ -52,7 +53,8 @@ def stopping(progress: Progress) -> None:
 def joined(rank: int, folder: Path, work: Callable[[int, Path], Any]) -> Any:
     """What ``work`` finds in a process of the group."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=SIZE)
+    bound = timedelta(seconds=LONG_S)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=SIZE, timeout=bound)
     try:
         return work(rank, folder)
     finally:
@@ -60,11 +62,10 @@ def joined(rank: int, folder: Path, work: Callable[[int, Path], Any]) -> Any:
 
 
 def in_group(folder: Path, work: Callable[[int, Path], Any]) -> list[Any]:
-    """What each process of a group finds."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload([__name__])  # PyTorch and Transformers are imported once for all of them
-    with ProcessPoolExecutor(SIZE, mp_context=context) as processes:
-        return list(processes.map(partial(joined, folder=folder, work=work), range(SIZE)))
+    """What each process of a group finds: this one, and another one."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as others:
+        other = others.submit(joined, 1, folder, work)
+        return [joined(0, folder, work), other.result()]
 
 
 def three_steps(rank: int, folder: Path) -> Tensor:
@@ -81,7 +82,7 @@ def round_and_stop(rank: int, folder: Path) -> tuple[Outcome, bool]:
     return outcome, False
 
 
-def test_a_step_is_that_of_one_process_on_all_texts(tmp_path: Path) -> None:
+def test_a_step_is_that_of_one_process_on_all_texts(tmp_path: Path, one_thread: None) -> None:
     """Guards what is learnt: processes that begin apart, or keep gradients to themselves, drift away from each other."""
     first, second = in_group(tmp_path, three_steps)
     assert torch.equal(first, second)
@@ -90,10 +91,7 @@ def test_a_step_is_that_of_one_process_on_all_texts(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_all_judge_alike_one_publishes_and_all_stop_when_the_first_is_told_to(tmp_path: Path, one_thread: None) -> None:
-    """Guards the judgement: answers that are judged twice or by nobody, and two versions of one round.
-
-    Guards devices, too: a process that goes on waits for the others for ever.
-    """
+    """Guards answers that are judged twice or by nobody, two versions of one round, and a process that waits for ever."""
     (first, *stopped), (second, *others) = in_group(tmp_path, round_and_stop)
     alone = lesson(tmp_path / "alone").run("cpu", lambda progress: None)
     assert (first.before, first.after, first.problem) == (second.before, second.after, second.problem)

@@ -72,8 +72,7 @@ def test_noise_has_the_bits_of_every_device(seed: int, position: int) -> None:
 @pytest.mark.parametrize("size", [1, 2, 1000, 1024, 1025, 3001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_own_tokens_are_those_of_pytorch(size: int, dtype: torch.dtype) -> None:
-    """Guards vocabularies that are no multiple of a block, whose last block has room for tokens that are none; and a pass after
-    which nothing is chosen, such as a chunk of a prompt: an empty grid is an error of CUDA."""
+    """Guards vocabularies that are no multiple of a block, and passes after which nothing is chosen."""
     logits = (torch.randn(6, size, generator=torch.Generator().manual_seed(size)) * 4).to(dtype)
     for number in (0, 2):
         alike(logits, rows_of(6, 0.0, 0.3, 1.0), number)
@@ -85,8 +84,7 @@ def test_own_tokens_are_those_of_pytorch(size: int, dtype: torch.dtype) -> None:
     [(1, {}), (3, {"top_k": 3}), (8, {"top_p": 0.8}), (8, {"min_p": 0.1}), (64, {"top_k": 50, "top_p": 0.9, "min_p": 0.01})],
 )
 def test_rows_do_not_disturb_each_other(number: int, filters: dict[str, Any]) -> None:
-    """Guards the places of rows in what is given and found: each has its own position, seed, temperature and filters; and the
-    logits of the model, which are still to be reported."""
+    """Guards the places of rows: each has its own position, seed, temperature and filters, and logits stay as they are."""
     logits = torch.randn(number, 1100, generator=torch.Generator().manual_seed(number)) * 3
     before, rows = logits.clone(), [*rows_of(number // 2, 0.3, 1.0, 0.0, **filters), *rows_of(number - number // 2, 1.0, 0.0)]
     alike(logits, rows, 2)

@@ -54,8 +54,7 @@ def expected(folder: Path, name: str) -> list[int]:
 
 
 def test_requests_get_the_text_of_their_adapter(folder: Path) -> None:
-    """Guards rows without an adapter, which on a CPU followed the last one that was loaded, and companions of another: requests
-    at once, prefixes in common, tiers below with one of the adapters and with none."""
+    """Guards rows without an adapter, which on a CPU followed the last one that was loaded, and companions of another."""
     source, adapters = str(folder / "model"), {name: str(folder / name) for name in NAMES if name}
     params = [SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, adapter=name) for name in (*NAMES, *NAMES)]
     options: dict[str, Any] = {"cache_tokens": 1024, "options": OPTIONS}

@@ -148,8 +148,7 @@ TestSessions = Sessions.TestCase
 
 
 def test_the_books_balance_after_faults() -> None:
-    """Guards memory against caches that nobody freed, such as those of a pass that failed, and against an attempt that takes
-    something though there is too little; and the message."""
+    """Guards memory against caches that nobody freed, and against attempts that take something though there is too little."""
     blocks = Memory(10, 4)
     one, other, dropped = (Tokens(blocks) for _ in range(3))
     one.write(0, [1] * 17)

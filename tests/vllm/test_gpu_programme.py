@@ -1,17 +1,21 @@
-"""The programme for a GPU runs on CPUs."""
+"""The programme for a GPU runs on CPUs, and models that it inflates say what they said before."""
 
 import json
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.figures import tables
-from benchmarks.gpu import engines, results
+from benchmarks.gpu import engines, inflate, results
 from benchmarks.gpu.step import STEPS, Notes
+from benchmarks.vllm import written
 from cascade.engine.vllm.engine import CHOSEN
+from tests.architectures import VOCAB, build
+from tests.vllm.models import started
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,8 +50,7 @@ def test_steps_run_on_cpus(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_steps_with_servers_run_on_cpus(tmp_path: Path) -> None:
-    """Guards the minutes on a GPU: three tiers on vLLM behind the server write the same text with drafts as without, and while
-    replicas of them are killed."""
+    """Guards the minutes on a GPU: servers on vLLM write the same text with drafts, and while replicas are killed."""
     steps = run(tmp_path, "server", "kill")
     assert steps.returncode == 0, steps.stdout
     served, killed = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("server", "kill"))
@@ -81,3 +84,28 @@ def test_the_whole_programme_runs_on_cpus(tmp_path: Path) -> None:
     assert all(not cell["failed"] and cell.get("same") == cell.get("texts") for cell in answers)
     with pytest.raises(SystemExit, match="figures of a processor"):
         results.main([str(tmp_path)])
+
+
+SMALL = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 96, "tie_word_embeddings": True}
+LARGE = inflate.Shape(hidden=192, layers=4, heads=12, kv_heads=3, inner=224)
+
+
+def test_an_inflated_model_writes_what_its_source_writes(tmp_path: Path) -> None:
+    """Guards figures of large models: with a head, a norm or a dead column in the wrong place they are of another text."""
+    network = build("llama", **SMALL)
+    network.config.architectures = [type(network).__name__]
+    network.save_pretrained(source := tmp_path / "source")
+    inflate.register()
+    folder = inflate.write(str(source), LARGE, tmp_path / "inflated")
+    with closing(started(str(source))) as small, closing(started(folder, load_format=inflate.FORMAT)) as large:
+        assert large.num_parameters > 3 * small.num_parameters
+        for first in range(4):
+            prompt = [(first + 7 * place) % VOCAB for place in range(12)]
+            assert written(small, prompt, 40) == written(large, prompt, 40)
+
+
+def test_a_source_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    """Guards against a live block that is cut off without a word."""
+    build("llama", **SMALL).save_pretrained(tmp_path / "source")
+    with pytest.raises(ValueError, match="fits into"):
+        inflate.write(str(tmp_path / "source"), inflate.Shape(192, 1, 12, 3, 224), tmp_path / "inflated")

@@ -61,8 +61,7 @@ def test_a_tiers_passes_have_graphs(tokens: int, sessions: int) -> None:
 
 
 def test_passes_over_the_buffers_of_graphs_are_those_of_our_own_engine(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards what a graph reads: passes filled up with tokens and empty rows, after larger passes, change no logit. And engine
-    arguments that vLLM does not know, or overrides."""
+    """Guards what a graph reads: passes filled up with tokens and empty rows, after larger passes, change no logit."""
     scheduler, options = pair.vllm._engine.vllm_config.scheduler_config, pass_options(512, 256, {})
     for name in ("max_num_batched_tokens", "max_num_seqs"):
         assert getattr(scheduler, name) == options[name]

@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from cascade import Cascade, ConfigError, SamplingParams, Speculation
+from cascade import ConfigError
 from cascade.drafters import DrafterSpec
 from cascade.engine.model import Model
-from cascade.engine.vllm.engine import CHOSEN
 from cascade.engine.vllm.model import VllmModel
-from tests import small
 from tests.architectures import build
 from tests.vllm.models import ARCHITECTURES, OPTIONS, Pair
 from tests.vllm.test_laws import scores_alike
@@ -37,20 +35,6 @@ def test_layers_score_as_on_our_own_engine(name: str, ranks: int, tmp_path: Path
     with closing(VllmModel(str(tmp_path), cache_tokens=1024, layers=KEPT, options=options)) as model:
         own = Model.from_pretrained(str(tmp_path), dtype="float32", device="cpu", cache_tokens=1024, layers=KEPT)
         scores_alike(Pair(model, own), seed=len(name), passes=10 // ranks**2)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_cascade_of_layers_has_the_full_models_text(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the promise where a model on vLLM drafts for itself, in one process."""
-    monkeypatch.setitem(CHOSEN, "enforce_eager", True)  # compiling both takes a minute
-    full, params = small.paths()[-1], SamplingParams(temperature=temperature, seed=5, max_tokens=32, ignore_eos=True)
-    prompts = ["def read(path):\n", "import os\n\nclass Shape:\n"]
-    options: dict[str, Any] = {"dtype": "float32", "drafter": None}
-    with Cascade.from_pretrained([full, full], layers={"tiny": 4}, engine="vllm", **options) as cascade:
-        found = cascade.generate(prompts, params, Speculation(tiers=("tiny",)))
-    with Cascade.from_pretrained([full], device="cpu", **options) as own:
-        expected = own.generate(prompts, params)
-    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
 
 
 def test_a_head_reads_all_layers() -> None:

@@ -33,8 +33,7 @@ def test_tiers_that_share_a_gpu_get_memory_by_arithmetic() -> None:
 
 
 def test_vllm_makes_room_for_the_passes_of_a_tier() -> None:
-    """Guards `max_pass_tokens`, which never reached vLLM: above 2,048 compiled passes failed, as if for want of memory; and
-    tiers of many sessions, whose rows replayed no graph."""
+    """Guards `max_pass_tokens`, which never reached vLLM, and tiers of many sessions, whose rows replayed no graph."""
     usual, long, short = (pass_options(tokens, 256, {}) for tokens in (512, 4096, 100))
     assert (usual["max_num_batched_tokens"], long["max_num_batched_tokens"]) == (2048, 4096)
     assert usual["max_num_seqs"] > 256

@@ -154,10 +154,7 @@ REQUESTS = st.builds(
 
 @given(requests=st.lists(REQUESTS, min_size=1, max_size=5))
 def test_text_is_the_full_models(tiers: list[Tier], requests: list[Open]) -> None:
-    """Guards the promise for every parameter: any tiers, drafters, windows and companions give the full model's text.
-
-    Each pass is counted for one edge.
-    """
+    """Guards the promise for every parameter: any tiers, drafters, windows and companions give the full model's text."""
     requests = [replace(request, session=mint()) for request in requests]  # when Hypothesis tries it again
     for request, answer in zip(requests, answered(tiers[-1], *requests)[0], strict=True):
         params = request.spec.params

@@ -1,7 +1,6 @@
 """Log-probabilities of answers and prompts: the full model's own, whatever else is asked for, over every protocol."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,21 +8,18 @@ import torch
 from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
-from cascade import Cascade, Completion, SamplingParams, Structured
-from cascade.answer import Answer, PromptToken
+from cascade import Cascade, SamplingParams, Structured
+from cascade.answer import PromptToken
 from cascade.client import Client
 from cascade.engine.sampling.state import state_maker
-from cascade.messages import Open, Proposal, mint
 from cascade.scorer import Row
 from cascade.session.session import MAX_PROMPT_SCORED
 from tests import small
 from tests.cases import crossed
 from tests.doors import House, serving
-from tests.engine.sampling.test_logits_processors import VOCAB, opening_of
 from tests.http.test_http import PROMPT
-from tests.tier.test_tier import Inbox, Silent, alone, answered, finish, opening, written
+from tests.tier.test_tier import alone, opening, written
 from tests.toys import ToyModel
-from tests.waiting import LONG_S
 
 LONG = "def read(path):\n    with open(path) as file:\n        return file.read()\n\n" * 20
 
@@ -73,8 +69,6 @@ def test_they_equal_a_plain_forward(cascade: Cascade, full: Any, chosen: dict[st
     plain = cascade.generate(prompt, SamplingParams(max_tokens=12, seed=1, **chosen))
     params = SamplingParams(max_tokens=12, seed=1, prompt_logprobs=3, **chosen)
     for answer in (cascade.generate(prompt, params), cascade.generate([prompt, prompt], params)[1]):
-        assert isinstance(plain, Completion)
-        assert isinstance(answer, Completion)
         assert answer.token_ids == plain.token_ids
         assert [token.id for token in answer.prompt] == ids
         assert answer.prompt[0] == PromptToken(ids[0])
@@ -86,36 +80,6 @@ def test_they_equal_a_plain_forward(cascade: Cascade, full: Any, chosen: dict[st
         for said, id, expected in zip(answer.logprobs, answer.token_ids, logs[len(ids) - 1 :], strict=False):
             assert_logprob(said, id, expected)
     assert plain.prompt == ()
-
-
-def test_pieces_bring_them_once(cascade: Cascade) -> None:
-    """Guards streams: the first piece has them; a prompt of one token has nothing to tell."""
-    params = SamplingParams(max_tokens=20, temperature=0, prompt_logprobs=0)
-    first, *others = cascade.stream(PROMPT, params)
-    assert len(first.prompt) == len(cascade.tokenizer.encode(PROMPT))
-    assert all(token.top == () for token in first.prompt)
-    assert others
-    assert not any(chunk.prompt for chunk in others)
-    single = cascade.generate([77], params)
-    assert isinstance(single, Completion)
-    assert single.prompt == (PromptToken(77),)
-
-
-def test_they_are_cut_with_text_and_ids(cascade: Cascade) -> None:
-    """Guards log-probabilities left behind a stop string (vLLM 47616), and pieces that do not join."""
-    whole = cascade.generate("def read(path):\n", SamplingParams(max_tokens=40, temperature=0, logprobs=1))
-    stop = whole.text[12:15]
-    params = SamplingParams(max_tokens=40, temperature=0, logprobs=1, stop=(stop,))
-    chunks = list(cascade.stream("def read(path):\n", params))
-    late = cascade.generate("def read(path):\n", SamplingParams(max_tokens=40, temperature=0, stop=(stop,), min_tokens=30))
-    cut = chunks[-1].completion
-    assert cut is not None
-    assert cut.text == whole.text[: whole.text.find(stop)]
-    assert len(cut.logprobs) == len(cut.token_ids) < len(whole.token_ids)
-    for said, expected in zip(cut.logprobs, whole.logprobs, strict=False):
-        assert said.logprob == pytest.approx(expected.logprob, abs=1e-4)
-    assert sum((chunk.logprobs for chunk in chunks), ()) == cut.logprobs
-    assert len(late.token_ids) >= 30
 
 
 @pytest.mark.parametrize("tokenized", [False, True])
@@ -156,26 +120,3 @@ def test_logits_of_prompts_are_bounded(prompt_logprobs: int | None) -> None:
         [answer], _ = written(tier, opening(tokens=(1, 2, 3) * 100, prompt_len=300, chain=(), params=params))
     assert len(answer.prompt) == (0 if prompt_logprobs is None else 300)
     assert model.most == (1 if prompt_logprobs is None else MAX_PROMPT_SCORED)
-
-
-def test_replay_keeps_logprobs() -> None:
-    """Guards log-probabilities against the death of a full replica: none lost, none twice, those of one that lived."""
-    params = SamplingParams(max_tokens=40, temperature=1.0, seed=4, logprobs=2)
-
-    request = opening_of(params, ends=frozenset())
-    inbox, answer = Inbox(), Answer(request.spec, Silent())
-    with alone(ToyModel(VOCAB), new_state=state_maker()) as first:
-        first.post([request], inbox)
-        while answer.num_tokens < 15:
-            message = inbox.messages.get(timeout=LONG_S)
-            assert isinstance(message, Proposal)
-            answer.receive(Proposal(message.session, message.start, message.draft.first(20), logprobs=message.logprobs[:20]))
-        first.drop(inbox)
-    with alone(ToyModel(VOCAB), new_state=state_maker()) as second:
-        again = Open(mint(), answer.resumed())
-        second.post([again], inbox)
-        finish(second, inbox, {again.session: answer})
-        [whole], _ = answered(second, replace(request, session=mint()))
-    assert answer.tokens == whole.tokens
-    assert answer.logprobs == whole.logprobs
-    assert len(answer.logprobs) == 40

@@ -25,11 +25,6 @@ class Piece(NamedTuple):
     picks: Sequence[int]  # from ``start`` on
 
 
-def tokens(piece: Piece, vocab_size: int) -> list[int]:
-    """Those of its texts, in some language."""
-    return [(7919 * place + 104729 * pick + 17) % vocab_size for place, pick in enumerate(piece.picks, piece.start)]
-
-
 Score = Callable[[Sequence[Piece]], Sequence[Tensor]]  # a pass: what is said of each piece, by position
 
 

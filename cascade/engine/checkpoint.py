@@ -16,7 +16,7 @@ from cascade.engine.network import llama
 from cascade.engine.network.llama import weight_shapes
 from cascade.engine.network.products import keeps_bits
 from cascade.engine.network.survey import SIZES, Survey, register
-from cascade.engine.weights import check_files
+from cascade.engine.weights import check_files, model_errors
 from cascade.errors import ModelError, reason
 
 if TYPE_CHECKING:
@@ -96,13 +96,10 @@ def skeleton(config: "PreTrainedConfig", source: str, trust_remote_code: bool) -
     """Transformers' network without memory for weights, in bfloat16, which all kernels accept."""
     from transformers import AutoModelForCausalLM
 
-    try:
-        with torch.device("meta"):
-            network: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
-            )
-    except Exception as error:  # a library or downloaded code may raise anything
-        raise ModelError(f"No causal language model can be built from the config of {source!r}: {reason(error)}") from error
+    with model_errors(f"No causal language model can be built from the config of {source!r}"), torch.device("meta"):
+        network: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
+        )
     network.tie_weights()
     return network.eval()
 

@@ -18,7 +18,7 @@ from cascade.engine.model_config import FamilyConfig, read_config
 from cascade.engine.network.llama import DTYPES as DTYPES_WRITTEN_OUT
 from cascade.engine.network.llama import Llama, holds_exactly, is_written_out
 from cascade.engine.network.published import Published
-from cascade.engine.weights import unread
+from cascade.engine.weights import model_errors, unread
 from cascade.errors import ModelError, reason
 
 if TYPE_CHECKING:
@@ -99,14 +99,11 @@ def _fitting(
 @contextmanager
 def _explained(source: str, place: torch.device) -> Iterator[None]:
     """Turn what Transformers raises into a `ModelError` of one sentence."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise ModelError(f"The weights of {source!r} do not fit into the memory of {place}: {_ADVICE}") from error
-    except ModelError:
-        raise
-    except Exception as error:  # a library or downloaded code may raise anything
-        raise ModelError(f"No model can be loaded from {source!r} on {place}: {reason(error)}") from error
+    with model_errors(f"No model can be loaded from {source!r} on {place}"):
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise ModelError(f"The weights of {source!r} do not fit into the memory of {place}: {_ADVICE}") from error
 
 
 def _module(

@@ -11,7 +11,8 @@ from cascade.engine.generation import CONFIG, read_json
 from cascade.engine.gguf import described
 from cascade.engine.layers import cut_config
 from cascade.engine.tokenizer import check_source
-from cascade.errors import ModelError, reason
+from cascade.engine.weights import model_errors
+from cascade.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig  # takes most of a second
@@ -120,10 +121,8 @@ def read_config(
     if config is None:
         from transformers import AutoConfig
 
-        try:
+        with model_errors(f"{source!r} has no readable config"):
             config = AutoConfig.from_pretrained(folder, revision=revision, trust_remote_code=trust_remote_code)
-        except Exception as error:  # a library or downloaded code may raise anything
-            raise ModelError(f"{source!r} has no readable config: {reason(error)}") from error
     return cut_config(config, layers) if layers else config
 
 

@@ -20,7 +20,8 @@ from cascade.engine.vllm import installed, with_layers
 from cascade.engine.vllm.blocks import RESERVED
 from cascade.engine.vllm.heads import head_weights, speculative_config
 from cascade.engine.vllm.worker import LAYERS
-from cascade.errors import ConfigError, ModelError, reason
+from cascade.engine.weights import model_errors
+from cascade.errors import ConfigError, ModelError
 from cascade.params import MAX_BRANCHES
 
 _running: list[Any] = []  # engines of this process
@@ -107,13 +108,12 @@ def start(
         if layers:
             options |= {"load_format": LAYERS, "model_loader_extra_config": {LAYERS: [*layers]}}
             options |= {"hf_overrides": partial(with_layers, layers=tuple(layers)), "worker_extension_cls": LOADING_LAYERS}
-        try:
-            engine = LLMEngine.from_engine_args(EngineArgs(model=source, **{**CHOSEN, **options}))
-        except torch.OutOfMemoryError as error:
-            advice = "lower max_model_len, set quantization, or take a larger device"
-            raise ModelError(f"vLLM has no memory for {source!r}: {advice}") from error
-        except Exception as error:  # a library may raise anything
-            raise ModelError(f"vLLM cannot serve {source!r}: {reason(error)}") from error
+        with model_errors(f"vLLM cannot serve {source!r}"):
+            try:
+                engine = LLMEngine.from_engine_args(EngineArgs(model=source, **{**CHOSEN, **options}))
+            except torch.OutOfMemoryError as error:
+                advice = "lower max_model_len, set quantization, or take a larger device"
+                raise ModelError(f"vLLM has no memory for {source!r}: {advice}") from error
     _running.append(engine)
     return engine
 

@@ -22,8 +22,8 @@ from cascade.engine.vllm.batch import Batch, Facts, HostCopy
 from cascade.engine.vllm.blocks import RESERVED, Blocks, PagedCache
 from cascade.engine.vllm.engine import check_options, pass_options, shut_down, start
 from cascade.engine.vllm.heads import readers, reading, with_drafts
-from cascade.engine.weights import HEAD, check_replaces, shapes
-from cascade.errors import InvalidRequest, ModelError, reason
+from cascade.engine.weights import HEAD, check_replaces, model_errors, shapes
+from cascade.errors import InvalidRequest, ModelError
 from cascade.scorer import Row, Runs, Scored
 
 
@@ -124,10 +124,8 @@ class VllmModel(Runs):
         if len(self._numbers) >= self._most:
             self._engine.remove_lora(self._numbers.pop(next(iter(self._numbers))))
         number = min({*range(1, self._most + 1)} - {*self._numbers.values()})
-        try:
+        with model_errors(f"The adapter {name!r} cannot be loaded from {source!r}"):
             self._engine.add_lora(LoRARequest(name, number, source))
-        except Exception as error:  # a library may raise anything
-            raise ModelError(f"The adapter {name!r} cannot be loaded from {source!r}: {reason(error)}") from error
         self._numbers[name] = number
 
     def _need(self, rows: Sequence[Row]) -> None:
@@ -167,11 +165,8 @@ class VllmModel(Runs):
         source = converted(source)
         check_replaces(source, shapes(self._source), shapes(source), {HEAD})
         draft_vocab.check_same(source, self._draft_ids)
-        try:
-            with self._busy:
-                self._engine.collective_rpc("reload_weights", kwargs={"weights_path": source})
-        except Exception as error:  # a library may raise anything
-            raise ModelError(f"vLLM cannot take the weights of {source!r}: {reason(error)}") from error
+        with model_errors(f"vLLM cannot take the weights of {source!r}"), self._busy:
+            self._engine.collective_rpc("reload_weights", kwargs={"weights_path": source})
 
     def launch(self, rows: Sequence[Row]) -> Launched:
         """See `cascade.scorer.Scorer`. A GPU works by itself from here on, processors in `collect`."""

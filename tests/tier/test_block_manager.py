@@ -1,6 +1,8 @@
 """Memory in blocks: the books balance, nothing is shared that should not be, and what is shared is right."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -30,29 +32,70 @@ class Text:
         return tokens
 
 
+class Held(ToyCache):
+    """Keys and values on a device that may have less memory than the books say."""
+
+    def __init__(self, books: "Books") -> None:
+        super().__init__()
+        self.books = books
+
+    def reserve(self, positions: int) -> None:
+        if self.books.held * BLOCK - (self.room or 0) + positions > self.books.device * BLOCK:
+            self.books.short = True
+            raise MemoryError("the device is full")
+        super().reserve(positions)
+
+
 class Books(RuleBasedStateMachine):
     """Sessions come, write, roll back and go, in less memory than they want."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stores: list[Any] = []
+        self.device = BLOCKS  # blocks that there is memory for
+        self.short = False  # a store did not get what the books said there is
         self.block_manager = BlockManager(self.store, BLOCKS * BLOCK + 5)
         self.texts: list[Text] = []
+        self.left: list[list[int]] = []  # texts of sessions that are over
 
     def store(self) -> Any:
-        self.stores.append(ToyCache())
+        self.stores.append(Held(self))
         return self.stores[-1]
 
-    @rule(seed=st.integers(0, 3), length=st.integers(1, 100), salt=st.sampled_from(["", "a"]))
-    def open(self, seed: int, length: int, salt: str) -> None:
-        tokens = random.Random(seed).choices(range(9), k=length // 2) + random.Random(length % 5).choices(range(9), k=length)
-        kept = list(self.block_manager._kept)
-        found = self.block_manager.open(tokens, salt, len(tokens) + 1)
-        if found is None:
-            assert {*self.block_manager._kept} == {*kept}, "an attempt that fails costs what is kept"
-        else:
-            assert found[1] < len(tokens)
-            self.texts.append(Text(tokens, salt, *found))
+    @property
+    def held(self) -> int:
+        """Blocks of the device that stores have reserved."""
+        return sum((store.room or 0) // BLOCK for store in self.stores if not store.freed)
+
+    @rule(blocks=st.sampled_from([*[BLOCKS] * 3, BLOCKS // 2, BLOCKS // 3]))
+    def others_take_memory(self, blocks: int) -> None:
+        """From now on the device has less or more memory than the books say."""
+        self.device = max(self.held, blocks)
+
+    @rule(data=st.data(), kept=st.integers(0, 200), more=st.integers(1, 60), salt=st.sampled_from(["", "a"]))
+    def open(self, data: st.DataObject, kept: int, more: int, salt: str) -> None:
+        """A new text, or one that begins as another did."""
+        before = data.draw(st.sampled_from([[], *self.left]))
+        tokens = before[:kept] + random.Random(more).choices(range(9), k=more)
+        with self.nothing_changes_when_refused() as refused:
+            found = self.block_manager.open(tokens, salt, len(tokens) + 1)
+            refused += [found is None]
+        if found is not None:
+            allocation, known = found
+            assert known < len(tokens)
+            allocation.store.write(known, tokens[known:])
+            self.texts.append(Text(tokens, salt, allocation, len(tokens)))
+
+    @contextmanager
+    def nothing_changes_when_refused(self) -> Iterator[list[bool]]:
+        """An attempt that fails costs nothing that is kept, unless the device had less memory than the books said."""
+        kept, refused, blocks = {*self.block_manager._kept}, list[bool](), [text.allocation.blocks for text in self.texts]
+        self.short = False
+        yield refused
+        if refused == [True]:
+            now = {*self.block_manager._kept}
+            assert now <= kept if self.short else now == kept
+            assert [text.allocation.blocks for text in self.texts] == blocks
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data(), more=st.integers(0, 40), back=st.integers(0, 5))
@@ -63,10 +106,9 @@ class Books(RuleBasedStateMachine):
         text.known = max(fixed, text.known - back)
         del text.tokens[max(text.known, len(text.tokens) - back, 1) :]
         text.tokens += [(more + i) % 9 for i in range(more)]
-        before, kept = text.allocation.blocks, list(self.block_manager._kept)
-        if not self.block_manager.reserve(text.allocation, len(text.tokens)):
-            assert (text.allocation.blocks, list(self.block_manager._kept)) == (before, kept)
-        else:
+        with self.nothing_changes_when_refused() as refused:
+            refused += [not self.block_manager.reserve(text.allocation, len(text.tokens))]
+        if refused == [False]:
             text.allocation.store.write(text.known, text.tokens[text.known :])
             text.known = len(text.tokens)
 
@@ -85,6 +127,7 @@ class Books(RuleBasedStateMachine):
             self.block_manager.drop(text.allocation)
         else:
             self.block_manager.close(text.allocation, text.tokens[: text.known], text.salt)
+            self.left.append(text.tokens)
 
     @rule(positions=st.integers(1, 60))
     def lend(self, positions: int) -> None:

@@ -67,19 +67,26 @@ class Profile:
     def record(self, num_tokens: int, num_read: int, context: int, seconds: float) -> None:
         """A pass of ``num_tokens`` over ``context`` positions took ``seconds``; ``num_read`` of its tokens were prefill.
 
-        The points beside ``num_tokens`` move towards that. Points without recent passes move along, for what slows one pass
-        slows all. Else a size that was timed while other models were loading would stay dear and never be tried.
+        Tokens of prefill have a price of their own, for they are only read: the rest also have logits and own tokens. Of what a
+        pass took longer or shorter than expected, both prices get their share. The points beside the rest move towards it.
+        Points without recent passes move along, for what slows one pass slows all. Else a size that was timed while other
+        models were loading would stay dear and never be tried.
         """
         if not num_read:
             self.pass_s += MEAN_WEIGHT * (seconds - self.pass_s)
-        elif num_read >= PREFILL_TOKENS:
-            token_s = max(0.0, seconds - self.pass_s) / num_read
-            self.token_s += (MEAN_WEIGHT if self.token_s else 1.0) * (token_s - self.token_s)
-        expected = self.predict(num_tokens, context)
+        if not self.token_s and num_read < PREFILL_TOKENS:
+            num_read = 0  # too few to tell what one costs
+        num_scored = num_tokens - num_read
+        scored_s = self.predict(num_scored, context)
+        if not self.token_s and num_read:
+            self.token_s = max(0.0, seconds - scored_s) / num_read
+        expected = scored_s + self.token_s * num_read
         ratio = min(OUTLIER, max(1 / OUTLIER, seconds / expected)) if expected > 0 else 1.0
-        after = bisect_right(self._tokens, num_tokens)
-        beside = (after - 1,) if after and self._tokens[after - 1] == num_tokens else (after - 1, after)
+        share = scored_s / expected if expected > 0 else 1.0
+        self.token_s *= 1 + MEAN_WEIGHT * (1 - share) * (ratio - 1)
+        after = bisect_right(self._tokens, num_scored)
+        beside = (after - 1,) if after and self._tokens[after - 1] == num_scored else (after - 1, after)
         for place in range(len(self._seconds)):
             self._fresh[place] = 1.0 if place in beside else COST_MEMORY * self._fresh[place]
             moved = COST_WEIGHT if place in beside else COST_WEIGHT * (1 - self._fresh[place])
-            self._seconds[place] *= 1 + moved * (ratio - 1)
+            self._seconds[place] *= 1 + moved * share * (ratio - 1)

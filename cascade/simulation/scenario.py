@@ -37,6 +37,7 @@ class SimTier:
     device: str = ""  # tiers that name the same one share it; a tier that names none has its own
     timed: tuple[int, ...] = GRID  # tokens of the passes whose costs its planner is told; one: it takes all to cost the same
     drafters: tuple[Drafter, ...] = ()  # that guess inside it
+    scored_s: float = 0.0  # seconds more for each token that is not only read: its logits, and its own token
 
 
 @dataclass(frozen=True, slots=True)

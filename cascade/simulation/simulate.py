@@ -69,7 +69,7 @@ class Node:
         self._busy = self._dead = False
         self._lives = 0
         self._wake_at = math.inf
-        self._profile = Profile([(tokens, tier.cost(tokens, 0)) for tokens in sorted(tier.timed)])
+        self._profile = Profile([(tokens, tier.cost(tokens, 0) + tier.scored_s * tokens) for tokens in sorted(tier.timed)])
         lower = scenario.tiers[:level]
         self._shared = [below.name for below in lower if below.device and below.device == tier.device]
         self._loop = self._begin()
@@ -136,7 +136,8 @@ class Node:
 
     def _launch(self, batch: Batch[str]) -> None:
         launched = self._tier.model.launch([row_of(slot, work) for slot, work in batch])
-        seconds = self._tier.cost(sum(len(work) for _, work in batch), sum(work.start for _, work in batch))
+        tier, scored = self._tier, sum(work.num_scored for _, work in batch)
+        seconds = tier.cost(sum(len(work) for _, work in batch), sum(work.start for _, work in batch)) + tier.scored_s * scored
         self.usage.passes += 1
         self.usage.busy_s += seconds
         self._busy, life, now = True, self._lives, self._agenda.now

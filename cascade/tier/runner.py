@@ -23,7 +23,8 @@ SMALL_PASS = 4  # tokens below which a failed pass is not for want of memory
 MAX_PASS_FAILURES = 3  # times that the model may break one after another before the tier calls itself unhealthy
 GREEDY = SamplingParams(temperature=0, seed=0)  # for rows that nobody has asked for
 # tokens of timed passes; the first sizes tell most, for slow models get no further
-GRID = (1, 16, 4, 64, 8, 12, 2, 32, 24, 6, 3, 256, 128, 512)
+GRID = (1, 16, 4, 64, 8, 12, 2, 32, 24, 6, 3, 128, 256, 512)
+MAX_SCORED = 128  # own tokens of a timed pass: there might be no room for more logits
 CONTEXT = 512  # positions before a pass that is timed a second time
 ROUNDS = 5
 
@@ -222,17 +223,21 @@ def measure(model: Scorer, *, max_tokens: int = GRID[-1], budget_s: float = 0.6)
         if shape != (1, context) and len(best) > 1 and time.perf_counter() > end:
             break
         best[shape] = min(best.get(shape, math.inf), _time(model, *shape))
+    if max(best)[0] > MAX_SCORED:  # add the logits that were not wanted
+        logits_s = max(0.0, best[MAX_SCORED, 1] - _time(model, MAX_SCORED, 1, num_own=1)) / (MAX_SCORED - 1)
+        for tokens in [tokens for tokens, held in best if tokens > MAX_SCORED and held == 1]:
+            best[tokens, 1] += logits_s * (tokens - MAX_SCORED)
     context_s = max(0.0, best[1, context] - best[1, 1]) / (context - 1) if (1, context) in best and context > 1 else 0.0
     return Profile(sorted((tokens, seconds) for (tokens, held), seconds in best.items() if held == 1), context_s)
 
 
-def _time(model: Scorer, num_tokens: int, context: int) -> float:
-    """Seconds of a pass that scores ``num_tokens`` after ``context`` positions."""
+def _time(model: Scorer, num_tokens: int, context: int, num_own: int = MAX_SCORED) -> float:
+    """Seconds of a pass of ``num_tokens`` after ``context`` positions that gives ``num_own`` own tokens, if it has so many."""
     tokens = [place % model.vocab_size for place in range(context + num_tokens)]
     cache = model.new_cache()
     try:
         model.collect(model.launch([Row(cache, 0, tokens[:context], 0, GREEDY)]))
-        row = Row(cache, context, tokens[context:], min(num_tokens, 16), GREEDY)  # as many guesses as a pass has
+        row = Row(cache, context, tokens[context:], min(num_tokens, num_own), GREEDY)
         model.collect(model.launch([row]))  # the first pass after a long one finds cold caches
         begin = time.perf_counter()
         model.collect(model.launch([row]))

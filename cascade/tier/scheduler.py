@@ -74,13 +74,17 @@ def schedule(
         decodes = [slot for slot in decodes if awaiting.get(slot, now) <= now]
     if first is None or first > now:
         return [], first
-    reserved = _prefill_budget(prefills, decodes, profile, max_tokens)
-    batch = _decode_rows(decodes, offers, max_tokens - reserved, policy.max_guesses, profile)
+    readable = _readable(prefills, decodes, profile, max_tokens)
+    reserved = readable
+    if prefills and decodes:
+        their_turn = min(map(_turn, prefills)) < min(map(_turn, decodes))  # where a pass is too short to be shared
+        reserved = min(readable, max_tokens // PREFILL_SHARE or int(their_turn))
+    batch = _decode_rows(decodes, offers, max_tokens - reserved, policy.max_guesses, profile, readable)
     if not prefills:
         return batch, None
     left = max_tokens - sum(len(work) for _, work in batch)
     if batch:
-        left = min(left, _prefill_limit(profile, max_tokens))
+        left = min(left, readable)
     return batch + _prefill_rows(prefills, left, policy.max_guesses), None
 
 
@@ -100,24 +104,23 @@ def _start_at(slot: Slot[Any], policy: Policy, profile: Profile) -> float:
     return since
 
 
-def _prefill_limit(profile: Profile, max_tokens: int) -> int:
-    """Tokens that may be read beside sessions that decode."""
-    if not profile.token_s:
-        return max_tokens
-    return max(PREFILL_TOKENS, min(max_tokens, int(MAX_STRETCH * profile.pass_s / profile.token_s)))
+def _readable(prefills: Sequence[Slot[U]], decodes: Sequence[Slot[U]], profile: Profile, max_tokens: int) -> int:
+    """Tokens of prefill that a pass may read, beside sessions that decode if there are any."""
+    pending = min(max_tokens, sum(slot.session.num_pending for slot in prefills))
+    if not decodes or not profile.token_s:
+        return pending
+    pass_s = profile.predict(len(decodes), sum(slot.session.kv_len for slot in decodes))
+    return min(pending, max(PREFILL_TOKENS, int(MAX_STRETCH * pass_s / profile.token_s)))
 
 
-def _prefill_budget(prefills: Sequence[Slot[U]], decodes: Sequence[Slot[U]], profile: Profile, max_tokens: int) -> int:
-    """Tokens of a pass that sessions which decode have to leave."""
-    if not prefills or not decodes:
-        return max_tokens if prefills else 0
-    their_turn = min(map(_turn, prefills)) < min(map(_turn, decodes))  # where a pass is too short to be shared
-    share = max_tokens // PREFILL_SHARE or int(their_turn)
-    return min(share, _prefill_limit(profile, max_tokens), sum(slot.session.num_pending for slot in prefills))
+def _decode_rows(
+    slots: Sequence[Slot[U]], offers: Offers[U], budget: int, max_guesses: int, profile: Profile, num_read: int
+) -> Batch[U]:
+    """Everyone's text before anyone's guesses and branches, and those first who wait longest.
 
-
-def _decode_rows(slots: Sequence[Slot[U]], offers: Offers[U], budget: int, max_guesses: int, profile: Profile) -> Batch[U]:
-    """Everyone's text before anyone's guesses and branches, and those first who wait longest."""
+    The pass has ``num_read`` tokens of prefill beside. What it costs whatever it has is shared by time: guesses make the
+    passes for decoding fewer, but not those for reading.
+    """
     texts: list[Slot[U]] = []
     own, context, left = 0.0, 0, budget  # tokens that the texts are expected to gain, positions, tokens of the pass
     for slot in sorted(slots, key=_turn):
@@ -127,6 +130,7 @@ def _decode_rows(slots: Sequence[Slot[U]], offers: Offers[U], budget: int, max_g
             own += session.chance
             context += session.kv_len
             left -= session.num_pending
+            num_read += session.num_pending - 1
     if left <= 0:
         max_guesses, offers = 0, []
     # candidates: nodes of the drafts after the texts, one text after the other, then branches
@@ -145,7 +149,10 @@ def _decode_rows(slots: Sequence[Slot[U]], offers: Offers[U], budget: int, max_g
     if nodes or offers:
         sizes = [1] * len(nodes) + [len(branch.pending) for _, _, branch in offers]
         chances += [chance for chance, _, _ in offers]
-        best = _best(np.array(chances), np.array(sizes), own, budget - left, profile.turns(budget, context))
+        cost, reading_s = profile.turns(len(texts) + left, context), profile.token_s * num_read
+        if reading_s:
+            cost -= profile.turn(0) * reading_s / (cost[len(texts)] + reading_s)
+        best = _best(np.array(chances), np.array(sizes), own, len(texts), cost)
         of_nodes = np.sort(best[best < len(nodes)])
         bounds = of_nodes.searchsorted(bounds).tolist()
         chosen = [nodes[place] for place in of_nodes.tolist()]

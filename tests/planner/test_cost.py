@@ -76,6 +76,15 @@ def test_sizes_that_are_run_keep_prices_of_their_own() -> None:
     assert profile.turn(8) == pytest.approx(profile.predict(8) + 0.002, rel=0.02)
 
 
+def test_prefill_has_a_price_of_its_own() -> None:
+    """Guards prices of guesses: tokens that are only read need no logits, and made those that do look as cheap."""
+    profile = Profile([(1, 0.01), (64, 0.1), (128, 0.2)])
+    for num_read in (64, 0, 20, 128) * 50:
+        profile.record(64 + num_read, num_read, 0, 0.1 + 0.0005 * num_read)
+    assert profile.token_s == pytest.approx(0.0005, rel=0.05)
+    assert profile.predict(128) == pytest.approx(0.2, rel=0.05)
+
+
 def test_passes_are_timed_as_they_follow_each_other() -> None:
     """Guards prices against the first pass after a long one, with cold caches: positions looked six times dearer."""
 

@@ -21,7 +21,7 @@ AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS
 PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 TEST := OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST)
 
-.PHONY: demo serve generators docs figures family test test-all test-avx2 test-nodes test-vllm lint proto clean bench-peers bench-vllm bench-drafters bench-never-slower bench-loop bench-router bench-cluster bench-align gpu-archives bench-family soak
+.PHONY: demo serve generators docs figures family test test-all test-avx2 test-nodes test-vllm lint proto clean bench-peers bench-vllm bench-drafters bench-never-slower bench-loop bench-prefill bench-router bench-cluster bench-align gpu-archives bench-family soak
 
 demo: $(VENV)/.installed           ## start the cascade, ask five questions, compare, shut down
 	$(BIN)/cascade demo
@@ -67,6 +67,9 @@ bench-never-slower: $(VENV)/.installed ## the planner's choice beside no drafts,
 
 bench-loop: $(VENV)/.installed     ## what a tier takes beside its model, 1 to 128 sessions; the last line is JSON
 	$(BIN)/python -m benchmarks.loop
+
+bench-prefill: $(VLLM)/.installed  ## long prompts beside answers, against vLLM's server; the last line is JSON
+	$(BIN)/python -m benchmarks.prefill
 
 bench-router: $(VENV)/.installed   ## what a router takes of a core for 1,000 tokens a second; the last line is JSON
 	$(BIN)/python -m benchmarks.router

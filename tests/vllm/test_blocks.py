@@ -66,6 +66,8 @@ class Tokens(PagedCache):
 class PagedBooks(Books):
     """The same sessions with stores in blocks twice as long as the pool's."""
 
+    others_take_memory: Any = None  # all that vLLM's blocks take is theirs from the start
+
     def __init__(self) -> None:
         self.blocks = Memory(BLOCKS // 2 + RESERVED - 1, 2 * BLOCK)  # never more than the pool has counted
         super().__init__()

@@ -20,10 +20,9 @@ LANES = 16  # columns of a block
 STEP = 32  # places of the depth that one instruction of matrix tiles takes
 _MANY_REGISTERS = has_avx512()
 ROWS = 12 if _MANY_REGISTERS else 6  # the most rows of a tile: their sums stay in registers
-# Blocks side by side, by rows from 1 on; one of more rows. Sums of all fit into registers, of which AVX-512 has 32.
+# Blocks side by side in a tile of 1, 2, 3, ... rows; a tile of more rows has one. All its sums stay in registers.
 WIDE = (4, 4, 4, 4, 4, 4, 2, 2, 2, 2, 2, 2) if _MANY_REGISTERS else (4, 2, 2)
-
-AT_ONCE = max(WIDE)  # blocks of a pass of many rows that are multiplied with all rows before the next
+AT_ONCE = max(WIDE)  # blocks that all rows are multiplied with before the next ones are read
 
 VECTOR = ir.VectorType(F32, LANES)
 HALVES, WORDS = ir.VectorType(I16, LANES), ir.VectorType(I32, LANES)

@@ -151,8 +151,8 @@ class Load:
 def config(folder: Path) -> CascadeConfig:
     """The family, whose learner has nothing to learn here: the versions are there already."""
     values = CascadeConfig.demo().model_dump(mode="json")
-    asked = {"folder": str(folder), "students": list(SWAPPED), "canary_s": 0.0, "min_rows": 10**9}
-    return CascadeConfig.parse(values | {"alignment": asked | {"ray_actor_options": {"num_cpus": 0.5}}})
+    settings = {"folder": str(folder), "students": list(SWAPPED), "canary_s": 0.0, "min_rows": 10**9}
+    return CascadeConfig.parse(values | {"alignment": settings | {"ray_actor_options": {"num_cpus": 0.5}}})
 
 
 async def loaded(server: Server, expected: Mapping[int, str], over: asyncio.Event) -> Load:
@@ -160,12 +160,12 @@ async def loaded(server: Server, expected: Mapping[int, str], over: asyncio.Even
     load, turns = Load(), cycle(expected)
 
     async def client() -> None:
-        async with AsyncClient(server.address, timeout=180.0) as door:
+        async with AsyncClient(server.address, timeout=180.0) as connection:
             while not over.is_set():
                 number = next(turns)
                 text, last = "", None
                 try:
-                    async for piece in door.stream(*ask(number), Speculation(tiers=SWAPPED)):
+                    async for piece in connection.stream(*ask(number), Speculation(tiers=SWAPPED)):
                         now = time.perf_counter()
                         if last is not None and piece.token_ids:
                             load.gaps.append(now - last)
@@ -189,8 +189,8 @@ def ask(number: int) -> tuple[str, SamplingParams]:
 
 async def alone(server: Server, count: int) -> dict[int, str]:
     """What the full model says alone."""
-    async with AsyncClient(server.address, timeout=180.0) as door:
-        texts = await asyncio.gather(*(door.generate(*ask(number), Speculation("off")) for number in range(count)))
+    async with AsyncClient(server.address, timeout=180.0) as connection:
+        texts = await asyncio.gather(*(connection.generate(*ask(number), Speculation("off")) for number in range(count)))
     return {number: text.text for number, text in enumerate(texts)}
 
 

@@ -67,8 +67,8 @@ class Crowd:
             seed = number + 1000 * place
             text = self.texts.setdefault(seed, [])
             params = replace(self.params, seed=seed)
-            asked = self.stream(list(self.prompt(seed)), params, self.mode.speculation, isolated())
-            async with contextlib.aclosing(cast(AsyncGenerator[Chunk, Any], asked)) as chunks:
+            answer = self.stream(list(self.prompt(seed)), params, self.mode.speculation, isolated())
+            async with contextlib.aclosing(cast(AsyncGenerator[Chunk, Any], answer)) as chunks:
                 async for chunk in chunks:
                     text += chunk.token_ids
                     self.tokens += len(chunk.token_ids)

@@ -94,8 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with Server.start(config(), port=0, tell=console.print) as server:
         course = asyncio.run(run(server, asks, 60 * chosen.minutes, chosen.clients, kills=chosen.kills))
         left = settled()
-    said = report(course, left) | {"clients": chosen.clients} | stamp()
-    finish(said, said, chosen.results)
+    result = report(course, left) | {"clients": chosen.clients} | stamp()
+    finish(result, result, chosen.results)
     sys.exit(bool(course.faults or left))
 
 
@@ -142,12 +142,12 @@ async def run(server: Server, asks: Sequence[Ask], seconds: float, num_clients: 
 async def client(server: Server, asks: Sequence[Ask], course: Course, end: float, number: int) -> None:
     """Ask one thing after another."""
     chance = random.Random(number)
-    async with AsyncClient([server.address, server.address], timeout=ANSWER_S) as door:
+    async with AsyncClient([server.address, server.address], timeout=ANSWER_S) as connection:
         while time.monotonic() < end:
             ask, begin = chance.choice(asks), time.monotonic()
             speculation = Speculation(tiers=chance.choice(CHAINS))
             try:
-                text, how = await answered(door, ask, speculation, chance)
+                text, how = await answered(connection, ask, speculation, chance)
             except Exception as error:  # of whatever kind: each is a failed answer
                 course.ended["failed"] += 1
                 course.faults.append(f"{type(error).__name__}: {error}"[:300])
@@ -160,13 +160,13 @@ async def client(server: Server, asks: Sequence[Ask], course: Course, end: float
                 course.windows[-1].token_s.append((time.monotonic() - begin) / TOKENS)
 
 
-async def answered(door: AsyncClient, ask: Ask, speculation: Speculation, chance: random.Random) -> tuple[str, str]:
+async def answered(connection: AsyncClient, ask: Ask, speculation: Speculation, chance: random.Random) -> tuple[str, str]:
     """The text, and how it came."""
     if chance.random() < 0.5:
-        return (await door.generate(ask.prompt, ask.params, speculation)).text, "whole"
+        return (await connection.generate(ask.prompt, ask.params, speculation)).text, "whole"
     leave = chance.random() < LEAVING
     text = ""
-    async with aclosing(door.stream(ask.prompt, ask.params, speculation)) as pieces:  # type: ignore[type-var]
+    async with aclosing(connection.stream(ask.prompt, ask.params, speculation)) as pieces:  # type: ignore[type-var]
         async for piece in pieces:
             text += piece.text
             if leave and len(text) > len(ask.text) / 2:

@@ -38,7 +38,7 @@ MODEL = "a model that takes no time"
 SETUPS = ("alone", "suffix", "below")
 
 
-def said(seed: int, position: int) -> int:
+def own_token(seed: int, position: int) -> int:
     """The own token at a position of a text."""
     odd = mix(seed << 32 | position)
     return odd % VOCAB if odd % ODD == 0 else mix(seed << 32 | position % PERIOD) % VOCAB
@@ -110,8 +110,8 @@ class NullModel:
 
     def _own(self, row: Row) -> list[int]:
         seed, end = row.params.seed or 0, row.start + len(row.tokens)
-        own = [said(seed, end + place) for place in range(1 - row.num_own, 1)]
-        return [*own, *(said(seed, end + 1 + depth) for depth in row.draft.depths)]
+        own = [own_token(seed, end + place) for place in range(1 - row.num_own, 1)]
+        return [*own, *(own_token(seed, end + 1 + depth) for depth in row.draft.depths)]
 
 
 class Neighbour(Link):
@@ -141,11 +141,11 @@ class Router:
     def answer(self, message: Message) -> Message | None:
         if not isinstance(message, Proposal):  # it has failed, since the tier is closed
             return None
-        known = self.committed.get(message.session, message.start)
+        end_before = self.committed.get(message.session, message.start)
         end = message.start + len(message.draft)
-        self.committed[message.session] = max(known, end)
-        new = message.draft.tokens[known - message.start :]
-        return Commit(message.session, known, new) if new else None
+        self.committed[message.session] = max(end_before, end)
+        new = message.draft.tokens[end_before - message.start :]
+        return Commit(message.session, end_before, new) if new else None
 
 
 @dataclass
@@ -178,7 +178,7 @@ def measure(setup: str, sessions: int, passes: int) -> dict[str, float]:
         Open(
             f"session-{seed}",
             SessionSpec(
-                tokens=tuple(said(seed, position) for position in range(PROMPT)),
+                tokens=tuple(own_token(seed, position) for position in range(PROMPT)),
                 prompt_len=PROMPT,
                 params=SamplingParams(max_tokens=MAX_TOKENS, temperature=0, seed=seed),
                 tier="full",

@@ -53,21 +53,21 @@ class Given:
     texts: dict[int, list[int]] = field(default_factory=dict)  # token ids by the request's seed, as far as they ever came
 
 
-async def measure(stream: Stream, asked: Sequence[list[int]], size: Size, tell: Callable[[str], object]) -> dict[str, Any]:
+async def measure(stream: Stream, prompts: Sequence[list[int]], size: Size, tell: Callable[[str], object]) -> dict[str, Any]:
     """Figures by temperature and load; ``tell`` is called with a line for each."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for temperature in size.temperatures:
-        cells = found[at(temperature)] = {}
+        cells = results[at(temperature)] = {}
         params = SamplingParams(max_tokens=size.tokens, temperature=temperature)
         for load, answers in size.loads:
             modes = {mode.name: Given() for mode in MODES}
-            await _round(Crowd(stream, ALONE, params, asked), load, answers, Given())
+            await _round(Crowd(stream, ALONE, params, prompts), load, answers, Given())
             for number in range(size.rounds):
                 for mode in rotated(MODES, number):
-                    await _round(Crowd(stream, mode, params, asked), load, answers, modes[mode.name])
+                    await _round(Crowd(stream, mode, params, prompts), load, answers, modes[mode.name])
             cell = cells[str(load)] = figures(modes)
             tell(f"{at(temperature)}, {load} at once: auto over alone {cell['ratio']:.3f} ± {cell['error']:.3f}")
-    return found
+    return results
 
 
 async def _round(clients: Crowd, load: int, answers: int, given: Given) -> None:
@@ -84,7 +84,7 @@ def figures(modes: Mapping[str, Given]) -> dict[str, Any]:
     """Speeds over all rounds, their ratio with its error, and whether texts are the same."""
     alone, auto = modes[ALONE.name], modes[AUTO.name]
     both = ((alone.texts[seed], auto.texts[seed]) for seed in alone.texts.keys() & auto.texts.keys())
-    same = all(one == other for texts in both for one, other in zip(*texts, strict=False))  # as far as both have come
+    same = all(own == other for texts in both for own, other in zip(*texts, strict=False))  # as far as both have come
     pairs = [fast / slow for fast, slow in zip(auto.speeds, alone.speeds, strict=True)]
     error = statistics.stdev(pairs) / len(pairs) ** 0.5 if len(pairs) > 1 else 0.0
     speeds = {name: statistics.harmonic_mean(given.speeds) for name, given in modes.items()}  # all rounds have as many tokens
@@ -97,18 +97,18 @@ def figures(modes: Mapping[str, Given]) -> dict[str, Any]:
     }
 
 
-def headline(found: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+def headline(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """The ratio at each temperature and load."""
-    return {temperature: {load: one["ratio"] for load, one in loads.items()} for temperature, loads in found.items()}
+    return {temperature: {load: cell["ratio"] for load, cell in loads.items()} for temperature, loads in results.items()}
 
 
-def table(found: Mapping[str, Any]) -> Table:
+def table(results: Mapping[str, Any]) -> Table:
     columns = ("temperature", "requests at once", "alone, tokens/s", "auto, tokens/s", "auto over alone")
     result = Table(*columns, title="Never slower")
-    for temperature, loads in found.items():
-        for load, one in loads.items():
-            speeds = [f"{speed:.1f}" for speed in one["tokens_per_second"].values()]
-            result.add_row(temperature, load, *speeds, f"{one['ratio']:.2f} ± {one['error']:.2f}")
+    for temperature, loads in results.items():
+        for load, cell in loads.items():
+            speeds = [f"{speed:.1f}" for speed in cell["tokens_per_second"].values()]
+            result.add_row(temperature, load, *speeds, f"{cell['ratio']:.2f} ± {cell['error']:.2f}")
     return result
 
 
@@ -125,9 +125,9 @@ def serve(size: Size) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parsed(parser("never_slower", "The planner beside no drafts."), arguments)
-    found = serve(QUICK if chosen.quick else Size())
-    console.print(table(found))
-    finish({"head": headline(found), "loads": found} | stamp(), headline(found), chosen.results)
+    results = serve(QUICK if chosen.quick else Size())
+    console.print(table(results))
+    finish({"head": headline(results), "loads": results} | stamp(), headline(results), chosen.results)
 
 
 if __name__ == "__main__":

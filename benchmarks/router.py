@@ -1,6 +1,6 @@
 """What a router takes of a core, and how soon its clients read a token, behind a full tier that takes no time.
 
-The router is the served one, with its doors and a link, in a process of its own. The full tier behind it writes a token of each
+The router is the served one, with its ports and a link, in a process of its own. The full tier behind it writes a token of each
 stream every so often: together a thousand a second, whatever the number of streams. The last line is JSON.
 """
 
@@ -114,7 +114,7 @@ class Handle:
     def __init__(self, ticket: str, vocab_size: int) -> None:
         state = {"name": FULL, "context_len": 4096, "cache_tokens": 1 << 20, "vocab_size": vocab_size}
         self.describe = Method(lambda: _soon(state))
-        self.lease = Method(lambda *asked: Lease(ticket))
+        self.lease = Method(lambda *arguments: Lease(ticket))
 
     def options(self, **options: object) -> "Handle":
         return self
@@ -234,13 +234,13 @@ async def over_grpc(client: AsyncClient, max_tokens: int) -> Read:
     return read
 
 
-async def measure(door: str, ports: dict[str, int], streams: int, seconds: float, pid: psutil.Process) -> dict[str, float]:
+async def measure(protocol: str, ports: dict[str, int], streams: int, seconds: float, pid: psutil.Process) -> dict[str, float]:
     """One load: what the router took, and what its clients saw."""
     tokens = max(8, round(RATE * seconds / streams))
     async with AsyncClient(f"127.0.0.1:{ports['grpc_port']}") as client:
 
         def ask(num_tokens: int) -> Awaitable[Read]:
-            return over_http(ports["http_port"], num_tokens) if door == "http" else over_grpc(client, num_tokens)
+            return over_http(ports["http_port"], num_tokens) if protocol == "http" else over_grpc(client, num_tokens)
 
         await asyncio.gather(*(ask(4) for _ in range(4)))
         before, begin = pid.cpu_times(), time.perf_counter()
@@ -258,7 +258,7 @@ async def measure(door: str, ports: dict[str, int], streams: int, seconds: float
     }
 
 
-def compare(roots: dict[str, Path | None], seconds: float, doors: Sequence[str]) -> dict[str, Any]:
+def compare(roots: dict[str, Path | None], seconds: float, protocols: Sequence[str]) -> dict[str, Any]:
     """All loads of the routers of these checkouts, in turns: means of the rounds."""
     figures: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
@@ -267,16 +267,16 @@ def compare(roots: dict[str, Path | None], seconds: float, doors: Sequence[str])
         for name, root in roots.items():
             pid, line = stack.enter_context(process("--router", ticket.strip(), root=root))
             served[name] = (pid, json.loads(line))
-        for door in doors:
+        for protocol in protocols:
             for streams in STREAMS:
                 seen: dict[str, list[dict[str, float]]] = {name: [] for name in served}
                 for _ in range(ROUNDS if len(served) > 1 else 1):
                     for name, (pid, ports) in served.items():
-                        seen[name].append(asyncio.run(measure(door, ports, streams, seconds, pid)))
+                        seen[name].append(asyncio.run(measure(protocol, ports, streams, seconds, pid)))
                 for name, rounds in seen.items():
-                    of_door = figures.setdefault(name, {}).setdefault(door, {})
-                    of_door[str(streams)] = {key: round(mean(round_[key] for round_ in rounds), 3) for key in rounds[0]}
-                    console.print(name, door, streams, of_door[str(streams)])
+                    of_protocol = figures.setdefault(name, {}).setdefault(protocol, {})
+                    of_protocol[str(streams)] = {key: round(mean(round_[key] for round_ in rounds), 3) for key in rounds[0]}
+                    console.print(name, protocol, streams, of_protocol[str(streams)])
     return figures
 
 
@@ -296,8 +296,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seconds = QUICK_SECONDS if chosen.quick else SECONDS
         figures = compare(roots, seconds, chosen.only or ("http", "grpc"))
         line = {
-            name: {door: {streams: cell["core_share"] for streams, cell in loads.items()} for door, loads in doors.items()}
-            for name, doors in figures.items()
+            name: {
+                protocol: {streams: cell["core_share"] for streams, cell in loads.items()}
+                for protocol, loads in protocols.items()
+            }
+            for name, protocols in figures.items()
         }
         finish(figures | {"model": MODEL} | stamp(MODEL), line, chosen.results)
 

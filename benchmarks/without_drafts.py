@@ -43,11 +43,11 @@ def measure(prompts: int, tokens: int) -> dict[str, Any]:
             texts: dict[str, tuple[tuple[int, ...], ...]] = dict.fromkeys(MODES, ())
             for seed, prompt in enumerate(by_category(prompts)):
                 params = SamplingParams(max_tokens=tokens, temperature=temperature, seed=seed)
-                asked = Request(tuple(chat_ids(tokenizer, prompt.text)), params, tokenizer.end_ids)
+                request = Request(tuple(chat_ids(tokenizer, prompt.text)), params, tokenizer.end_ids)
                 for mode, kinds in MODES.items():
                     drafters = tuple(make([DrafterSpec(kind) for kind in kinds], kinds, None))
                     tier = SimTier("full", model, cost.predict, drafters=drafters)
-                    outcome = simulate(Scenario((tier,), (asked,)))
+                    outcome = simulate(Scenario((tier,), (request,)))
                     took = outcome.finish_s[0] - outcome.token_s[0]
                     seconds[mode][prompt.category] = seconds[mode].get(prompt.category, 0.0) + took
                     passes[mode] += outcome.usage[-1].passes - 1

@@ -14,10 +14,10 @@ def check_blocks(pool: BlockManager) -> None:
     """Raise `AssertionError`, with the arithmetic, if the books do not balance."""
     kept = sum(allocation.blocks for allocation in pool._kept)
     held = sum(allocation.blocks for allocation in pool._allocations if allocation.in_use)
-    found = pool.free + kept + held + pool.lent
-    sum_ = f"{pool.free} free + {kept} kept + {held} held + {pool.lent} lent blocks are {found} of {pool.total}"
+    counted = pool.free + kept + held + pool.lent
+    sum_ = f"{pool.free} free + {kept} kept + {held} held + {pool.lent} lent blocks are {counted} of {pool.total}"
     assert min(pool.free, pool.lent) >= 0, sum_
-    assert found == pool.total, sum_
+    assert counted == pool.total, sum_
     assert set(pool._kept) == {allocation for allocation in pool._allocations if not allocation.in_use}, (
         "kept allocations are those not in use"
     )

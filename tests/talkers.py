@@ -17,7 +17,7 @@ from cascade.chat.template import CLOSE, OPEN
 from cascade.engine.published_tokenizer import pretrained
 from cascade.simulation.toy_tier import fold
 from tests import small
-from tests.doors import House, house
+from tests.in_process import House, house
 from tests.tier.test_tier import CountingModel
 
 # as the families write them; `{tools}` and `{call}` and `{result}` are theirs
@@ -88,10 +88,10 @@ class Parrot(CountingModel):
         if self.assistant not in context:  # no conversation
             return tuple(logits)
         begin, turn = _last(context, self.user), _last(context, self.assistant)
-        asked = context[begin + 1 :]
-        said = asked[: asked.index(self.end)] if self.end in asked else ()
+        written = context[begin + 1 :]
+        spoken = written[: written.index(self.end)] if self.end in written else ()
         place = len(context) - turn - 1
-        right = said[place] if place < len(said) else self.end
+        right = spoken[place] if place < len(spoken) else self.end
         lot = fold(context[-8:], self.seed ^ hash(self.agreement)) / 2**64
         logits[right if lot < self.agreement else right ^ 1] = 40.0
         return tuple(logits)
@@ -127,7 +127,7 @@ def conversing(tags: Literal["token", "special"] = "token", **options: Any) -> A
 
 
 def talking(format: str, *, marks: bool = True, **options: Any) -> AbstractContextManager[House]:
-    """A house of parrots that know conversations and tools; ``options`` are those of `doors.house`."""
+    """A house of parrots that know conversations and tools; ``options`` are those of `in_process.house`."""
     return parrots(talker(format, marks=marks), **options)
 
 

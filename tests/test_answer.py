@@ -37,22 +37,22 @@ def answer_of(params: SamplingParams) -> Answer:
 def pieces(answer: Answer, tokens: Sequence[int], sizes: Sequence[int] = ()) -> list[Chunk]:
     """What comes of an answer whose tokens come in proposals of these sizes, or one at a time; each repeats the one before."""
     begin = last = answer.num_tokens
-    said = []
+    chunks = []
     for size in sizes or [1] * len(tokens):
         end = min(len(tokens), begin + size)
         draft = Draft(tuple(tokens[last:end]), b"\2" * (end - last))
         logprobs = tuple(Logprobs(float(-token)) for token in draft.tokens)
-        said.append(answer.receive(Proposal("s", 2 + last, draft, logprobs=logprobs))[0])
+        chunks.append(answer.receive(Proposal("s", 2 + last, draft, logprobs=logprobs))[0])
         last, begin = begin, end
-    return [piece for piece in said if piece is not None]
+    return [piece for piece in chunks if piece is not None]
 
 
-def whole(said: Sequence[Chunk]) -> Completion | None:
+def whole(chunks: Sequence[Chunk]) -> Completion | None:
     """The completion, if there is one, which its pieces make up."""
-    completion = next((piece.completion for piece in said if piece.completion is not None), None)
+    completion = next((piece.completion for piece in chunks if piece.completion is not None), None)
     if completion is not None:
-        assert "".join(piece.text for piece in said) == completion.text
-        assert tuple(id for piece in said for id in piece.token_ids) == completion.token_ids
+        assert "".join(piece.text for piece in chunks) == completion.text
+        assert tuple(id for piece in chunks for id in piece.token_ids) == completion.token_ids
     return completion
 
 
@@ -97,7 +97,7 @@ def test_cuts_do_not_depend_on_the_size_of_proposals(
         spelt = "".join(WORDS[token] for token in ids)
         assert spelt.startswith(text)
         assert len(spelt) - len(text) <= max(0, len(WORDS[ids[-1] if ids else END]) - 1), "ids of no text"
-        assert [one.logprob for one in completion.logprobs] == [float(-token) for token in ids]
+        assert [entry.logprob for entry in completion.logprobs] == [float(-token) for token in ids]
         assert len(completion.origins) == len(ids)
 
 
@@ -125,7 +125,9 @@ def test_answers_go_on_wherever_their_streams_broke_off(
         assert (answer.finished, answer.rest(), answer.delivered.completion) == (False, None, None)
         rest = pieces(answer, tokens)
         for name in ("text", "token_ids", "origins"):
-            joined, expected = ([one for piece in said for one in getattr(piece, name)] for said in (rest, unbroken[cut:]))
+            joined, expected = (
+                [entry for piece in chunks for entry in getattr(piece, name)] for chunks in (rest, unbroken[cut:])
+            )
             assert joined == expected
         ended, other = rest[-1].completion, unbroken[-1].completion
         assert (ended is None) == (other is None)

@@ -67,19 +67,19 @@ def test_below_is_what_goes_on_from_there(draft: Draft, node: int) -> None:
 
 
 @given(trees(), trees())
-def test_a_union_has_what_either_has_once(one: Draft, other: Draft) -> None:
+def test_a_union_has_what_either_has_once(first: Draft, other: Draft) -> None:
     """Guards against twins, which would be scored twice, and against a first guess that a second one takes the place of."""
-    both, places = one.union(other)
+    both, places = first.union(other)
     assert [path_of(both, place) for place in places] == [path_of(other, node) for node in range(len(other))]
-    assert paths(both) == paths(one) | paths(other)
+    assert paths(both) == paths(first) | paths(other)
     assert len(both) == len(paths(both))
-    assert (both.tokens[: len(one)], both.origins[: len(one)]) == (one.tokens, one.origins) or not one
+    assert (both.tokens[: len(first)], both.origins[: len(first)]) == (first.tokens, first.origins) or not first
 
 
 @given(trees(), st.integers(0, 11), st.lists(st.integers(0, 3), max_size=8))
 def test_first_nodes_and_found_paths(draft: Draft, size: int, tokens: list[int]) -> None:
     """Guards a draft that is cut to fit: nodes without their parent would be guesses for another text."""
     assert paths(draft.first(size)) == {path_of(draft, node) for node in range(min(size, len(draft)))}
-    found = draft.find(tokens)
-    assert path_of(draft, found[-1] if found else -1) == tuple(tokens[: len(found)])
-    assert len(found) == len(tokens) or tuple(tokens[: len(found) + 1]) not in paths(draft)
+    nodes = draft.find(tokens)
+    assert path_of(draft, nodes[-1] if nodes else -1) == tuple(tokens[: len(nodes)])
+    assert len(nodes) == len(tokens) or tuple(tokens[: len(nodes) + 1]) not in paths(draft)

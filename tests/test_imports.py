@@ -69,8 +69,8 @@ def imported(path: Path) -> set[str]:
 
 def files(*packages: str) -> list[tuple[str, Path]]:
     """Names of modules and their files."""
-    found = (path for package in packages for path in sorted((ROOT / package).rglob("*.py")))
-    return [(".".join(path.relative_to(ROOT).with_suffix("").parts), path) for path in found]
+    paths = (path for package in packages for path in sorted((ROOT / package).rglob("*.py")))
+    return [(".".join(path.relative_to(ROOT).with_suffix("").parts), path) for path in paths]
 
 
 def test_imports_go_down() -> None:

@@ -34,9 +34,9 @@ def test_texts_are_those_of_the_cascade(llm: LLM) -> None:
     outputs = llm.generate(PROMPTS, PARAMS)
     assert [output.prompt for output in outputs] == PROMPTS
     for output, wanted in zip(outputs, llm.cascade.generate(PROMPTS, PARAMS), strict=True):
-        [found] = output.outputs
-        assert (found.text, found.token_ids) == (wanted.text, wanted.token_ids)
-        assert (found.finish_reason, found.index) == (wanted.finish_reason, 0)
+        [result] = output.outputs
+        assert (result.text, result.token_ids) == (wanted.text, wanted.token_ids)
+        assert (result.finish_reason, result.index) == (wanted.finish_reason, 0)
     assert llm.generate([], PARAMS) == []
 
 
@@ -72,8 +72,8 @@ def test_parameters_default_to_the_models_generation_config(tmp_path: Path) -> N
     expected = SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=9)
     with LLM(str(full), dtype="float32", device="cpu") as llm:
         assert llm.get_default_sampling_params() == expected
-        [[one], [other]] = [output.outputs for output in llm.generate(PROMPTS[:1]) + llm.generate(PROMPTS[:1], expected)]
-        assert one.text == other.text
+        [[first], [second]] = [output.outputs for output in llm.generate(PROMPTS[:1]) + llm.generate(PROMPTS[:1], expected)]
+        assert first.text == second.text
         [output] = llm.generate(PROMPTS[:1], SamplingParams(max_tokens=3))
         assert len(output.outputs[0].token_ids) == 3
     with LLM(str(full), dtype="float32", device="cpu", generation_config="vllm") as llm:

@@ -183,14 +183,16 @@ def test_many_answers_on_one_loop(cascade: Cascade) -> None:
 
     async def together() -> tuple[list[Completion | list[Completion]], str]:
         batch = cascade.agenerate([PROMPT, "    return self._lock"], params[0])
-        found, _ = await asyncio.gather(asyncio.gather(batch, *(cascade.agenerate(PROMPT, one) for one in params)), leave())
-        return found, "".join([chunk.text async for chunk in cascade.astream(PROMPT, params[0])])
+        answers, _ = await asyncio.gather(
+            asyncio.gather(batch, *(cascade.agenerate(PROMPT, chosen) for chosen in params)), leave()
+        )
+        return answers, "".join([chunk.text async for chunk in cascade.astream(PROMPT, params[0])])
 
     with pytest.raises(InvalidRequest):
         asyncio.run(cascade.agenerate("", params[0]))
     [both, *singles], text = asyncio.run(together())
-    alone = [cascade.generate(PROMPT, one) for one in params]
-    assert [one.token_ids for one in singles if isinstance(one, Completion)] == [one.token_ids for one in alone]
+    alone = [cascade.generate(PROMPT, chosen) for chosen in params]
+    assert [chosen.token_ids for chosen in singles if isinstance(chosen, Completion)] == [chosen.token_ids for chosen in alone]
     assert (both[0].token_ids, text) == (alone[0].token_ids, alone[0].text)
     gc.collect()
     assert loops[0]() is None

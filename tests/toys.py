@@ -193,28 +193,28 @@ class ToyModel(ToyTier):
         draft = row.draft
         if draft.is_line:
             return Scored(self._shaped_line(row, contexts))
-        known: dict[int, int] = {}
+        own_at: dict[int, int] = {}
         leaves = [node for node in range(len(draft)) if not any(True for _ in draft.children(node))]
         for leaf in leaves:
             path = [leaf]
             while (parent := draft.parent(path[0])) >= 0:
                 path.insert(0, parent)
-            self._shaped_path(row, contexts, path, known)
-        own = [known[node] for node in range(-1, next((n for n in range(len(draft)) if n not in known), len(draft)))]
-        self._shaped_path(row, contexts, draft.walk(own)[1], known)
+            self._shaped_path(row, contexts, path, own_at)
+        own = [own_at[node] for node in range(-1, next((n for n in range(len(draft)) if n not in own_at), len(draft)))]
+        self._shaped_path(row, contexts, draft.walk(own)[1], own_at)
         return Scored(own)
 
-    def _shaped_path(self, row: Row, contexts: Sequence[tuple[int, ...]], path: Sequence[int], known: dict[int, int]) -> None:
+    def _shaped_path(self, row: Row, contexts: Sequence[tuple[int, ...]], path: Sequence[int], own_at: dict[int, int]) -> None:
         """Own tokens after the text and the nodes of a path, as far as they are known."""
         line = replace(row, draft=Draft(tuple(row.draft.tokens[node] for node in path), bytes(len(path))))
         own = self._shaped_line(line, [contexts[row.num_own + node] for node in (-1, *path)])
-        known.update(zip((-1, *path), own, strict=False))
+        own_at.update(zip((-1, *path), own, strict=False))
 
     def _shaped_line(self, row: Row, contexts: Sequence[tuple[int, ...]]) -> list[int]:
         logits = torch.tensor([self.logits(context) for context in contexts]).reshape(-1, self.vocab_size)
         position = row.start + len(row.input_ids) - row.num_scored + 1
-        shaped, [known] = shape(logits, [row])
-        own: list[int] = own_tokens(shaped, [(row.params, position, row.num_scored)]).tolist()[:known]
+        shaped, [num_known] = shape(logits, [row])
+        own: list[int] = own_tokens(shaped, [(row.params, position, row.num_scored)]).tolist()[:num_known]
         report(logits, [row], [own])
         return own
 
@@ -224,10 +224,10 @@ def full_text(model: ToyTier, spec: SessionSpec) -> list[int]:
     text = list(spec.tokens)
     state = SequenceState(spec, text) if spec.params.shaped else None
     cache = model.new_cache()
-    known, limit = 0, spec.prompt_len + spec.params.max_tokens
+    num_known, limit = 0, spec.prompt_len + spec.params.max_tokens
     while len(text) < limit and not (len(text) > spec.prompt_len and text[-1] in spec.ends):
-        [scored] = model.run([Row(cache, known, text[known:], 1, spec.params, state)])
-        known = len(text)
+        [scored] = model.run([Row(cache, num_known, text[num_known:], 1, spec.params, state)])
+        num_known = len(text)
         text.append(scored.own[0])
     return text
 

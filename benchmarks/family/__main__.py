@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.document import RESULTS, finish, keep, parsed, parser, shape, stamp
 from benchmarks.family import agreement, devices, long, speed
 from benchmarks.family.models import MODEL, PAIR, WORK, name, path
-from benchmarks.family.prompts import asked, human_eval
+from benchmarks.family.prompts import human_eval, prompts_of
 from cascade import family
 
 PARTS = ("agreement", "devices", *speed.CONTESTS, "long")
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     models = [path(size) for size in PAIR]
     for part in chosen.only:
         problems, kinds, tokens = QUICK if chosen.quick else SIZES.get(part, SPEED)
-        prompts = asked(problems, kinds)
+        prompts = prompts_of(problems, kinds)
         add = partial(added, chosen.results, models, part, {"prompts": len(prompts), "tokens": tokens})
         if part == "agreement":
             add(agreement.measure(models, prompts, tokens, chosen.temperatures, family.DTYPE))

@@ -21,7 +21,7 @@ def human_eval() -> tuple[Prompt, ...]:
     return read_prompts(place)
 
 
-def asked(problems: int, of_each_kind: int) -> Sequence[Prompt]:
+def prompts_of(problems: int, of_each_kind: int) -> Sequence[Prompt]:
     """So many problems, spread over HumanEval, and chats."""
-    known = human_eval()
-    return (*known[:: len(known) // problems][:problems], *by_category(of_each_kind))
+    every = human_eval()
+    return (*every[:: len(every) // problems][:problems], *by_category(of_each_kind))

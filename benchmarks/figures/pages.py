@@ -15,7 +15,7 @@ NOTHING = "not measured"  # in a place without a document
 
 # by the name of a place: what makes it, of which document
 TABLES: Mapping[str, tuple[Callable[[tables.Document], str], str]] = {
-    "one": (tables.one, "peers"),
+    "one": (tables.single, "peers"),
     "modes": (tables.modes, "peers"),
     "served": (tables.served, "peers"),
     "loads": (tables.loads, "never_slower"),

@@ -39,7 +39,7 @@ def mode(figures: Document) -> str:
     return f"{figures['tokens_per_second']:.1f} ({figures['over_alone']:.2f} ± {figures['error']:.2f})"
 
 
-def one(peers: Document) -> str:
+def single(peers: Document) -> str:
     """Tokens per second of one request at a time, beside peers, in float32 and in bfloat16."""
     names = {"alone": "full model alone", "auto": "cascade"}
     names |= {"vllm_alone": "vLLM", "vllm_best": "vLLM, best drafter"}
@@ -59,10 +59,10 @@ def one(peers: Document) -> str:
 
 def by_temperature(first: str, figures: Mapping[str, Mapping[str, str]]) -> str:
     """A table of cells by temperature, as documents name it, and by line; the column of lines is named ``first``."""
-    known = {key: label for key, label in TEMPERATURES.items() if key in figures}
-    names = list(dict.fromkeys(name for key in known for name in figures[key]))
-    lines = [[name, *(figures[key].get(name, "-") for key in known)] for name in names]
-    return rows((first, *(f"temperature {label}" for label in known.values())), lines)
+    labels = {key: label for key, label in TEMPERATURES.items() if key in figures}
+    names = list(dict.fromkeys(name for key in labels for name in figures[key]))
+    lines = [[name, *(figures[key].get(name, "-") for key in labels)] for name in names]
+    return rows((first, *(f"temperature {label}" for label in labels.values())), lines)
 
 
 def modes(peers: Document) -> str:
@@ -149,8 +149,8 @@ def router(figures: Document) -> str:
     """Share of a core for a thousand tokens a second, and what clients saw of them."""
     header = ("door", "streams", "of a core", "first token, ms", "gap, ms", "gap, 99th percentile, ms")
     lines = [
-        [door, streams, f"{entry['core_share']:.2f}", *(f"{entry[name]:.0f}" for name in ("first_ms", "gap_ms", "gap_p99_ms"))]
-        for door, loads in figures["router"].items()
+        [api, streams, f"{entry['core_share']:.2f}", *(f"{entry[name]:.0f}" for name in ("first_ms", "gap_ms", "gap_p99_ms"))]
+        for api, loads in figures["router"].items()
         for streams, entry in loads.items()
     ]
     return rows(header, lines)
@@ -354,9 +354,9 @@ def shipped() -> str:
     lines = []
     for name in ("tiny", "medium"):
         card = (CARDS / name / "README.md").read_text(encoding="utf-8")
-        known = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", card, re.MULTILINE))
-        numbers = [f"{float(known[label]):.2f}" for label in TEMPERATURES.values()]
-        lines.append([f"`{name}`", known["parameters"], known["share of the teacher's weights that a pass reads"], *numbers])
+        facts = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", card, re.MULTILINE))
+        numbers = [f"{float(facts[label]):.2f}" for label in TEMPERATURES.values()]
+        lines.append([f"`{name}`", facts["parameters"], facts["share of the teacher's weights that a pass reads"], *numbers])
     return rows(
         ("model", "parameters", "share of a pass's weights", *(f"temperature {label}" for label in TEMPERATURES.values())),
         lines,

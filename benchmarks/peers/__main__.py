@@ -112,7 +112,7 @@ class Subject:
         return cls(models, prompts, [chat_ids(tokenizer, prompt.text) for prompt in prompts], sorted(tokenizer.end_ids))
 
 
-def one(document: dict[str, Any], chosen: argparse.Namespace, subject: Subject, end: float) -> bool:
+def single(document: dict[str, Any], chosen: argparse.Namespace, subject: Subject, end: float) -> bool:
     """Fill in what one request at a time gives until ``end``; whether all texts of this project are the same."""
     ids = subject.ids[: chosen.prompts]
     same: list[bool] = []
@@ -120,8 +120,8 @@ def one(document: dict[str, Any], chosen: argparse.Namespace, subject: Subject, 
     def tell(name: str, turns: report.Turns) -> None:
         cells = report.cells(turns, compared=name == "t0")
         document["cells"]["one"][name], document["one"][name] = cells, report.headline(cells)
-        asked = max(map(len, turns.values()), default=0)
-        document["how"].setdefault("one", {})[name] = {"prompts": asked, "tokens": chosen.tokens}
+        num_prompts = max(map(len, turns.values()), default=0)
+        document["how"].setdefault("one", {})[name] = {"prompts": num_prompts, "tokens": chosen.tokens}
         same.append(report.lossless(turns))
         console.print(report.table(f"One request, {name}", cells))
         keep(document, chosen.results)
@@ -139,8 +139,8 @@ def one(document: dict[str, Any], chosen: argparse.Namespace, subject: Subject, 
 
 def serve(document: dict[str, Any], chosen: argparse.Namespace, subject: Subject) -> None:
     """Fill in what requests over HTTP give."""
-    known = [report.best_drafter(cells, "vllm") for cells in document["cells"]["one"].values()]
-    drafter = next((mode for mode in known if mode), "vllm_ngram")
+    drafters = [report.best_drafter(cells, "vllm") for cells in document["cells"]["one"].values()]
+    drafter = next((mode for mode in drafters if mode), "vllm_ngram")
     requests = {at_once: min(2, number) if chosen.quick else number for at_once, number in AT_ONCE.items()}
     plan = served.Plan(subject.prompts, chosen.tokens, SERVED_TEMPERATURE, requests, drafter)
 
@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     subject, document, same = Subject.of(models), begun(chosen.results, models), True
     if "one" in chosen.only:
         left = SERVED_S if "served" in chosen.only else 0.0
-        same = one(document, chosen, subject, begin + 60 * chosen.minutes - left)
+        same = single(document, chosen, subject, begin + 60 * chosen.minutes - left)
     if "served" in chosen.only:
         serve(document, chosen, subject)
     keep(document, chosen.results)

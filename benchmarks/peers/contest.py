@@ -122,10 +122,10 @@ class Crew:
     def ask(self, turn: Turn) -> Said | None:
         """A mode that fails is asked no more."""
         try:
-            said = self.workers[turn.mode].ask(turn)
-            if not 0 < len(said.token_ids) <= turn.tokens:
-                raise crew.WorkerFailed(f"an answer of {len(said.token_ids)} tokens, of {turn.tokens} at most")
-            return said
+            answer = self.workers[turn.mode].ask(turn)
+            if not 0 < len(answer.token_ids) <= turn.tokens:
+                raise crew.WorkerFailed(f"an answer of {len(answer.token_ids)} tokens, of {turn.tokens} at most")
+            return answer
         except crew.WorkerFailed as error:
             self.missing[turn.mode] = str(error)
             del self.workers[turn.mode]
@@ -158,11 +158,11 @@ def measure(crew_: Crew, plan: Plan, tell: Callable[[str, report.Turns], None]) 
 
 def _in_turns(crew_: Crew, plan: Plan, temperature: float, modes: Sequence[str], end: float) -> report.Turns:
     """In a round every mode answers the same prompt, and the next round begins with another mode."""
-    said: dict[str, list[Said]] = {mode: [] for mode in modes}
+    answers: dict[str, list[Said]] = {mode: [] for mode in modes}
     for number, prompt in enumerate(plan.prompts):
         if number >= LEAST and time.monotonic() >= end:
             break
         for mode in rotated(modes, number):
             if mode in crew_.workers and (answer := crew_.ask(Turn(mode, prompt, number + 1, temperature, plan.tokens))):
-                said[mode].append(answer)
-    return {mode: turns for mode, turns in said.items() if mode in crew_.workers}
+                answers[mode].append(answer)
+    return {mode: turns for mode, turns in answers.items() if mode in crew_.workers}

@@ -78,9 +78,9 @@ def parsed_setup(fields: Mapping[str, object]) -> Setup:
 def vllm_drafts(mode: str, tiny: str) -> dict[str, Any] | None:
     """How vLLM, its offline class and its server, is told to draft; ``tiny`` is the folder of the draft model."""
     ngrams = {"method": "ngram", "prompt_lookup_max": 5, "prompt_lookup_min": 2}
-    known: dict[str, dict[str, Any]] = {
+    settings: dict[str, dict[str, Any]] = {
         "vllm_ngram": {**ngrams, "num_speculative_tokens": NUM_DRAFTED},
         "vllm_suffix": {"method": "suffix"},
         "vllm_draft": {"method": "draft_model", "model": tiny, "num_speculative_tokens": NUM_DRAFTED},
     }
-    return known.get(mode)
+    return settings.get(mode)

@@ -142,8 +142,8 @@ class Worker(Talker):
         before = self.processor_s()
         self._signal(signal.SIGCONT)
         try:
-            said = Said(**self.tell(asdict(turn)))
-            return replace(said, processor_s=self.processor_s() - before)
+            answer = Said(**self.tell(asdict(turn)))
+            return replace(answer, processor_s=self.processor_s() - before)
         finally:
             self._signal(signal.SIGSTOP)
 

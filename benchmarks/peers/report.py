@@ -25,13 +25,13 @@ def alone(mode: str) -> str:
 
 def speed(turns: Sequence[Said]) -> float:
     """Tokens per second of all answers together, prompts read in that time included."""
-    return sum(len(said.token_ids) for said in turns) / sum(said.seconds for said in turns)
+    return sum(len(answer.token_ids) for answer in turns) / sum(answer.seconds for answer in turns)
 
 
 def thrift(turns: Sequence[Said]) -> float | None:
     """Tokens per second that a processor computed, which others on the machine hardly change."""
-    computed = sum(said.processor_s for said in turns)
-    return round(sum(len(said.token_ids) for said in turns) / computed, 1) if computed else None
+    computed = sum(answer.processor_s for answer in turns)
+    return round(sum(len(answer.token_ids) for answer in turns) / computed, 1) if computed else None
 
 
 def spread(turns: Sequence[Said], base: Sequence[Said]) -> float | None:
@@ -45,7 +45,7 @@ def spread(turns: Sequence[Said], base: Sequence[Said]) -> float | None:
     own = turns is base
 
     def left_out(index: int) -> float:
-        some = [[said for i, said in enumerate(group) if i != index] for group in (turns, base)]
+        some = [[answer for i, answer in enumerate(group) if i != index] for group in (turns, base)]
         return math.log(speed(some[0])) - (0.0 if own else math.log(speed(some[1])))
 
     values = [left_out(index) for index in range(n)]
@@ -56,22 +56,22 @@ def spread(turns: Sequence[Said], base: Sequence[Said]) -> float | None:
 def paying(turns: Turns) -> set[str]:
     """Modes without drafts, what the planner chooses, and drafted modes that were faster than their engine alone."""
     always = {mode for mode in turns if mode == alone(mode) or mode.startswith("cascade_auto")}
-    measured = {mode: said for mode, said in turns.items() if alone(mode) in turns}
-    return always | {mode for mode, said in measured.items() if speed(said) > speed(turns[alone(mode)])}
+    measured = {mode: answer for mode, answer in turns.items() if alone(mode) in turns}
+    return always | {mode for mode, answer in measured.items() if speed(answer) > speed(turns[alone(mode)])}
 
 
 def cells(turns: Turns, compared: bool) -> dict[str, dict[str, Any]]:
     """All that is known of each mode at one temperature; texts are ``compared`` where they have to be the same."""
     results: dict[str, dict[str, Any]] = {}
-    for mode, said in turns.items():
+    for mode, answers in turns.items():
         base = turns.get(alone(mode))
         results[mode] = {
-            "tokens_per_second": round(speed(said), 1),
-            "over_alone": round(speed(said) / speed(base), 3) if base else None,
-            "error": spread(said, base) if base else None,
-            "tokens_per_processor_second": thrift(said),
-            "tokens": sum(len(answer.token_ids) for answer in said),
-            "same_text_as_generate": same_text(said, turns.get(REFERENCE) if compared else None),
+            "tokens_per_second": round(speed(answers), 1),
+            "over_alone": round(speed(answers) / speed(base), 3) if base else None,
+            "error": spread(answers, base) if base else None,
+            "tokens_per_processor_second": thrift(answers),
+            "tokens": sum(len(answer.token_ids) for answer in answers),
+            "same_text_as_generate": same_text(answers, turns.get(REFERENCE) if compared else None),
         }
     return results
 
@@ -87,8 +87,8 @@ def same_text(turns: Sequence[Said], reference: Sequence[Said] | None) -> float 
 def lossless(turns: Turns) -> bool:
     """Whether all modes of this project wrote the same, of each dtype."""
     for kind in ("", BF16):
-        ours = [said for mode, said in turns.items() if engine(mode) == "cascade" and mode.endswith(BF16) == bool(kind)]
-        texts = [[list(answer.token_ids) for answer in said] for said in ours]
+        ours = [answers for mode, answers in turns.items() if engine(mode) == "cascade" and mode.endswith(BF16) == bool(kind)]
+        texts = [[list(answer.token_ids) for answer in answers] for answers in ours]
         if any(text != texts[0] for text in texts):
             return False
     return True

@@ -16,8 +16,8 @@ from cascade.params import SamplingParams, Speculation
 from deployments.gateway.admission.access import ANONYMOUS
 from deployments.gateway.admission.metrics import RouterMetrics
 from deployments.gateway.admission.places import Places
-from tests.doors import House, house, serving
 from tests.http.test_http import PROMPT, ask
+from tests.in_process import House, house, serving
 from tests.waiting import LONG_S, wait_until
 
 served = serving()

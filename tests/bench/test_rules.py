@@ -40,15 +40,15 @@ each_pair = pytest.mark.parametrize("pair", PAIRS)
 
 
 def chance(after: Callable[[Text], Sequence[Fraction]], text: Text) -> Fraction:
-    found = Fraction(1)
+    chance_of_text = Fraction(1)
     for place, token in enumerate(text):
-        found *= after(text[:place])[token]
-    return found
+        chance_of_text *= after(text[:place])[token]
+    return chance_of_text
 
 
 def drafts(pair: str, tokens: Text, runner_ups: Text = (0,) * N) -> Drafts:
     p, q = PAIRS[pair]
-    laws = [[[float(one) for one in of(tokens[:place])] for place in range(count)] for of, count in ((p, N + 1), (q, N))]
+    laws = [[[float(value) for value in of(tokens[:place])] for place in range(count)] for of, count in ((p, N + 1), (q, N))]
     return Drafts(*(torch.tensor(law, dtype=torch.float64) for law in laws), torch.tensor(tokens), torch.tensor(runner_ups))
 
 
@@ -69,8 +69,8 @@ def test_texts_are_the_verifiers(rule: Callable[[Drafts], Judged], pair: str) ->
                 if text[:kept] == tokens[:kept] and stops > 1e-15:
                     rest = float(prod(p(text[:place])[text[place]] for place in range(kept + 1, N + 1)))
                     texts[text] += drafted * stops * (law[text[kept]] / law.sum()).item() * rest
-    for text, found in texts.items():
-        assert found == pytest.approx(float(chance(p, text)), abs=1e-12)
+    for text, total in texts.items():
+        assert total == pytest.approx(float(chance(p, text)), abs=1e-12)
 
 
 @each_pair
@@ -90,15 +90,15 @@ def test_a_block_accepts_no_less(pair: str) -> None:
 
 def cut(area: list[Point], side: Callable[[Point], Fraction]) -> list[Point]:
     """The part of a convex polygon where a linear function is not negative."""
-    found: list[Point] = []
-    for one, other in zip(area, area[1:] + area[:1], strict=True):
-        here, there = side(one), side(other)
+    corners: list[Point] = []
+    for corner, following in zip(area, area[1:] + area[:1], strict=True):
+        here, there = side(corner), side(following)
         if here >= 0:
-            found.append(one)
+            corners.append(corner)
         if here * there < 0:
             at = here / (here - there)
-            found.append(tuple(a + at * (b - a) for a, b in zip(one, other, strict=True)))
-    return found
+            corners.append(tuple(a + at * (b - a) for a, b in zip(corner, following, strict=True)))
+    return corners
 
 
 def share(area: Sequence[Point]) -> Fraction:
@@ -145,14 +145,14 @@ def test_texts_with_runner_ups_are_the_verifiers(pair: str) -> None:
     """Guards the server's rule: over all noise a text has exactly the verifier's probability."""
     p, q = PAIRS[pair]
     texts: dict[Text, Fraction] = dict.fromkeys(product(TOKENS, repeat=2), Fraction(0))
-    accepted = said = Fraction(0)
-    for (one, beside, area), own in product(orders(q(())), TOKENS):
+    accepted = expected = Fraction(0)
+    for (drafted, beside, area), own in product(orders(q(())), TOKENS):
         if not (here := share(first(area, p(()), own))):
             continue
-        for two, beside_two, under in orders(q((one,))):
+        for later, beside_two, under in orders(q((drafted,))):
             for after_one, after_beside in product(TOKENS, repeat=2):
-                there = share(first(first(under, p((one,)), after_one), p((beside,)), after_beside))
-                draft = Draft((one, two, beside, beside_two), bytes(4), bytes(4), (-1, 0, -1, 0))
+                there = share(first(first(under, p((drafted,)), after_one), p((beside,)), after_beside))
+                draft = Draft((drafted, later, beside, beside_two), bytes(4), bytes(4), (-1, 0, -1, 0))
                 new, _ = draft.walk([own, after_one, 0, after_beside, 0])
                 accepted += here * there * (len(new) - 1)
                 if len(new) == 1:  # the text goes on by itself
@@ -160,12 +160,12 @@ def test_texts_with_runner_ups_are_the_verifiers(pair: str) -> None:
                         texts[own, token] += here * there * p((own,))[token]
                 else:
                     texts[new[0], new[1]] += here * there
-    for text, found in texts.items():
-        assert found == chance(p, text)
-    for (one, beside, area), (two, beside_two) in product(orders(q(())), permutations(TOKENS, 2)):
-        under = next(found for token, second, found in orders(q((one,))) if (token, second) == (two, beside_two))
+    for text, total in texts.items():
+        assert total == chance(p, text)
+    for (drafted, beside, area), (later, beside_two) in product(orders(q(())), permutations(TOKENS, 2)):
+        under = next(region for token, second, region in orders(q((drafted,))) if (token, second) == (later, beside_two))
         if weight := share(area) * share(under):
-            given = drafts(pair, (one, two, 0), (beside, beside_two, 0))
+            given = drafts(pair, (drafted, later, 0), (beside, beside_two, 0))
             short = Drafts(given.p[:3], given.q[:2], given.tokens[:2], given.runner_ups[:2])
-            said += weight * Fraction(RULES["coupled, runner-ups"](short)[1].item())
-    assert float(accepted) == pytest.approx(float(said), abs=1e-12)
+            expected += weight * Fraction(RULES["coupled, runner-ups"](short)[1].item())
+    assert float(accepted) == pytest.approx(float(expected), abs=1e-12)

@@ -42,10 +42,10 @@ def test_crowds_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards `make bench-never-slower`: a ratio with its error for each load, and an alarm where texts differ."""
     monkeypatch.setattr(never_slower, "QUIET_S", 0.0)
     size = never_slower.Size(tokens=8, rounds=2, loads=((1, 2), (3, 1)))
-    found = asyncio.run(never_slower.measure(stream, [[1, 2], [3]], size, lambda line: None))
-    assert document.lossless(found)
-    assert found["t0"]["3"]["rounds"] == 2
-    assert {*never_slower.headline(found)} == {"t0", "t0.7"}
+    cells = asyncio.run(never_slower.measure(stream, [[1, 2], [3]], size, lambda line: None))
+    assert document.lossless(cells)
+    assert cells["t0"]["3"]["rounds"] == 2
+    assert {*never_slower.headline(cells)} == {"t0", "t0.7"}
     given = {"alone": never_slower.Given([10.0, 10.0, 10.0], {0: [1], 7: [1, 2]})}
     given["auto"] = never_slower.Given([5.0, 12.0, 12.0], {0: [1, 2], 8: [3]})
     cell = never_slower.figures(given)
@@ -60,34 +60,34 @@ def test_guesses_without_a_model_take_little_memory(kind: str) -> None:
     assert (drafters.guess_cost(kind)["bytes_a_position"] or 0) <= 64
 
 
-def said(speed: float, text: Sequence[int] = (1, 2, 3, 4)) -> Said:
+def turn(speed: float, text: Sequence[int] = (1, 2, 3, 4)) -> Said:
     return Said(len(text) / speed, text)
 
 
 def test_the_best_of_an_engine_may_be_its_model_alone() -> None:
     """Guards peers against a best that is slower than what they give without drafts, and float32 against bfloat16."""
     turns = {
-        "cascade_alone": [said(100), said(100)],
-        "cascade_auto": [said(150), said(150)],
-        "cascade_alone_bf16": [said(300), said(300)],
-        "vllm_alone": [said(80), said(80)],
-        "vllm_ngram": [said(50), said(50)],
-        "generate": [said(40), said(40)],
+        "cascade_alone": [turn(100), turn(100)],
+        "cascade_auto": [turn(150), turn(150)],
+        "cascade_alone_bf16": [turn(300), turn(300)],
+        "vllm_alone": [turn(80), turn(80)],
+        "vllm_ngram": [turn(50), turn(50)],
+        "generate": [turn(40), turn(40)],
     }
-    found = report.headline(report.cells(turns, compared=True))
-    assert tuple(found) == peers.HEADLINE
-    assert (found["alone"], found["auto"], found["best"]) == (100, 150, 150)
-    assert (found["vllm_alone"], found["vllm_best"]) == (80, 80)
-    assert (found["llama_alone"], found["llama_best"], found["generate"]) == (None, None, 40)
+    figures = report.headline(report.cells(turns, compared=True))
+    assert tuple(figures) == peers.HEADLINE
+    assert (figures["alone"], figures["auto"], figures["best"]) == (100, 150, 150)
+    assert (figures["vllm_alone"], figures["vllm_best"]) == (80, 80)
+    assert (figures["llama_alone"], figures["llama_best"], figures["generate"]) == (None, None, 40)
     assert report.best_drafter(report.cells(turns, compared=True), "vllm") == "vllm_ngram"
     assert {*turns} - report.paying(turns) == {"vllm_ngram"}  # not asked again; alone and what the planner chooses are
 
 
 def test_another_text_of_the_cascade_is_noticed() -> None:
     """Guards the first law where speed is measured: drafts that change a text are no speed-up."""
-    same = {"cascade_alone": [said(1)], "cascade_auto": [said(2)], "generate": [said(1, (9,))]}
-    other = {**same, "cascade_auto": [said(2, (1, 2, 3, 5))]}
-    of_another_dtype = {**same, "cascade_alone_bf16": [said(2, (1, 2, 3, 5))]}
+    same = {"cascade_alone": [turn(1)], "cascade_auto": [turn(2)], "generate": [turn(1, (9,))]}
+    other = {**same, "cascade_auto": [turn(2, (1, 2, 3, 5))]}
+    of_another_dtype = {**same, "cascade_alone_bf16": [turn(2, (1, 2, 3, 5))]}
     assert [report.lossless(turns) for turns in (same, other, of_another_dtype)] == [True, False, True]
     assert report.cells(same, compared=True)["cascade_auto"]["same_text_as_generate"] == 0
     assert report.cells(same, compared=False)["cascade_auto"]["same_text_as_generate"] is None
@@ -127,9 +127,9 @@ def test_recorded_drafts_are_right_where_they_were_measured() -> None:
     """Guards the figures against made-up agreement: along the answers each draft is right where its raw figures say so."""
     for level, model in enumerate(pipespec.NAMES[:-1]):
         for text, right in zip(TEXTS.texts, DATA.right[model], strict=True):
-            said = [one[0].token == full[0].token for one, full in zip(text.ranked[level], text.ranked[-1], strict=True)]
-            assert len(said) == len(right)
-            assert all(same == (mark == "1") for same, mark in zip(said, right, strict=True) if mark != "?")
+            agrees = [own[0].token == full[0].token for own, full in zip(text.ranked[level], text.ranked[-1], strict=True)]
+            assert len(agrees) == len(right)
+            assert all(same == (mark == "1") for same, mark in zip(agrees, right, strict=True) if mark != "?")
 
 
 @pytest.mark.parametrize("chain", [("1B", "70B"), *map(rare, [("8B", "70B"), pipespec.NAMES])])

@@ -8,8 +8,8 @@ from openai import OpenAI
 from cascade.client import Client
 from cascade.client.chat import Turn, TurnPiece
 from cascade.params import SamplingParams, Speculation
-from tests.doors import House
 from tests.http.test_http import ask
+from tests.in_process import House
 
 CITY: dict[str, Any] = {
     "type": "object",

@@ -80,20 +80,20 @@ def test_calls_are_read(name: str) -> None:
     @given(st.lists(st.integers(0, 200), max_size=12))
     def run(cuts: list[int]) -> None:
         choice = message(form, chunks(text, cuts))
-        said = choice["message"]
-        assert (said["content"] or "") == content
-        got = said.get("tool_calls", [])
-        assert [(one["function"]["name"], json.loads(one["function"]["arguments"])) for one in got] == calls
+        message_ = choice["message"]
+        assert (message_["content"] or "") == content
+        got = message_.get("tool_calls", [])
+        assert [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in got] == calls
         assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
-        assert len({one["id"] for one in got}) == len(calls)
+        assert len({call["id"] for call in got}) == len(calls)
 
     run()
 
 
 def test_arguments_come_as_they_are_written() -> None:
     """Guards streaming: a name as soon as it is known, arguments piece by piece, nothing of the marks."""
-    one = reader("hermes")
-    deltas = [one.take(chunk) for chunk in chunks(ONE, list(range(len(ONE))))]
+    parser = reader("hermes")
+    deltas = [parser.take(chunk) for chunk in chunks(ONE, list(range(len(ONE))))]
     calls = [call.streamed for delta in deltas for call in delta.calls]
     assert not any(delta.content for delta in deltas)
     assert set(calls[0]) == {"index", "id", "type", "function"}
@@ -131,7 +131,7 @@ def test_nothing_breaks_a_reader(form: str) -> None:
     for _ in range(examples(10)):
         text = "".join(dice.choices(words, k=dice.randrange(20)))
         pieces = chunks(text, [dice.randrange(100) for _ in range(4)])
-        said = message(form, pieces)["message"]
-        if not said.get("tool_calls"):
-            assert said["content"] == text
-        assert said == message(form, chunks(text, []))["message"] or said.get("tool_calls")
+        message_ = message(form, pieces)["message"]
+        if not message_.get("tool_calls"):
+            assert message_["content"] == text
+        assert message_ == message(form, chunks(text, []))["message"] or message_.get("tool_calls")

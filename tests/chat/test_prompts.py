@@ -28,7 +28,7 @@ def call(id: str, value: str, name: str = "f_0") -> dict[str, Any]:
     return {"id": id, "function": {"arguments": json.dumps({"n": value}), "name": name}, "type": "function"}
 
 
-def said(kinds: list[str]) -> Messages:
+def conversation(kinds: list[str]) -> Messages:
     """A conversation in which everything that is said is a word of its own."""
     messages: Messages = []
     for i, kind in enumerate(kinds):
@@ -52,8 +52,8 @@ def said(kinds: list[str]) -> Messages:
 def words(messages: Messages) -> list[str]:
     """What must be in a prompt: all but thoughts."""
     contents = [message.get("content") or "" for message in messages]
-    texts = [part["text"] for one in contents if isinstance(one, list) for part in one]
-    texts += [one for one in contents if isinstance(one, str)]
+    texts = [part["text"] for content in contents if isinstance(content, list) for part in content]
+    texts += [content for content in contents if isinstance(content, str)]
     calls = [made["function"]["arguments"] for message in messages for made in message.get("tool_calls", ())]
     return [text.strip() for text in texts] + [json.loads(arguments)["n"] for arguments in calls]
 
@@ -75,7 +75,7 @@ def test_prompts_are_the_templates_own(name: str) -> None:
     @example(["developer"], False, "ends")  # of which nothing may be left, not even a word of the template's
     @given(st.lists(KINDS, min_size=1, max_size=5), st.booleans(), st.sampled_from(["prompts", "ends", "goes on"]))
     def run(kinds: list[str], shown: bool, ending: str) -> None:
-        messages, style = said(kinds), Style(prompts=ending == "prompts", goes_on=ending == "goes on")
+        messages, style = conversation(kinds), Style(prompts=ending == "prompts", goes_on=ending == "goes on")
         given, tools = sent(messages, TOOLS if shown else None)
         try:
             ids = template.encode(given, tools, style)
@@ -112,7 +112,7 @@ def test_what_a_template_takes_is_served(name: str) -> None:
     tokenizer = family.tokenizer
     template = ChatTemplate(tokenizer)
     for kinds in SERVED[name]:
-        messages = said(kinds.split())
+        messages = conversation(kinds.split())
         given, tools = sent(messages, TOOLS if template.shows_tools and "call" in kinds else None)
         assert template.encode(given, tools) == family.prompt(messages, tools, Style())
 
@@ -132,7 +132,7 @@ def test_what_a_template_cannot_carry_is_refused(name: str) -> None:
     family, kinds, sentence = REFUSED[name]
     template = ChatTemplate(FAMILIES[family].tokenizer)
     with pytest.raises(InvalidRequest) as caught:
-        template.encode(sent(said(kinds.split()), None)[0])
+        template.encode(sent(conversation(kinds.split()), None)[0])
     assert sentence in str(caught.value)
 
 
@@ -149,8 +149,8 @@ def test_calls_that_were_cut_are_text(name: str, cut: str) -> None:
     template = ChatTemplate(family.tokenizer)
     arguments = CUT[cut]
     made = {"id": "callid000", "type": "function", "function": {"name": "f_0", "arguments": arguments}}
-    told = {"role": "tool", "tool_call_id": "callid000", "content": "no JSON"}
-    messages = [ASKED, {"role": "assistant", "content": None, "tool_calls": [made]}, told, ASKED]
+    result = {"role": "tool", "tool_call_id": "callid000", "content": "no JSON"}
+    messages = [ASKED, {"role": "assistant", "content": None, "tool_calls": [made]}, result, ASKED]
     given, tools = sent(messages, TOOLS if template.shows_tools else None)
     text = family.tokenizer.decode(template.encode(given, tools))
     written = arguments if name in ("deepseek", "items") else json.dumps(arguments)[1:-1]

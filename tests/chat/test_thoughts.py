@@ -13,8 +13,8 @@ from cascade.client import Client
 from cascade.params import Structured
 from deployments.gateway.chat.reader import ThoughtSplitter
 from tests.chat.everywhere import SAID, STOP, TOOLS, WEATHER, everywhere, params, user
-from tests.doors import House
 from tests.http.test_http import ask
+from tests.in_process import House
 from tests.talkers import conversing
 
 PIECES = st.lists(st.sampled_from([OPEN, CLOSE, "<", "th", "ink", ">", "</", "<thi", "nk>", "a", " ", "\n", "é"]), max_size=14)
@@ -78,8 +78,8 @@ UNREAD = ("none wanted", "not separate")  # where special tokens are left out, a
 @pytest.mark.parametrize("name", TURNS)
 def test_thoughts_are_told_apart(served: House, name: str) -> None:
     """Guards thoughts that came as words with their tags, and calls that were only thought of and were made."""
-    said, sampling, options, (thoughts, words, reason) = TURNS[name]
-    turn = everywhere(served, user(said), sampling, **options)
+    prompt, sampling, options, (thoughts, words, reason) = TURNS[name]
+    turn = everywhere(served, user(prompt), sampling, **options)
     heard = turn.reasoning_content or ""
     assert turn.finish_reason == reason
     if name == "cut":
@@ -92,7 +92,7 @@ def test_thoughts_are_told_apart(served: House, name: str) -> None:
     if name == "a strict call":
         assert [json.loads(call.arguments) for call in turn.calls] == [{"city": "Rome", "days": 3}]
     if name == "written tags":  # which are tokens of the thoughts, too
-        thinking = said.partition(CLOSE)[0] + CLOSE
+        thinking = prompt.partition(CLOSE)[0] + CLOSE
         assert turn.reasoning_tokens == len(served.router.model.tokenizer.encode_part(thinking))
 
 
@@ -145,9 +145,13 @@ ENFORCED: dict[str, tuple[Structured, str]] = {  # what it is, what the model wa
 @pytest.mark.parametrize("name", ENFORCED)
 def test_thoughts_come_before_what_is_enforced(served: House, name: str) -> None:
     """Guards thoughts that the prompt has begun: what is enforced began inside of them, and was a thought."""
-    structured, said = ENFORCED[name]
-    turn = everywhere(served, user(f"<think>\nfirst one, then two\n</think>\n\n{said}"), {"structured": structured}, **OPENED)
-    assert (turn.reasoning_content or "", turn.content, turn.finish_reason) == ("first one, then two\n", "\n\n" + said, "stop")
-    turn = everywhere(served, user(f"<think>\nhm</think>no {said}"), {"structured": structured, "max_tokens": 40}, **OPENED)
+    structured, prompt = ENFORCED[name]
+    turn = everywhere(served, user(f"<think>\nfirst one, then two\n</think>\n\n{prompt}"), {"structured": structured}, **OPENED)
+    assert (turn.reasoning_content or "", turn.content, turn.finish_reason) == (
+        "first one, then two\n",
+        "\n\n" + prompt,
+        "stop",
+    )
+    turn = everywhere(served, user(f"<think>\nhm</think>no {prompt}"), {"structured": structured, "max_tokens": 40}, **OPENED)
     assert turn.reasoning_content == "hm"
     assert not (turn.content or "").startswith("no ")

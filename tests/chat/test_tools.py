@@ -15,7 +15,7 @@ from deployments.gateway.chat.assistant import Assistant
 from deployments.gateway.chat.calls import FORMATS
 from tests.cases import rare
 from tests.chat.everywhere import SAID, STOP, TOOLS, WEATHER, everywhere, params, user
-from tests.doors import House
+from tests.in_process import House
 from tests.talkers import talker, talking
 from tests.waiting import first
 
@@ -110,5 +110,5 @@ def test_formats_are_found_out(name: str | None) -> None:
     tokenizer = Tokenizer.from_pretrained(talker(name))
     model: Any = SimpleNamespace(tokenizer=tokenizer)
     assistants = [Assistant(model, given) for given in (None, "mistral")]
-    assert [one.format for one in assistants] == [FORMATS.get(name or ""), FORMATS["mistral"]]
+    assert [assistant.format for assistant in assistants] == [FORMATS.get(name or ""), FORMATS["mistral"]]
     assert assistants[0].template.shows_tools == (name is not None)

@@ -14,8 +14,8 @@ from cascade.params import Structured
 from cascade.v1 import serving_pb2 as pb
 from tests.chat.everywhere import MOST, SAID, TOOLS, body, everywhere, params
 from tests.chat.templates import Family
-from tests.doors import House
 from tests.http.test_http import ask
+from tests.in_process import House
 from tests.talkers import talking
 
 ASKED: dict[str, Any] = {"role": "user", "content": "one two three"}

@@ -22,7 +22,7 @@ from cascade.cli import screen
 from cascade.cli.chat import Conversation, stopping
 from cascade.cli.connection import Piece
 from tests.cli import run
-from tests.doors import house
+from tests.in_process import house
 from tests.small import paths
 from tests.talkers import talking
 from tests.waiting import LONG_S
@@ -33,9 +33,9 @@ ASKS = r"\n(\x1b\[\?2004h)?> "  # the prompt, before which readline says that it
 EIGHT = SamplingParams(max_tokens=8, temperature=0)
 
 
-def chat(*arguments: str, said: str) -> tuple[int, str]:
+def chat(*arguments: str, typed: str) -> tuple[int, str]:
     """Exit code and output of `cascade chat`, if these lines are typed."""
-    return run("chat", "--max-tokens", "8", "-t", "0", *arguments, input=said)
+    return run("chat", "--max-tokens", "8", "-t", "0", *arguments, input=typed)
 
 
 class Terminal:
@@ -58,13 +58,13 @@ class Terminal:
     def until(self, expected: str) -> str:
         """What is shown up to and with the first match of ``expected``, which no later call sees again."""
         deadline = time.monotonic() + LONG_S
-        while not (found := re.search(expected, self.seen)):
+        while not (match := re.search(expected, self.seen)):
             assert time.monotonic() < deadline, self.seen
             try:
                 self.seen += os.read(self._end, 65536).decode(errors="replace")
             except OSError:  # it has ended
                 pytest.fail(f"{expected!r} never came: {self.seen}")
-        shown, self.seen = self.seen[: found.end()], self.seen[found.end() :]
+        shown, self.seen = self.seen[: match.end()], self.seen[match.end() :]
         return shown
 
     def wait(self) -> int:
@@ -80,7 +80,7 @@ class Terminal:
 
 def test_history_goes_through_the_template() -> None:
     """Guards the second turn: it was to be what the model says after the whole conversation, in its own template's words."""
-    code, output = chat(*paths()[:1], "--plain", said=f"{FIRST}\n{SECOND}\n")
+    code, output = chat(*paths()[:1], "--plain", typed=f"{FIRST}\n{SECOND}\n")
     assert code == 0, output
     messages = [{"role": "user", "content": FIRST}]
     with Cascade.from_pretrained(paths()[:1]) as cascade:
@@ -100,7 +100,7 @@ def test_commands_change_what_follows() -> None:
             ["/clear", "/stats", " /x"],
         )
         lines = [*first, *then, "/nothing", "/seed z", "/seed -2", "/quit", "no"]
-        code, output = chat("--address", served.grpc, said="\n".join(lines))
+        code, output = chat("--address", served.grpc, typed="\n".join(lines))
         served.settle()
     assert code == 0, output
     assert "one two" in output  # parrots say what they were told
@@ -120,7 +120,7 @@ def test_long_conversations_say_how_to_go_on() -> None:
     with Cascade.from_pretrained(paths()[:1]) as cascade:
         room = cascade.context_len
     long = "x = 1; " * (room // 4)
-    code, output = chat(*paths()[:1], "--plain", said=f"{FIRST}\n{long}\n/clear\n{SECOND}\n")
+    code, output = chat(*paths()[:1], "--plain", typed=f"{FIRST}\n{long}\n/clear\n{SECOND}\n")
     assert code == 0, output
     assert f"maximum context length is {room} tokens" in output
     assert "/clear begins a new conversation." in output
@@ -132,7 +132,7 @@ def test_without_a_template_a_question_is_refused(tmp_path: Path) -> None:
     source = str(shutil.copytree(paths()[0], tmp_path / "base", ignore=shutil.ignore_patterns("chat_template.jinja")))
     with house(full={"model_loading_config": {"model_source": source}}) as served:
         for named in ((source,), ("--address", served.grpc)):
-            code, output = chat(*named, said="hello\n")
+            code, output = chat(*named, typed="hello\n")
             assert (code, "has no chat template" in output) == (0, True), named
 
 
@@ -213,13 +213,13 @@ def test_words_are_not_broken_at_the_end_of_a_line(monkeypatch: pytest.MonkeyPat
     for chunk in pieces(TEXT):
         answer.show(chunk)
     answer.end()
-    said = out.getvalue()
-    assert said.split() == TEXT.split() or "".join(said.split()) == "".join(TEXT.split())
-    for line in said.split("\n"):
+    shown = out.getvalue()
+    assert shown.split() == TEXT.split() or "".join(shown.split()) == "".join(TEXT.split())
+    for line in shown.split("\n"):
         assert len(line.rstrip()) <= width or "x" * width in line or "你" in line
     for word in ("Speculative", "decoding", "smaller", "changes", "token:"):
-        assert word in said or len(word) > width
-    assert ahead(said) == ahead(TEXT), "a new line is not lost"
+        assert word in shown or len(word) > width
+    assert ahead(shown) == ahead(TEXT), "a new line is not lost"
 
 
 def ahead(text: str) -> int:

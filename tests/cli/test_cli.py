@@ -56,16 +56,16 @@ def test_options_say_everything(tmp_path: Path) -> None:
     """Guards options that are dropped or reach another parameter."""
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "integer"}')
-    said: list[tuple[Callable[[SamplingParams], SamplingParams], Speculation]] = []
+    chosen: list[tuple[Callable[[SamplingParams], SamplingParams], Speculation]] = []
 
     @click.command()
     @sampling_options
     def show(**options: Any) -> None:
-        said.append(parameters(options))
+        chosen.append(parameters(options))
 
     penalties = "--presence-penalty 0.5 --frequency-penalty -0.5 --repetition-penalty 1.2 --stop a --stop b"
     assert CliRunner().invoke(show, [*penalties.split(), "--tiers", "tiny, full", "--json-schema", f"@{schema}"]).exit_code == 0
-    [(sampled, speculation)] = said
+    [(sampled, speculation)] = chosen
     assert speculation == Speculation(tiers=("tiny", "full"))
     structured = Structured(json_schema='{"type": "integer"}')
     assert sampled(SamplingParams(top_k=40)) == SamplingParams(
@@ -166,12 +166,12 @@ def test_ctrl_c_stops_everything(num_tiers: int) -> None:
         printed = []
         for line in process.stdout:
             printed.append(line)
-            if found := re.search(r"on (127\.0\.0\.1:\d+)\.", line):
+            if match := re.search(r"on (127\.0\.0\.1:\d+)\.", line):
                 url = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
                 break
         else:
             pytest.fail("".join(printed))
-        with Client(found[1], api_key=key) as client:
+        with Client(match[1], api_key=key) as client:
             assert client.generate(PROMPT, SamplingParams(max_tokens=8)).token_ids
             assert len(client.describe().tiers) == num_tiers
         with OpenAI(base_url=f"{url[0]}/v1", api_key=key) as openai:
@@ -236,9 +236,9 @@ def test_answers_are_simulated_with_the_models_that_ship() -> None:
     prompts = ["def read(path):\n", "import os\n\n"]
     with Cascade.from_pretrained(family.paths()[-1:], dtype="float32") as full:
         texts = [(tuple(full.tokenizer.encode(text)), full.generate(text, params).token_ids) for text in prompts]
-    found = simulated(dict(zip(family.NAMES, family.paths(), strict=True)), texts, params, ["code", "code"], small.VOCAB)
-    assert [len(times) for times in found.alone] == [len(times) for times in found.cascade] == [len(ids) for _, ids in texts]
-    alone, cascade = found.speeds
+    shown = simulated(dict(zip(family.NAMES, family.paths(), strict=True)), texts, params, ["code", "code"], small.VOCAB)
+    assert [len(times) for times in shown.alone] == [len(times) for times in shown.cascade] == [len(ids) for _, ids in texts]
+    alone, cascade = shown.speeds
     assert alone == pytest.approx(39, rel=0.05)
     assert cascade > alone
-    assert all(0 < share <= 1 for share in found.agreement.values())
+    assert all(0 < share <= 1 for share in shown.agreement.values())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.doors import House, serving
+from tests.in_process import House, serving
 from tests.waiting import LONG_S
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

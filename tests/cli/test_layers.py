@@ -49,8 +49,8 @@ def test_layers_that_a_model_can_do_without_are_found(folder: Path) -> None:
         "layers", str(folder / "model"), "--share", "0.75", "--prompts", str(folder / "prompts.jsonl"), "--max-tokens", "12"
     )
     assert code == 0, output
-    found = numbers(output.split("layers: [")[1].split("]")[0])
-    assert {*range(6)} - {*found} <= {*IDLE}
+    layers = numbers(output.split("layers: [")[1].split("]")[0])
+    assert {*range(6)} - {*layers} <= {*IDLE}
     assert "1.00" in output
 
 
@@ -58,15 +58,15 @@ def test_the_agreement_is_that_of_the_tier(folder: Path) -> None:
     """Guards the figure: it is that of the tier as it will be served, read from the checkpoint, along the model's answers."""
     full, prompts = small.paths()[-1], read_prompts(folder / "prompts.jsonl")
     params = SamplingParams(max_tokens=24, temperature=0)
-    found = LayerSearch(full, prompts, params, "float32").find(0.8, 3)
-    asked = [SamplingParams(max_tokens=24, temperature=0, seed=seed) for seed in range(len(prompts))]
-    texts = written(full, prompts, asked, "float32")[1::2]
-    own = ranked(Model.from_pretrained(full, dtype="float32", layers=found.layers), texts, asked[1::2])
+    search = LayerSearch(full, prompts, params, "float32").find(0.8, 3)
+    sampling = [SamplingParams(max_tokens=24, temperature=0, seed=seed) for seed in range(len(prompts))]
+    texts = written(full, prompts, sampling, "float32")[1::2]
+    own = ranked(Model.from_pretrained(full, dtype="float32", layers=search.layers), texts, sampling[1::2])
     same = [
         near[0].token == token for text, tier in zip(texts, own, strict=True) for near, token in zip(tier, text[1], strict=True)
     ]
-    assert found.agreement == pytest.approx(sum(same) / len(same))
-    assert 0 < found.agreement < 1
+    assert search.agreement == pytest.approx(sum(same) / len(same))
+    assert 0 < search.agreement < 1
 
 
 def test_shares_that_no_layers_have_are_refused(folder: Path) -> None:

@@ -133,8 +133,8 @@ def test_servers_do_not_wait_for_what_cannot_come(
 
 def test_failed_replicas_are_one_sentence(fake: Ray) -> None:
     """Guards the command line against the traceback of a replica that cannot start: its last line is what is wrong."""
-    said = "Deploying failed. Error:\nTraceback\n  File x\ncascade.errors.ModelError: the model cannot be used: why\n"
-    fake.raises["run"] = RuntimeError(said)
+    message = "Deploying failed. Error:\nTraceback\n  File x\ncascade.errors.ModelError: the model cannot be used: why\n"
+    fake.raises["run"] = RuntimeError(message)
     with pytest.raises(ModelError, match=r"^The tiers did not start: the model cannot be used: why$"):
         Server.start(port=0)
     assert fake.calls[-1] == "shutdown"

@@ -18,7 +18,7 @@ from deployments.gateway.admission import metrics as admission
 from deployments.gateway.admission.metrics import RouterMetrics
 from deployments.gateway.admission.places import Places
 from tests.cli import run
-from tests.doors import House, house, serving
+from tests.in_process import House, house, serving
 from tests.waiting import first
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, seed=1, ignore_eos=True)
@@ -92,7 +92,7 @@ def test_once_shows_tiers_edges_and_requests(served: House) -> None:
         edges: set[tuple[str, str]] = set()
         first(  # every tier has had its part
             lambda: client.generate("def f(", GREEDY, Speculation(tiers=("tiny", "medium"))).stats.edges,
-            lambda said: edges.update((edge.drafter, edge.verifier) for edge in said) or len(edges - {("", "full")}) >= 2,
+            lambda shown: edges.update((edge.drafter, edge.verifier) for edge in shown) or len(edges - {("", "full")}) >= 2,
         )
         before = look(client, served.url)
         client.generate("def g(", GREEDY)

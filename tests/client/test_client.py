@@ -82,11 +82,11 @@ def test_requests_say_everything(server: Canned) -> None:
     [request] = server.requests
     assert server.metadata["application"] == "mine"
     assert list(request.token_ids.ids) == [1, 2**32 - 1]
-    said = {kind.name for kind, _ in request.sampling.ListFields()}
+    sent = {kind.name for kind, _ in request.sampling.ListFields()}
     assert (
-        said
+        sent
         == set(pb.Sampling.DESCRIPTOR.fields_by_name) - {"structured"}
-        == {one.name for one in fields(params)} - {"structured"}
+        == {field.name for field in fields(params)} - {"structured"}
     )
     decoded = decode_sampling(request.sampling), decode_speculation(request.speculation), decode_handling(request)
     assert decoded == (params, speculation, handling)

@@ -11,8 +11,8 @@ from cascade.client.exchange import encode_request
 from cascade.client.rpc import stub_of
 from cascade.params import Handling, SamplingParams, Speculation, Structured
 from cascade.scorer import Row
-from tests.doors import House, serving
 from tests.http.test_http import PROMPT, ask
+from tests.in_process import House, serving
 from tests.tier.test_tier import CountingModel
 
 ROOT = Path(__file__).parents[2]
@@ -76,28 +76,28 @@ served = serving(model=Adapted, full={"engine_kwargs": {"engine": "vllm", "lora_
 
 def body(params: dict[str, Any], mode: str) -> dict[str, Any]:
     """The same as an OpenAI client says it."""
-    said = {name: list(value) if isinstance(value, tuple) else value for name, value in params.items()}
-    drafts = {name: said.pop(name) for name in DRAFTED if name in said}
-    if isinstance(structured := said.get("structured"), Structured):
-        said["structured"] = {"regex": structured.regex}
-    if said.pop("prompt_logprobs", None) is not None:
-        said["echo"] = True
-    return {"prompt": PROMPT, "speculation": {"mode": mode, **drafts}, **said}
+    fields = {name: list(value) if isinstance(value, tuple) else value for name, value in params.items()}
+    drafts = {name: fields.pop(name) for name in DRAFTED if name in fields}
+    if isinstance(structured := fields.get("structured"), Structured):
+        fields["structured"] = {"regex": structured.regex}
+    if fields.pop("prompt_logprobs", None) is not None:
+        fields["echo"] = True
+    return {"prompt": PROMPT, "speculation": {"mode": mode, **drafts}, **fields}
 
 
 def answers(served: House, params: dict[str, Any]) -> list[tuple[str, str]]:
     """Texts and how they ended: gRPC whole, in pieces and gone on with where a stream broke off, HTTP, each in every mode."""
     sampling = SamplingParams(**{name: value for name, value in params.items() if name not in HANDLED | DRAFTED})
     handling = Handling(**{name: params[name] for name in HANDLED if name in params})
-    found = []
+    ends = []
     with Client(served.grpc) as client, grpc.insecure_channel(served.grpc) as channel:
         for mode in ("off", "auto"):
             drafts = Speculation(mode, **{name: params[name] for name in DRAFTED if name in params})
             whole = stub_of(channel).Complete(encode_request(PROMPT, sampling, drafts, handling))
-            found.append((whole.text, whole.finish.reason))
+            ends.append((whole.text, whole.finish.reason))
             pieces = list(client.stream(PROMPT, sampling, drafts, handling))
             last = pieces[-1].completion
-            found.append((last.text, str(last.finish_reason)))
+            ends.append((last.text, str(last.finish_reason)))
             begun, request = pieces[: len(pieces) // 2], encode_request(PROMPT, sampling, drafts)
             if had := [id for piece in begun for id in piece.token_ids]:
                 request.resume.token_ids[:] = had
@@ -105,7 +105,7 @@ def answers(served: House, params: dict[str, Any]) -> list[tuple[str, str]]:
                 text = "".join(piece.text for piece in (*begun, *rest))
                 assert sum(len(piece.tokens) for piece in rest) == len(whole.tokens) - len(had)
                 assert all(token.HasField("logprob") for piece in rest for token in piece.tokens) or "logprobs" not in params
-                found.append((text, rest[-1].finish.reason))
+                ends.append((text, rest[-1].finish.reason))
             assert len(last.logprobs) == len(last.token_ids) * ("logprobs" in params)
             assert all(token.HasField("logprob") == ("logprobs" in params) for token in whole.tokens)
             assert bool(whole.prompt) == bool(last.prompt) == ("prompt_logprobs" in params)
@@ -113,9 +113,9 @@ def answers(served: House, params: dict[str, Any]) -> list[tuple[str, str]]:
             assert status == 200, answer
             choice = answer["choices"][0]
             text = choice["text"].removeprefix(PROMPT) if "prompt_logprobs" in params else choice["text"]
-            found.append((text, choice["finish_reason"]))
+            ends.append((text, choice["finish_reason"]))
             assert (choice["logprobs"] is not None) == ("logprobs" in params)
-    return found
+    return ends
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_every_parameter_is_tried_and_told() -> None:
     """Guards parameters that no test here sends, and what the page says of the text with each of them."""
     page = (ROOT / "docs/reference/parameters.md").read_text(encoding="utf-8").split("## Order")[0]
     rows = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("| `")]
-    told = {row[0].strip(" `"): row[-1].strip() for row in rows}
+    changes = {row[0].strip(" `"): row[-1].strip() for row in rows}
     elsewhere = {"mode"}  # answers are compared with and without drafts anyway
-    assert set(told) == {*elsewhere, *CHOSEN, *HANDLED, *DRAFTED}
-    assert {name for name, changes in told.items() if changes == "no"} == SILENT | elsewhere
+    assert set(changes) == {*elsewhere, *CHOSEN, *HANDLED, *DRAFTED}
+    assert {name for name, change in changes.items() if change == "no"} == SILENT | elsewhere

@@ -24,7 +24,7 @@ from cascade.v1 import serving_pb2 as pb
 from deployments.ops.launch import free_port
 from tests.chat.test_turns import CALLS
 from tests.client.canned import PIECES, Canned
-from tests.doors import House, house, serving
+from tests.in_process import House, house, serving
 from tests.talkers import conversing
 from tests.waiting import LONG_S, wait_until
 
@@ -56,8 +56,8 @@ class Torn:
                 with contextlib.ExitStack() as failing:
                     failing.enter_context(near)
                     far = failing.enter_context(socket.create_connection(self._there))
-                    for one in (near, far):
-                        one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+                    for peer in (near, far):
+                        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
                     failing.pop_all()
                 for source, sink, room in ((near, far, 2**60), (far, near, self._room())):
                     threading.Thread(target=self._pump, args=(source, sink, room), daemon=True).start()
@@ -190,10 +190,10 @@ def test_patience_and_deadlines_end(server: Canned) -> None:
         assert len(server.requests) > 2
         with pytest.raises(Unavailable, match=r"^one sentence \(tried for [0-9.]+ s\)$"):
             list(client.stream("p"))
-    asked = len(server.requests)
+    num_before = len(server.requests)
     with Client(server.address, timeout=0.5) as client, pytest.raises((Unavailable, DeadlineExceeded)):
         client.generate("p")
-    assert len(server.requests) > asked + 2
+    assert len(server.requests) > num_before + 2
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_answers_that_are_whole_are_not_gone_on_with(server: Canned, monkeypatch
 def test_pauses_grow_and_differ() -> None:
     """Guards the servers that are left against all clients of a dead one at once."""
     attempts, others = Attempts(99, None), Attempts(99, None)
-    pauses = [[one.failed(Unavailable("gone")) for _ in range(9)] for one in (attempts, others)]
+    pauses = [[attempt.failed(Unavailable("gone")) for _ in range(9)] for attempt in (attempts, others)]
     assert pauses[0] != pauses[1]
     for number, pause in [*enumerate(pauses[0]), *enumerate(pauses[1])]:
         most = min(MOST_PAUSE_S, FIRST_PAUSE_S * 2**number)
@@ -265,14 +265,14 @@ def test_a_new_client_waits_for_a_server_that_restarts() -> None:
         with pytest.raises(Unreached, match="No server answers"):
             client.describe()
         with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(client.generate, "p")
+            answer = pool.submit(client.generate, "p")
             wait_until(lambda: client._servers[0].avoided_until)
             server = grpc.server(ThreadPoolExecutor(2))
             server.add_generic_rpc_handlers((handlers_of(Canned()),))
             server.add_insecure_port(f"127.0.0.1:{port}")
             server.start()
             try:
-                assert asked.result(LONG_S).text == "abc"
+                assert answer.result(LONG_S).text == "abc"
             finally:
                 server.stop(None)
 

@@ -26,18 +26,18 @@ def demands(config: CascadeConfig, bound: str) -> list[dict[str, float]]:
     return [*tiers, *[resources(router.ray_actor_options)] * router.num_replicas]
 
 
-def nodes_for(node_types: NodeTypes, head: str, asked: list[dict[str, float]]) -> tuple[dict[str, int], list[dict[str, float]]]:
-    """How many nodes of each type the autoscaler would start for ``asked``, and what it finds none for."""
+def nodes_for(node_types: NodeTypes, head: str, asks: list[dict[str, float]]) -> tuple[dict[str, int], list[dict[str, float]]]:
+    """How many nodes of each type the autoscaler would start for ``asks``, and what it finds none for."""
     types = {name: {"max_workers": 0, **kind} for name, kind in node_types.items()}
     room = 1 + sum(kind["max_workers"] for kind in types.values())  # with the head
     scorer = partial(_default_utilization_scorer, node_availability_summary=NodeAvailabilitySummary({}))
-    started, without = get_nodes_for(types, {}, head, room, asked, scorer)
+    started, without = get_nodes_for(types, {}, head, room, asks, scorer)
     return dict(started), without
 
 
-def fits(kind: Mapping[str, Any], asked: Mapping[str, float]) -> bool:
+def fits(kind: Mapping[str, Any], demand: Mapping[str, float]) -> bool:
     """Whether an empty node of this type has what a replica asks for."""
-    return all(kind["resources"].get(name, 0.0) >= amount for name, amount in asked.items())
+    return all(kind["resources"].get(name, 0.0) >= amount for name, amount in demand.items())
 
 
 def assert_apart(node_types: NodeTypes, config: CascadeConfig) -> None:
@@ -46,4 +46,4 @@ def assert_apart(node_types: NodeTypes, config: CascadeConfig) -> None:
     router = resources(config.router.deployment_config.ray_actor_options)
     for kind in node_types.values():
         assert not (fits(kind, router) and "GPU" in kind["resources"])
-        assert not fits(kind, full) or not any(fits(kind, asked) for asked in lower)
+        assert not fits(kind, full) or not any(fits(kind, demand) for demand in lower)

@@ -28,7 +28,7 @@ def unknown(document: Any, path: str = "") -> Iterator[str]:
         for item in document:
             yield from unknown(item, path)
     elif isinstance(document, dict) and path.rpartition(".")[2] in NAMED and not document.keys() <= FIELDS:
-        yield from (f"{path}.{name} must be text" for name, said in document.items() if not isinstance(said, str))
+        yield from (f"{path}.{name} must be text" for name, value in document.items() if not isinstance(value, str))
     elif isinstance(document, dict):
-        for name, said in document.items():
-            yield from unknown(said, f"{path}.{name}") if name in FIELDS else (f"{path}.{name}",)
+        for name, value in document.items():
+            yield from unknown(value, f"{path}.{name}") if name in FIELDS else (f"{path}.{name}",)

@@ -26,13 +26,13 @@ ALONE = {name: value for name, value in os.environ.items() if name != "PYTHONPAT
 def stages() -> dict[str, list[tuple[str, str]]]:
     """Instructions of each stage by its name, and what they are given: "" is the last stage, "ARG" what stands before all."""
     text = re.sub(r"^\s*#.*\n", "", (ROOT / "cluster" / "Dockerfile").read_text(), flags=re.MULTILINE).replace("\\\n", "")
-    found: dict[str, list[tuple[str, str]]] = {"ARG": []}
+    by_name: dict[str, list[tuple[str, str]]] = {"ARG": []}
     for line in filter(None, text.splitlines()):
         instruction, given = line.split(maxsplit=1)
         if instruction == "FROM":
-            found[given.partition(" AS ")[2]] = []
-        list(found.values())[-1].append((instruction, given))
-    return found
+            by_name[given.partition(" AS ")[2]] = []
+        list(by_name.values())[-1].append((instruction, given))
+    return by_name
 
 
 def given(stage: str, instruction: str) -> list[str]:
@@ -80,9 +80,9 @@ def test_the_wheel_is_whole_and_runs_where_nothing_else_is(wheel: Path, tmp_path
         "[command] = all(group='console_scripts', name='cascade')\n"
         "sys.argv[1:] = 'top --once --address 127.0.0.1:9'.split(); command.load()()"
     )
-    said = subprocess.run([python, "-c", run], cwd=tmp_path, env=ALONE, capture_output=True, text=True, check=False)
-    assert "No server answers" in said.stderr
-    assert Path(said.stdout.splitlines()[0]).is_relative_to(here)
+    result = subprocess.run([python, "-c", run], cwd=tmp_path, env=ALONE, capture_output=True, text=True, check=False)
+    assert "No server answers" in result.stderr
+    assert Path(result.stdout.splitlines()[0]).is_relative_to(here)
 
 
 def test_packages_of_the_image_are_those_of_the_project(tmp_path: Path) -> None:
@@ -110,10 +110,10 @@ def test_the_container_serves_at_its_doors() -> None:
     name, subcommand, *arguments = json.loads(*given("", "CMD"))
     assert (name, subcommand) == ("cascade", "serve")
     assert serve.make_context(subcommand, arguments).params["host"] == "0.0.0.0"
-    doors = ListenConfig()
-    assert given("", "EXPOSE") == [f"{doors.http_port} {doors.grpc_port}"]
-    assert f"http://127.0.0.1:{doors.http_port}/health" in given("", "HEALTHCHECK")[0]
-    said = dict(pair.split("=", 1) for text in given("", "ENV") for pair in text.split())
-    assert said[REQUIRED] == "1"
-    caches = [said[name] for name in ("HF_HOME", "CASCADE_CACHE", "XDG_CACHE_HOME", "TRITON_CACHE_DIR")]
+    listen = ListenConfig()
+    assert given("", "EXPOSE") == [f"{listen.http_port} {listen.grpc_port}"]
+    assert f"http://127.0.0.1:{listen.http_port}/health" in given("", "HEALTHCHECK")[0]
+    variables = dict(pair.split("=", 1) for text in given("", "ENV") for pair in text.split())
+    assert variables[REQUIRED] == "1"
+    caches = [variables[name] for name in ("HF_HOME", "CASCADE_CACHE", "XDG_CACHE_HOME", "TRITON_CACHE_DIR")]
     assert all(f"{value}/".startswith("/models/") for value in caches)

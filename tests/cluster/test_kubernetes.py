@@ -26,12 +26,12 @@ GPU = "nvidia.com/gpu"
 def documents() -> dict[str, Any]:
     """What kustomize renders, by kind: the resources, with the image that kustomization.yaml names."""
     base = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
-    found = {one["kind"]: one for path in base["resources"] for one in yaml.safe_load_all((FOLDER / path).read_text())}
+    kinds = {each["kind"]: each for path in base["resources"] for each in yaml.safe_load_all((FOLDER / path).read_text())}
     images = {image["name"]: f"{image['newName']}:{image['newTag']}" for image in base["images"]}
-    for group in groups(found["RayService"]["spec"]):
+    for group in groups(kinds["RayService"]["spec"]):
         for container in group["template"]["spec"]["containers"]:
             container["image"] = images[container["image"].partition(":")[0]]
-    return found
+    return kinds
 
 
 @pytest.fixture
@@ -65,15 +65,15 @@ def test_the_base_is_whole_and_every_field_is_known() -> None:
     """Guards resources that are never applied, and fields that KubeRay does not know: it drops them without a word."""
     base = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
     assert {*base["resources"], "kustomization.yaml"} == {path.name for path in FOLDER.iterdir()}
-    found = documents()
+    kinds = documents()
     if shutil.which("kubectl") is not None:
-        said = subprocess.run(["kubectl", "kustomize", str(FOLDER)], capture_output=True, text=True, check=True)
-        assert {one["kind"]: one for one in yaml.safe_load_all(said.stdout)} == found
-    assert list(unknown(list(found.values()))) == []
-    head = found["RayService"]["spec"]["rayClusterConfig"]["headGroupSpec"]
+        built = subprocess.run(["kubectl", "kustomize", str(FOLDER)], capture_output=True, text=True, check=True)
+        assert {document["kind"]: document for document in yaml.safe_load_all(built.stdout)} == kinds
+    assert list(unknown(list(kinds.values()))) == []
+    head = kinds["RayService"]["spec"]["rayClusterConfig"]["headGroupSpec"]
     head |= {"replica": 1, "rayStartParams": {"num-cpus": 0}}
     where = ".spec.rayClusterConfig.headGroupSpec"
-    assert {*unknown(found["RayService"])} == {f"{where}.replica", f"{where}.rayStartParams.num-cpus must be text"}
+    assert {*unknown(kinds["RayService"])} == {f"{where}.replica", f"{where}.rayStartParams.num-cpus must be text"}
 
 
 def test_kuberay_serves_the_scaled_file(spec: Any) -> None:
@@ -159,19 +159,19 @@ def test_images_can_be_pulled(spec: Any) -> None:
 
 def test_policies_and_routes_reach_the_pods(spec: Any) -> None:
     """Guards policies that match nothing, and routes without a listener, a host or a port of the service."""
-    found, ours = documents(), {"matchLabels": {"app": "cascade"}}
+    kinds, ours = documents(), {"matchLabels": {"app": "cascade"}}
     assert all(group["template"]["metadata"]["labels"] == ours["matchLabels"] for group in groups(spec))
-    assert found["PodDisruptionBudget"]["spec"]["selector"] == found["NetworkPolicy"]["spec"]["podSelector"] == ours
+    assert kinds["PodDisruptionBudget"]["spec"]["selector"] == kinds["NetworkPolicy"]["spec"]["podSelector"] == ours
     ports = {port["name"]: port["containerPort"] for pod in pods(spec) for port in pod["containers"][0]["ports"]}
-    assert {"from": [{"podSelector": ours}]} in found["NetworkPolicy"]["spec"]["ingress"]
-    opened = [port["port"] for rule in found["NetworkPolicy"]["spec"]["ingress"] for port in rule.get("ports", ())]
+    assert {"from": [{"podSelector": ours}]} in kinds["NetworkPolicy"]["spec"]["ingress"]
+    opened = [port["port"] for rule in kinds["NetworkPolicy"]["spec"]["ingress"] for port in rule.get("ports", ())]
     assert {*opened} == {ports[name] for name in ("serve", "serve-grpc", "dashboard", "metrics")}
-    gateway = found["Gateway"]
+    gateway = kinds["Gateway"]
     hosts = {listener["name"]: listener["hostname"] for listener in gateway["spec"]["listeners"]}
     assert len(set(hosts.values())) == 2, "a gateway takes one kind of route for a host"
     for kind, name, port in (("HTTPRoute", "http", "serve"), ("GRPCRoute", "grpc", "serve-grpc")):
-        route = found[kind]["spec"]
+        route = kinds[kind]["spec"]
         assert route["parentRefs"] == [{"name": gateway["metadata"]["name"], "sectionName": name}]
         assert route["hostnames"] == [hosts[name]]
-        service = f"{found['RayService']['metadata']['name']}-serve-svc"
+        service = f"{kinds['RayService']['metadata']['name']}-serve-svc"
         assert route["rules"][0]["backendRefs"] == [{"name": service, "port": ports[port]}]

@@ -36,7 +36,7 @@ AWS["p5.4xlarge"] = {"CPU": 16, "GPU": 1, "accelerator_type:H100": 1}
 def test_constraints_pin_what_the_package_needs() -> None:
     """Guards nodes that are installed a week apart: all that is needed is named, once, in a version that the package takes."""
     lines = [line for line in (CLUSTER / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
-    pins = {one.name: str(one.specifier).removeprefix("==") for one in map(Requirement, lines)}
+    pins = {requirement.name: str(requirement.specifier).removeprefix("==") for requirement in map(Requirement, lines)}
     assert len(pins) == len(lines)
     extras = [need for extra in ("quantization", "vllm") for need in PROJECT["optional-dependencies"][extra]]
     for need in map(Requirement, (*PROJECT["dependencies"], *extras)):
@@ -58,10 +58,10 @@ def test_units_start_ray(name: str) -> None:
     unit.optionxform = str  # as systemd, which tells small letters from large ones
     unit.read(file)
     program, _, command = unit["Service"]["ExecStart"].partition(" ")
-    said = taken(command.replace("${HEAD}", "10.0.0.4"))
-    assert said["block"]  # else systemd takes it for dead
-    assert said["head"] == (name == "head")
-    ports = [int(said[key]) for key in ("node_manager_port", "object_manager_port", "runtime_env_agent_port")]
+    options = taken(command.replace("${HEAD}", "10.0.0.4"))
+    assert options["block"]  # else systemd takes it for dead
+    assert options["head"] == (name == "head")
+    ports = [int(options[key]) for key in ("node_manager_port", "object_manager_port", "runtime_env_agent_port")]
     assert ports == [6380, 6381, 6382]
     assert int(unit["Service"]["TimeoutStopSec"]) > 120
     assert unit["Install"]["WantedBy"] == "multi-user.target"
@@ -74,9 +74,9 @@ def test_units_start_ray(name: str) -> None:
 def test_the_environment_keeps_strangers_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards clusters that are open because one line is wrong: Ray wants its token, routers a key; the key is one."""
     lines = (line.partition("=") for line in (SYSTEMD / "ray.env").read_text().splitlines() if not line.startswith("#"))
-    said = {name: value for name, _, value in lines}
-    assert {"RAY_AUTH_MODE": "token", REQUIRED: "1", **KEEPALIVE}.items() <= said.items()
-    monkeypatch.setenv("CASCADE_API_KEYS", said["CASCADE_API_KEYS"])
+    variables = {name: value for name, _, value in lines}
+    assert {"RAY_AUTH_MODE": "token", REQUIRED: "1", **KEEPALIVE}.items() <= variables.items()
+    monkeypatch.setenv("CASCADE_API_KEYS", variables["CASCADE_API_KEYS"])
     with pytest.raises(Unauthenticated):
         Access(AccessConfig()).account(None)
 
@@ -115,21 +115,21 @@ def test_every_replica_gets_a_machine(name: str) -> None:
         started, without = nodes_for(types, values["head_node_type"], demands(config, bound))
         assert without == []
         assert started.pop(values["head_node_type"]) == 1, "with the first router"
-        assert started == {kind: said[workers] for kind, said in types.items() if said.get(workers)}
-    assert sum(said.get("max_workers", 0) for said in types.values()) <= values["max_workers"]
+        assert started == {kind: node_type[workers] for kind, node_type in types.items() if node_type.get(workers)}
+    assert sum(node_type.get("max_workers", 0) for node_type in types.values()) <= values["max_workers"]
     assert_apart(types, config)
 
 
 def test_machines_at_hand_all_join_and_nodes_notice_broken_connections() -> None:
     """Guards local.yaml against commands that Ray does not know, and drafting across nodes that did not hear each other."""
-    values, said = read("local"), [f"{name}={value}" for name, value in KEEPALIVE.items()]
+    values, settings = read("local"), [f"{name}={value}" for name, value in KEEPALIVE.items()]
     [kind] = prepare_config(read("local"))["available_node_types"].values()
     assert kind["min_workers"] == kind["max_workers"] == len(values["provider"]["worker_ips"]) == 3
-    assert " ".join(said) in PAGE
+    assert " ".join(settings) in PAGE
     for line in (*values["head_start_ray_commands"], *values["worker_start_ray_commands"]):
         program, _, command = line.rpartition(";")[2].strip().partition(" ")
         assert program == "~/.cascade/bin/ray"
         taken(command.replace("$RAY_HEAD_IP", "10.0.0.1"))
-        assert " start " not in line or " ".join(said) in line
+        assert " start " not in line or " ".join(settings) in line
     for name in CLOUDS:
-        assert {f"-e {setting}" for setting in said} <= set(read(name)["docker"]["run_options"])
+        assert {f"-e {setting}" for setting in settings} <= set(read(name)["docker"]["run_options"])

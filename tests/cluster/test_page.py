@@ -53,12 +53,12 @@ def test_commands_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     mine.write_text("tiers: []")
     seen = set[str]()
     for program, *words in (command for block in blocks("sh") for command in commands(block)):
-        known = PROGRAMS.get(program.rpartition("/")[2])
-        if known is None:
+        group = PROGRAMS.get(program.rpartition("/")[2])
+        if group is None:
             assert program in FOREIGN, program
         else:
             name, *arguments = [str(mine) if word == "/my.yaml" else word for word in words]
-            known.commands[name].make_context(name, [word.replace("cascade-serve/", "", 1) for word in arguments])
+            group.commands[name].make_context(name, [word.replace("cascade-serve/", "", 1) for word in arguments])
             seen.add(f"{program} {name}")
         files = [word.removeprefix("cascade-serve/") for word in words if re.match(r"(cascade-serve/)?cluster/\S+$", word)]
         assert all((ROOT / file).exists() for file in files), files

@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield tmp_path_factory.mktemp("models")
 
 
-def found(parsed: CascadeConfig, folder: Path) -> list[Need]:
+def sizes_of(parsed: CascadeConfig, folder: Path) -> list[Need]:
     """What `cascade check` finds, on GPUs of 80 GB where none is named."""
     values: dict[str, Any] = here(parsed, folder).model_dump(mode="json")
     for tier in values["tiers"]:
@@ -44,7 +44,7 @@ def found(parsed: CascadeConfig, folder: Path) -> list[Need]:
 def test_sizes_hold(path: Path, folder: Path) -> None:
     """Guards tiers without room for what they admit: a text of the greatest length fits, and the comment is true."""
     parsed = config(path)
-    for need, tier in zip(found(parsed, folder), parsed.tiers, strict=True):
+    for need, tier in zip(sizes_of(parsed, folder), parsed.tiers, strict=True):
         where = "" if tier.accelerator_type is None else f" on {need.device}"
         size = f"{need.weight_bytes / GIB:6.2f} GiB of weights, room for {need.cache_tokens:,} positions"
         assert f"\n#   {need.tier:<8}{size}{where}\n" in path.read_text()
@@ -62,8 +62,8 @@ def test_routers_admit_what_has_a_place(path: Path) -> None:
     places = num_replicas(full, "max_replicas") * full.deployment_config.max_ongoing_requests
     assert routers * router.max_running + held <= places
     assert path.stem == "gpus" or (routers, deployment.max_replicas_per_node) == (2, 1)
-    for one in (deployment, *(tier.deployment_config for tier in parsed.tiers)):
-        assert one.ray_actor_options["num_cpus"] >= 1
+    for chosen in (deployment, *(tier.deployment_config for tier in parsed.tiers)):
+        assert chosen.ray_actor_options["num_cpus"] >= 1
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "qwen3-scaled", "twin"])
@@ -73,8 +73,8 @@ def test_a_tier_that_takes_any_gpu_is_told(name: str) -> None:
     values: dict[str, Any] = config(path).model_dump(mode="json")
     assert unpinned(CascadeConfig.parse(values)) is None
     accelerator, values["tiers"][0]["accelerator_type"] = values["tiers"][0]["accelerator_type"], None
-    said = unpinned(CascadeConfig.parse(values))
-    assert said.startswith(f"Tier tiny takes a GPU of any kind, also the {values['tiers'][1]['accelerator_type']}")
+    warning = unpinned(CascadeConfig.parse(values))
+    assert warning.startswith(f"Tier tiny takes a GPU of any kind, also the {values['tiers'][1]['accelerator_type']}")
     values["tiers"][0]["deployment_config"]["ray_actor_options"]["resources"] = {accelerator: 1}
     assert unpinned(CascadeConfig.parse(values)) is None
 
@@ -100,7 +100,7 @@ def here(config: CascadeConfig, folder: Path) -> CascadeConfig:
         family, widths = SIZES[source]
         place = folder / source
         place.mkdir(parents=True, exist_ok=True)
-        said = {**family, **dict(zip(WIDTHS, widths, strict=True)), "num_key_value_heads": 8, "torch_dtype": "bfloat16"}
-        (place / "config.json").write_text(json.dumps(said))
+        contents = {**family, **dict(zip(WIDTHS, widths, strict=True)), "num_key_value_heads": 8, "torch_dtype": "bfloat16"}
+        (place / "config.json").write_text(json.dumps(contents))
         tier["model_loading_config"]["model_source"] = str(place)
     return CascadeConfig.parse(values)

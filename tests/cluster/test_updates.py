@@ -42,7 +42,7 @@ def deploy(values: Values) -> None:
 
     def over() -> bool:
         status = serve.status().applications.get(APPLICATION)
-        states = [] if status is None else [state for one in status.deployments.values() for state in one.replica_states]
+        states = [] if status is None else [state for each in status.deployments.values() for state in each.replica_states]
         looks.append(status is not None and status.status == "RUNNING" and {*states} == {"RUNNING"})
         return looks[-2:] == [True, True]  # the first look may come before Serve has begun
 
@@ -52,7 +52,7 @@ def deploy(values: Values) -> None:
 def pids() -> dict[str, set[int]]:
     """Processes of the replicas of each deployment."""
     deployments = _get_global_client().get_serve_details()["applications"][APPLICATION]["deployments"]
-    return {name: {replica["pid"] for replica in one["replicas"]} for name, one in deployments.items()}
+    return {name: {replica["pid"] for replica in deployment["replicas"]} for name, deployment in deployments.items()}
 
 
 class Served:
@@ -91,7 +91,7 @@ class Served:
         after = pids()
         replaced = {name for name in before if before[name] != after[name]}
         assert all(before[name].isdisjoint(after[name]) for name in replaced)
-        assert {name: len(one) for name, one in before.items()} == {name: len(one) for name, one in after.items()}
+        assert {name: len(own) for name, own in before.items()} == {name: len(own) for name, own in after.items()}
         return replaced
 
     def _more(self) -> None:
@@ -118,8 +118,8 @@ def served(cluster: Cluster) -> Iterator[Served]:
                 yield made
             finally:
                 made.over.set()
-        for one in asking:
-            one.result(0)
+        for answer in asking:
+            answer.result(0)
     finally:
         serve.delete(APPLICATION)
 

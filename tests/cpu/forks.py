@@ -85,8 +85,8 @@ class Session:
         if not (rows := [piece for piece in pieces if piece]):
             return
         rng.shuffle(rows)
-        for said, (piece, wanted) in zip(self.score([piece for piece, _ in rows]), rows, strict=True):
-            assert torch.equal(said[: len(wanted)], wanted), piece
+        for scores, (piece, wanted) in zip(self.score([piece for piece, _ in rows]), rows, strict=True):
+            assert torch.equal(scores[: len(wanted)], wanted), piece
 
     def _fork(self, position: int) -> None:
         picks = self.base.picks[:position] + [self.rng.randrange(1, WRONG)] * (self.length - position)

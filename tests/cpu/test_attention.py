@@ -64,8 +64,8 @@ def test_attention_is_what_is_written_out(kind: str, form: tuple[str, torch.dtyp
     shape = Sizes(12, *HEADS[heads])
     query, *held = text = texts(shape)
     expected = written_out((query, *(part.to(dtype).float() for part in held)), KINDS[kind])
-    found = score(BlockedCache({0: shape}, dtype), shape, text, 0, LENGTH, KINDS[kind])
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=3e-5)
+    scores = score(BlockedCache({0: shape}, dtype), shape, text, 0, LENGTH, KINDS[kind])
+    torch.testing.assert_close(scores, expected, rtol=1e-4, atol=3e-5)
 
 
 @settings(max_examples=examples(0.3))

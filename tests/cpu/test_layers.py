@@ -17,10 +17,10 @@ from cascade.cpu.program import Program
 @pytest.mark.parametrize("rows", [1, 200])  # the last ones are more than a brief worker does
 def test_gated_activations(rows: int) -> None:
     """Guards the exponentials far out, where one that overflows would make what is not a number."""
-    x, found = torch.randn(rows, 602, generator=torch.Generator().manual_seed(rows)) * 100, torch.empty(rows, 301)
+    x, gated = torch.randn(rows, 602, generator=torch.Generator().manual_seed(rows)) * 100, torch.empty(rows, 301)
     gate, up = x.split(301, dim=1)
-    run_step(gate_step(Rows.of(x), found.data_ptr(), found.shape), x.numel())
-    torch.testing.assert_close(found, F.silu(gate) * up, rtol=1e-5, atol=1e-5)
+    run_step(gate_step(Rows.of(x), gated.data_ptr(), gated.shape), x.numel())
+    torch.testing.assert_close(gated, F.silu(gate) * up, rtol=1e-5, atol=1e-5)
 
 
 def laid_out(rng: random.Random, buffer: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
@@ -37,7 +37,7 @@ def test_bits_do_not_depend_on_where_rows_lie(size: int) -> None:
     """Guards exactness of short rows: near to each other they are not computed in vectors, and had other bits."""
     rng, noise = random.Random(size), torch.Generator().manual_seed(size)
     x, y, z = (torch.randn(size, generator=noise) for _ in range(3))
-    wide, out, buffer, found = torch.cat((x, y)), torch.zeros(size), torch.zeros(16 * size), defaultdict(set)
+    wide, out, buffer, results = torch.cat((x, y)), torch.zeros(size), torch.zeros(16 * size), defaultdict(set)
 
     def rows(x: Tensor) -> Rows:
         return Rows.of(x[None])
@@ -45,16 +45,16 @@ def test_bits_do_not_depend_on_where_rows_lie(size: int) -> None:
     for _ in range(300):
         a, b, to = laid_out(rng, buffer, (x, y, out))
         run_step(norm_step(rows(a), rows(to), (1, size), b, 1e-5), size)
-        found["norm"].add(to.numpy().tobytes())
+        results["norm"].add(to.numpy().tobytes())
         run_step(add_step(a.data_ptr(), rows(b), to.data_ptr(), (1, size)), size)
-        found["sum"].add(to.numpy().tobytes())
+        results["sum"].add(to.numpy().tobytes())
         turned, cos, sin = laid_out(rng, buffer, (x, y, z))
         run_step(rotate_step(rows(turned), (1, size), size, cos[None], sin[None]), size)
-        found["rotation"].add(turned.numpy().tobytes())
+        results["rotation"].add(turned.numpy().tobytes())
         a, to = laid_out(rng, buffer, (wide, out))
         run_step(gate_step(rows(a), to.data_ptr(), (1, size)), size)
-        found["gate"].add(to.numpy().tobytes())
-    assert {name: len(bits) for name, bits in found.items()} == dict.fromkeys(found, 1)
+        results["gate"].add(to.numpy().tobytes())
+    assert {name: len(bits) for name, bits in results.items()} == dict.fromkeys(results, 1)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])

@@ -31,7 +31,7 @@ LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")
 
 def blocks(page: Path) -> Iterator[tuple[str, str]]:
     """Language and text of each fenced block."""
-    return ((found[3], found[4]) for found in BLOCK.finditer(page.read_text(encoding="utf-8")))
+    return ((match[3], match[4]) for match in BLOCK.finditer(page.read_text(encoding="utf-8")))
 
 
 def anchors(page: Path) -> set[str]:

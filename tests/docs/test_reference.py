@@ -32,8 +32,8 @@ def test_generated_parts_are_current(name: str) -> None:
 def test_every_setting_says_what_it_means() -> None:
     """Guards readers of the configuration page against fields without a sentence."""
     for section in set(sections(CascadeConfig)):
-        said = comments(section)
-        assert not [name for name in section.model_fields if not said[name]], section.__name__
+        comment_of = comments(section)
+        assert not [name for name in section.model_fields if not comment_of[name]], section.__name__
 
 
 def test_every_route_is_on_a_page() -> None:
@@ -62,9 +62,9 @@ def test_parameters_have_their_defaults(kind: Any) -> None:
 
 def test_public_names_are_on_a_page() -> None:
     """Guards the page of Python against classes that can be imported and are not told of."""
-    told = TEXTS["reference/python.md"] + TEXTS["reference/parameters.md"] + TEXTS["reference/errors.md"]
+    pages = TEXTS["reference/python.md"] + TEXTS["reference/parameters.md"] + TEXTS["reference/errors.md"]
     for name in cascade.__all__:
-        assert f"`{name}" in told or f"## {name}\n" in told, name
+        assert f"`{name}" in pages or f"## {name}\n" in pages, name
 
 
 def test_clients_have_the_same_methods() -> None:

@@ -83,7 +83,7 @@ class Broken(Nonsense):
 
 
 def drafters(*kinds: str) -> list[Drafter]:
-    return make([DrafterSpec(one) for one in kinds], kinds, None)
+    return make([DrafterSpec(kind) for kind in kinds], kinds, None)
 
 
 @pytest.mark.parametrize("method", ["begin", "guess", "observe", "cut", "close"])
@@ -93,12 +93,12 @@ def test_a_drafter_that_raises_harms_no_session(method: str) -> None:
     models = ToyModel(agreement=0.5), ToyModel(pass_s=0.002)
     below, top = (Tier(name, level, models[level], drafters=[broken]) for level, name in enumerate(("tiny", "full")))
     for tiers in running([below, top]):
-        asked = [opening(seed, 1.0, 40, chain=("tiny",), drafters=("broken",)) for seed in range(3)]
-        _, inbox = written(top, *asked)
+        openings = [opening(seed, 1.0, 40, chain=("tiny",), drafters=("broken",)) for seed in range(3)]
+        _, inbox = written(top, *openings)
         assert not inbox.failures
         assert not top._loop._drafting._failures
         assert all(tier.healthy for tier in tiers)
-    assert 0 < broken.times <= 2 * (len(asked) + 1)  # at each tier once for each session, and for all of a pass
+    assert 0 < broken.times <= 2 * (len(openings) + 1)  # at each tier once for each session, and for all of a pass
 
 
 class Partial(Nonsense):
@@ -125,15 +125,15 @@ def test_a_text_that_a_drafter_raises_for_takes_it_from_nobody_else() -> None:
     assert [slot.session.guesses.pool.draft.tokens for slot in loop.slots.values()] == [(5,), (), (5,)]
 
 
-@pytest.mark.parametrize("asked", [("suffix",), ()])
-def test_a_text_that_repeats_itself_takes_few_passes(asked: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("chosen", [("suffix",), ()])
+def test_a_text_that_repeats_itself_takes_few_passes(chosen: tuple[str, ...]) -> None:
     """Guards the speed that drafters inside are for, and requests that do not name them, in which they take no part."""
     with alone(Parrot(), drafters=drafters(*INSIDE)) as tier:
-        first = opening(0, 0.0, 200, chain=(), drafters=asked)
+        first = opening(0, 0.0, 200, chain=(), drafters=chosen)
         [answer], _ = answered(tier, first)
     assert answer.tokens == [parrot(p) for p in range(first.spec.prompt_len, first.spec.prompt_len + 200)]
-    assert tier.stats.passes < 200 / 2.5 or not asked
-    assert {edge.drafter for edge in answer.edges} == {"", *asked}
+    assert tier.stats.passes < 200 / 2.5 or not chosen
+    assert {edge.drafter for edge in answer.edges} == {"", *chosen}
 
 
 class Priced(Profile):
@@ -226,9 +226,9 @@ def test_a_window_refines_itself_and_leaves_n_grams() -> None:
         guesser, text, passes = drafter.begin(tenant), [5, 6, 7], 0
         while len(text) < size:
             draft = guesser.guess(text, 0, 16)
-            said = [own(text), *(own([*text, *path_of(draft, node)]) for node in range(len(draft)))]
-            guesser.observe(text[-1], draft, Scored(said))
-            text += draft.walk(said)[0]
+            own_tokens = [own(text), *(own([*text, *path_of(draft, node)]) for node in range(len(draft)))]
+            guesser.observe(text[-1], draft, Scored(own_tokens))
+            text += draft.walk(own_tokens)[0]
             passes += 1
         return passes
 

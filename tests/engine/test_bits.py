@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def cases(dtype: torch.dtype, names: Sequence[str], default: Sequence[str] = DEFAULT) -> list[Any]:
     """Names with a dtype; by default those that are in ``default``."""
     kind = str(dtype).removeprefix("torch.")
-    return [pytest.param(*one.values, dtype, id=f"{one.id}, {kind}", marks=one.marks) for one in each(names, default)]
+    return [pytest.param(*param.values, dtype, id=f"{param.id}, {kind}", marks=param.marks) for param in each(names, default)]
 
 
 def promising(model: Model) -> Model:
@@ -54,7 +54,7 @@ def in_pieces(model: Model, tokens: list[int], rng: random.Random) -> Tensor:
     """The same in random pieces, after wrong drafts that are rolled back, beside other texts."""
     others = [text(number, model.vocab_size) for number in (1, 2, 3)]
     stores, at, store = [model.new_cache() for _ in others], [0] * len(others), model.new_cache()
-    found: list[Tensor] = []
+    parts: list[Tensor] = []
     start = 0
     while start < len(tokens):
         n = min(rng.choice([1, 2, 3, 5, 12, 33]), len(tokens) - start)
@@ -65,9 +65,9 @@ def in_pieces(model: Model, tokens: list[int], rng: random.Random) -> Tensor:
             if size:
                 rows.append(Row(stores[number], at[number], other[at[number] : at[number] + size], size, GREEDY))
                 at[number] += size
-        found.append(model.logits(rows)[:n])
+        parts.append(model.logits(rows)[:n])
         start += n
-    return torch.cat(found)
+    return torch.cat(parts)
 
 
 def made(name: str, dtype: torch.dtype) -> Model:

@@ -68,8 +68,8 @@ def test_models_are_held_in_what_is_fast(folder: Path, caplog: pytest.LogCapture
     assert model.summary.startswith("float32 on ")
     caplog.clear()
     with caplog.at_level(logging.INFO, "cascade"):
-        asked = Model.from_pretrained(str(folder), dtype="bfloat16", device="cpu", cache_tokens=1024)
-    assert asked.dtype is torch.bfloat16, "what is asked for is honoured"
+        half = Model.from_pretrained(str(folder), dtype="bfloat16", device="cpu", cache_tokens=1024)
+    assert half.dtype is torch.bfloat16, "what is asked for is honoured"
     assert caplog.text == ""
 
 
@@ -85,10 +85,10 @@ def test_what_is_told_before_loading_is_found(dtype: torch.dtype, folder: Path) 
         promised = keeps_bits(network, dtype)
         assert name == "llama" or not promised
         assert Model(network, cache_tokens=1024).same_bits == promised
-        told = [
+        reasons = [
             remark for remark in remarks(needs(config)) if remark.startswith("Logits of tier full may differ in their last")
         ]
-        assert bool(told) != promised
+        assert bool(reasons) != promised
 
 
 def test_check_counts_the_memory_of_what_is_held(folder: Path) -> None:
@@ -145,9 +145,9 @@ def test_passes_take_the_fewest_threads_that_are_not_slower(
 ) -> None:
     """Guards small models against threads that cost more than they bring, and timings against a noisy neighbour."""
     before = torch.get_num_threads()
-    found = Threads.find(machine.run, limit, lambda: machine.now)
-    assert all(found.count(size) in counts for size, counts in expected.items())
-    assert [found.count(size) for size in range(1, 513)] == sorted(found.count(size) for size in range(1, 513))
+    chosen = Threads.find(machine.run, limit, lambda: machine.now)
+    assert all(chosen.count(size) in counts for size, counts in expected.items())
+    assert [chosen.count(size) for size in range(1, 513)] == sorted(chosen.count(size) for size in range(1, 513))
     assert machine.work_s < LONG_S or machine.sizes == [1, 1]
     with pytest.raises(RuntimeError), Threads(before + 1).use(1):
         raise RuntimeError

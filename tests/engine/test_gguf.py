@@ -47,28 +47,28 @@ def test_the_text_is_that_of_the_dequantised_model(tmp_path: Path, little: Path)
     ids = Tokenizer.from_pretrained(source).encode(PROMPT)
     written = network.generate(torch.tensor([ids]), max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)
     with Cascade.from_pretrained([source], device="cpu") as cascade:
-        said = cascade.generate(PROMPT, SamplingParams(max_tokens=40, temperature=0, ignore_eos=True))
-    assert list(said.token_ids) == written[0, len(ids) :].tolist()
+        completion = cascade.generate(PROMPT, SamplingParams(max_tokens=40, temperature=0, ignore_eos=True))
+    assert list(completion.token_ids) == written[0, len(ids) :].tolist()
 
 
 def test_a_file_is_a_model_wherever_one_is_read(tmp_path: Path) -> None:
     """Guards the places that read a source: the tokenizer, its template, the ends of texts, a check."""
     more = {"more": lambda writer: (writer.add_eot_token_id(7), writer.add_chat_template(CHAT))}
     source = small.gguf(tmp_path / "tiny.gguf", **more)
-    tokenizer, known = Tokenizer.from_pretrained(source), Tokenizer.from_pretrained(small.paths()[0])
-    assert tokenizer.fingerprint == known.fingerprint
+    tokenizer, original = Tokenizer.from_pretrained(source), Tokenizer.from_pretrained(small.paths()[0])
+    assert tokenizer.fingerprint == original.fingerprint
     for text in (PROMPT, "é中文 \U0001f40d\r\n\t x  y<|endoftext|>123456"):
-        assert tokenizer.encode(text) == known.encode(text)
-        assert tokenizer.decode(tokenizer.encode_part(text)) == known.decode(known.encode_part(text))
+        assert tokenizer.encode(text) == original.encode(text)
+        assert tokenizer.decode(tokenizer.encode_part(text)) == original.decode(original.encode_part(text))
     assert tokenizer.chat_template == CHAT
     assert tokenizer.end_ids == {0, 7}
-    found, expected = anatomy(source), anatomy(small.paths()[0], dtype="float32")
-    assert (found.parameters, found.context_len) == (expected.parameters, expected.context_len)
-    assert found.dtype == torch.float32, "which holds the numbers of a quantised file"
+    described, expected = anatomy(source), anatomy(small.paths()[0], dtype="float32")
+    assert (described.parameters, described.context_len) == (expected.parameters, expected.context_len)
+    assert described.dtype == torch.float32, "which holds the numbers of a quantised file"
     tiers = [{"name": "full", "model_loading_config": {"model_id": source}}]
     (tmp_path / "c.yaml").write_text(json.dumps({"tiers": tiers}))
-    said = CliRunner().invoke(main, ["check", str(tmp_path / "c.yaml")])
-    assert said.output.endswith("The tiers fit together.\n"), said.output
+    result = CliRunner().invoke(main, ["check", str(tmp_path / "c.yaml")])
+    assert result.output.endswith("The tiers fit together.\n"), result.output
 
 
 def test_reading_what_a_model_is_makes_no_weights(
@@ -115,9 +115,9 @@ def test_a_file_is_converted_once(tmp_path: Path, cache: Path, little: Path) -> 
     second = converted(small.gguf(path, "BF16", little))
     assert second != first
     assert anatomy(source).dtype is torch.bfloat16
-    held, found = (load_file(Path(folder) / "model.safetensors") for folder in (little, second))
-    assert found.keys() == held.keys()
-    assert all(torch.equal(weight, held[name]) and weight.dtype is torch.bfloat16 for name, weight in found.items())
+    held, rewritten = (load_file(Path(folder) / "model.safetensors") for folder in (little, second))
+    assert rewritten.keys() == held.keys()
+    assert all(torch.equal(weight, held[name]) and weight.dtype is torch.bfloat16 for name, weight in rewritten.items())
     assert len(list(cache.rglob("model.safetensors"))) == 1
     assert not list(cache.rglob("partial-*"))
 
@@ -162,8 +162,8 @@ def test_the_published_model_comes_out_of_its_package(monkeypatch: pytest.Monkey
     assert tokenizer.end_ids == {2}
     assert tokenizer.decode([2]) == ""
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    asked = tokenizer.encode_part(tokenizer.apply_chat_template(question, add_generation_prompt=True))
+    ids = tokenizer.encode_part(tokenizer.apply_chat_template(question, add_generation_prompt=True))
     with Cascade.from_pretrained([source], device="cpu", drafter=None) as cascade:
-        answer = cascade.generate(asked, SamplingParams(max_tokens=24, temperature=0))
+        answer = cascade.generate(ids, SamplingParams(max_tokens=24, temperature=0))
     assert "The capital of France is Paris" in answer.text
     assert answer.finish_reason == "stop"

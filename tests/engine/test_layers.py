@@ -123,12 +123,12 @@ def test_wrong_layers_are_refused(layers: dict[str, Any], words: str) -> None:
 SAID = [*range(3, VOCAB, 3)]
 
 
-def saved(architecture: str, folder: Path, said: object = SAID) -> str:
-    """A random model whose draft vocabulary is ``said``."""
+def saved(architecture: str, folder: Path, ids: object = SAID) -> str:
+    """A random model whose draft vocabulary is ``ids``."""
     network = build(architecture)
     network.config.draft_vocab_size = len(SAID)
     network.save_pretrained(folder)
-    (folder / FILE).write_text(json.dumps(said))
+    (folder / FILE).write_text(json.dumps(ids))
     return str(folder)
 
 
@@ -137,11 +137,13 @@ def test_a_draft_says_what_the_whole_model_says_of_its_tokens(architecture: str,
     """Guards logits against the place of another token, in our own networks and in those of Transformers."""
     source, text = saved(architecture, tmp_path), [5, 9, 40, 41, 42]
     whole, draft = (Model(load(source, draft=draft, dtype="float32")) for draft in (False, True))
-    expected, found = (model.logits([Row(model.new_cache(), 0, text, len(text), SamplingParams())]) for model in (whole, draft))
-    assert found.shape == expected.shape
-    torch.testing.assert_close(found[:, SAID], expected[:, SAID])
+    expected, narrow = (
+        model.logits([Row(model.new_cache(), 0, text, len(text), SamplingParams())]) for model in (whole, draft)
+    )
+    assert narrow.shape == expected.shape
+    torch.testing.assert_close(narrow[:, SAID], expected[:, SAID])
     others = sorted({*range(VOCAB)} - {*SAID})
-    assert (found[:, others] == torch.finfo(found.dtype).min).all()
+    assert (narrow[:, others] == torch.finfo(narrow.dtype).min).all()
 
 
 def test_renewed_weights_are_said_of_the_same_tokens(tmp_path: Path) -> None:
@@ -152,20 +154,20 @@ def test_renewed_weights_are_said_of_the_same_tokens(tmp_path: Path) -> None:
     network.save_pretrained(new)
     renewed, expected = (Model(load(source, draft=True, dtype="float32")) for source in (old, new))
     renewed.renew(new)
-    found, wanted = (
+    logits, wanted = (
         model.logits([Row(model.new_cache(), 0, [5, 9, 40], 3, SamplingParams())]) for model in (renewed, expected)
     )
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(logits, wanted)
     (Path(new) / FILE).write_text(json.dumps([*SAID[1:], 1]))
     with pytest.raises(ModelError, match="they say other tokens"):
         renewed.renew(new)
 
 
-@pytest.mark.parametrize("said", [SAID[1:], [*SAID[1:], VOCAB], [*SAID[1:], SAID[1]], {}, ["a"], None], ids=str)
-def test_a_wrong_file_is_refused(said: object, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tokens", [SAID[1:], [*SAID[1:], VOCAB], [*SAID[1:], SAID[1]], {}, ["a"], None], ids=str)
+def test_a_wrong_file_is_refused(tokens: object, tmp_path: Path) -> None:
     """Guards drafts against ids that are not tokens of the model, and against a file that was not copied."""
-    source = saved("llama", tmp_path, said)
-    if said is None:
+    source = saved("llama", tmp_path, tokens)
+    if tokens is None:
         (tmp_path / FILE).unlink()
     with pytest.raises(ModelError, match=FILE):
         load(source, draft=True)

@@ -121,11 +121,11 @@ def test_anatomy_is_that_of_the_loaded_model(name: str, tmp_path: Path) -> None:
     cache = model.new_cache()
     model.logits([Row(cache, 0, TEXT, 1, GREEDY)])
     held = sum(shape.kv_heads * (shape.key_size + shape.value_size) * 4 for shape in cache.shapes.values())
-    told = anatomy(str(tmp_path), dtype="float32")
-    assert told.parameters == model.num_parameters
-    assert told.weight_bytes == sum(weight.nbytes for weight in network.parameters())
-    assert told.cache_bytes_per_token == held
-    assert told.context_len == model.context_len
+    described = anatomy(str(tmp_path), dtype="float32")
+    assert described.parameters == model.num_parameters
+    assert described.weight_bytes == sum(weight.nbytes for weight in network.parameters())
+    assert described.cache_bytes_per_token == held
+    assert described.context_len == model.context_len
 
 
 # cascade check
@@ -201,7 +201,7 @@ def test_quantised_checkpoints_are_served(tmp_path: Path) -> None:
     text = list(
         Tokenizer.from_pretrained(source).encode("def read(path):\n    with open(path) as file:\n        return file\n")
     )
-    own, others = ([*one.run([Row(one.new_cache(), 0, text, len(text), GREEDY)])[0].own] for one in (packed, full))
+    own, others = ([*model.run([Row(model.new_cache(), 0, text, len(text), GREEDY)])[0].own] for model in (packed, full))
     assert sum(map(eq, own, others)) > 0.7 * len(text)
 
 

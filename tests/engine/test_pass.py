@@ -71,8 +71,8 @@ def test_logits_are_those_of_transformers_under_any_schedule(name: str, attentio
     with torch.inference_mode():
         expected = network(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
     for seed in range(2):
-        found = in_pieces(model, tokens, random.Random(seed))
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        logits = in_pieces(model, tokens, random.Random(seed))
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_logits_are_of_the_wanted_positions_alone() -> None:
@@ -200,19 +200,19 @@ def test_drafts_that_overflow_harm_nobody(attention: str) -> None:
     with torch.no_grad():
         network.get_input_embeddings().weight[77] = torch.inf
     store = model.new_cache()
-    found = _logits(model, (store, 0, (*text[:10], *range(30, 40), 77)))
-    assert not found[-1].isfinite().any()
-    torch.testing.assert_close(found[:10], expected[0][:10], rtol=1e-4, atol=1e-4)
+    logits = _logits(model, (store, 0, (*text[:10], *range(30, 40), 77)))
+    assert not logits[-1].isfinite().any()
+    torch.testing.assert_close(logits[:10], expected[0][:10], rtol=1e-4, atol=1e-4)
     fork, wrong = store.fork(12), store.fork(9)
-    found = _logits(model, (wrong, 9, (77, 5)), (store, 10, text[10:]), (fork, 12, other[:2]))
-    torch.testing.assert_close(found[2:], torch.cat([expected[0][10:], expected[1][:2]]), rtol=1e-4, atol=1e-4)
+    logits = _logits(model, (wrong, 9, (77, 5)), (store, 10, text[10:]), (fork, 12, other[:2]))
+    torch.testing.assert_close(logits[2:], torch.cat([expected[0][10:], expected[1][:2]]), rtol=1e-4, atol=1e-4)
     _logits(model, (fork, 14, (77, 77)))
-    found = _logits(model, (fork, 14, other[2:]), (store, 16, text[16:]), (wrong, 9, text[9:]))
-    torch.testing.assert_close(found, torch.cat([expected[1][2:], expected[0][16:], expected[0][9:]]), rtol=1e-4, atol=1e-4)
+    logits = _logits(model, (fork, 14, other[2:]), (store, 16, text[16:]), (wrong, 9, text[9:]))
+    torch.testing.assert_close(logits, torch.cat([expected[1][2:], expected[0][16:], expected[0][9:]]), rtol=1e-4, atol=1e-4)
     for held in (fork, wrong, store):
         held.free()
-    found = _logits(model, (model.new_cache(), 0, text))  # in the blocks that the first one had
-    torch.testing.assert_close(found, expected[0], rtol=1e-4, atol=1e-4)
+    logits = _logits(model, (model.new_cache(), 0, text))  # in the blocks that the first one had
+    torch.testing.assert_close(logits, expected[0], rtol=1e-4, atol=1e-4)
 
 
 def test_probe_takes_keys_as_large_as_published_ones() -> None:
@@ -238,8 +238,8 @@ def test_a_model_may_be_asked_by_several_threads() -> None:
 
     with ThreadPoolExecutor(len(texts)) as workers:
         together = list(workers.map(passes, texts))
-    for tokens, found in zip(texts, together, strict=True):
-        assert found == [passes(tokens)[0]] * 40
+    for tokens, results in zip(texts, together, strict=True):
+        assert results == [passes(tokens)[0]] * 40
 
 
 @pytest.mark.parametrize(

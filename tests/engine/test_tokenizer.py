@@ -113,7 +113,7 @@ def test_ids_and_texts_are_the_same(both: tuple[Tokenizer, PreTrainedTokenizerBa
 def test_conversations_are_the_same(both: tuple[Tokenizer, PreTrainedTokenizerBase]) -> None:
     """Guards prompts: blanks of blocks, loops that go on, variables of a block, JSON, thoughts, null fields, a last turn."""
     ours, theirs = both
-    said: list[dict[str, Any]] = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": " <b>é</b> ", "name": None},
         {"role": "skip", "content": "no", "tool_calls": None},
         {"role": "assistant", "content": "Well, ", "reasoning": "hm"},
@@ -121,12 +121,12 @@ def test_conversations_are_the_same(both: tuple[Tokenizer, PreTrainedTokenizerBa
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     for options in ({}, {"add_generation_prompt": True}, {"continue_final_message": True}, {"unknown": (1, 2.5, True)}):
         for shown in (None, tools):
-            wanted = theirs.apply_chat_template(said, shown, tokenize=False, **options)
-            assert ours.apply_chat_template(said, shown, **options) == wanted
+            wanted = theirs.apply_chat_template(messages, shown, tokenize=False, **options)
+            assert ours.apply_chat_template(messages, shown, **options) == wanted
     for broken in ("{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}", "{% set n = namespace(_a=1) %}", "{{ x"):
         ours.chat_template, before = broken, ours.chat_template
         with pytest.raises(Exception, match=r"append|unsafe|_a|expected"):
-            ours.apply_chat_template(said)
+            ours.apply_chat_template(messages)
         ours.chat_template = before
 
 
@@ -139,8 +139,8 @@ def test_other_processes_need_no_transformers(tmp_path: Path, monkeypatch: pytes
     for kind in (byte_level, spaces_stripped):
         kind(tmp_path / "model")
         first = Tokenizer.from_pretrained(str(tmp_path / "model"))
-        said = subprocess.check_output([sys.executable, "-c", code, str(tmp_path / "model")], text=True).strip()
-        assert said == f"{first.encode('a <mark> b')} {first.end_ids} False"
+        output = subprocess.check_output([sys.executable, "-c", code, str(tmp_path / "model")], text=True).strip()
+        assert output == f"{first.encode('a <mark> b')} {first.end_ids} False"
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CASCADE_CACHE", str(tmp_path / "file" / "cache"))
     assert Tokenizer.from_pretrained(str(tmp_path / "model")).decode([0]) == ""
@@ -169,9 +169,9 @@ def test_bytes_of_tokens_are_the_text(kind: Callable[[Path], Any], tmp_path: Pat
     tokenizer, text = loaded(kind, tmp_path), "😀 😃 😄 def def, wörld"
     spelling, decoder = Spelling(tokenizer), tokenizer.decoder(tokenizer.encode("def"))
     ids = tokenizer.encode_part(text)
-    said = "".join(decoder.step(id) for id in ids) + decoder.flush()
-    assert b"".join(map(spelling.bytes, ids)).decode() == said
-    assert said.strip() == text
+    decoded = "".join(decoder.step(id) for id in ids) + decoder.flush()
+    assert b"".join(map(spelling.bytes, ids)).decode() == decoded
+    assert decoded.strip() == text
     assert [spelling.bytes(id) for id in tokenizer.end_ids] == [b""]
 
 

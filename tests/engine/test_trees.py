@@ -97,15 +97,15 @@ class Session:
             alone, _ = self.expected(path_of(draft, node))
             assert own == alone.own[0]
             if scored.runner_ups:  # mixtures keep their bits only nearly
-                found, expected = scored.runner_ups[node + 1], alone.runner_ups[0]
-                assert [one.token for one in found] == [one.token for one in expected]
-                assert [one.gap for one in found] == pytest.approx([one.gap for one in expected], abs=1e-3)
+                ups, expected = scored.runner_ups[node + 1], alone.runner_ups[0]
+                assert [up.token for up in ups] == [up.token for up in expected]
+                assert [up.gap for up in ups] == pytest.approx([up.gap for up in expected], abs=1e-3)
         new, _ = draft.walk(scored.own)
         if self.state is not None and self.params.logprobs is not None:
             wanted = [self.expected(new[:i])[1][0] for i in range(len(new))]
-            for one, other in zip(self.state.logprobs(len(self.text), len(new)), wanted, strict=True):
-                assert [token for token, _ in one.top] == [token for token, _ in other.top]
-                values, others = ([each.logprob, *(value for _, value in each.top)] for each in (one, other))
+            for mine, theirs in zip(self.state.logprobs(len(self.text), len(new)), wanted, strict=True):
+                assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
+                values, others = ([each.logprob, *(value for _, value in each.top)] for each in (mine, theirs))
                 assert values == pytest.approx(others, abs=1e-4)
         self.text += new
         self.held = len(self.text) - 1
@@ -173,7 +173,7 @@ def test_nodes_say_what_their_paths_say(name: str, attention: str, trees: Any, p
     model = model_of(name, attention)
     texts = [[(7 * seed + 5 * place + number) % VOCAB for place in range(size)] for number, size in enumerate((3, 8, 5))]
     exact = name == "llama"
-    sessions = [Session(model, one, text, random.Random(seed), exact=exact) for one, text in zip(params, texts, strict=True)]
+    sessions = [Session(model, own, text, random.Random(seed), exact=exact) for own, text in zip(params, texts, strict=True)]
     for shape in trees:
         drafts = [session.guess(parents) for session, parents in zip(sessions, shape, strict=True)]
         rows = [session.row(draft, 2) for session, draft in zip(sessions, drafts, strict=True)]
@@ -272,9 +272,9 @@ def test_of_a_tree_with_other_own_tokens_the_trunk_is_scored() -> None:
     model = model_of("llama", "native")
     for num_own in (0, 2):
         rows = [Row(model.new_cache(), 0, [1, 2, 3], num_own, GREEDY, draft=draft) for draft in (STAR, STAR.first(2))]
-        one, other = model.run([rows[0]]), model.run([rows[1]])
-        assert one == other
-        assert len(one[0].own) == num_own + 2
+        whole, trunk = model.run([rows[0]]), model.run([rows[1]])
+        assert whole == trunk
+        assert len(whole[0].own) == num_own + 2
 
 
 @pytest.mark.parametrize("spare", [0, 1, 20])
@@ -285,6 +285,6 @@ def test_a_tree_takes_no_more_memory_than_its_depth(spare: int) -> None:
     store.reserve(BLOCK)
     draft = tree(range(20, 29), (-1, 0, 1, -1, -1, -1, 0, 0, 0))
     row = Row(store, BLOCK - 4, [7], 1, GREEDY, draft=draft)
-    [scored] = run_trees([row], lambda rows, _: [Scored([5] * one.num_scored) for one in rows], shares_pass=False)
+    [scored] = run_trees([row], lambda rows, _: [Scored([5] * line.num_scored) for line in rows], shares_pass=False)
     assert len(scored.own) == {0: 4, 1: 5, 20: 10}[spare]
     assert blocks.num_free == spare

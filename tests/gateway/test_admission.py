@@ -60,13 +60,13 @@ def test_places_are_never_lost(steps: list[tuple[str, int]]) -> None:
                 await crowd.come(number)
                 number += 1
             elif living:
-                one = living[pick % len(living)]
+                ticket = living[pick % len(living)]
                 if verb == "leave":
-                    crowd._ends[one].set()
+                    crowd._ends[ticket].set()
                 elif verb == "cancel":
-                    crowd.tasks[one].cancel()
+                    crowd.tasks[ticket].cancel()
                 else:
-                    crowd.lifetimes[one].abort()
+                    crowd.lifetimes[ticket].abort()
             assert 0 <= places.num_running <= 2
             assert places.num_admitted <= 5
             if verb != "come":
@@ -309,7 +309,7 @@ def test_books_balance(steps: list[tuple[str, int, int]]) -> None:
             assert (ticket is None) == (not waiting)
             if ticket is not None:
                 assert ticket is min(
-                    (one for one in waiting if one.flow is ticket.flow), key=lambda one: (one.rank, one.number)
+                    (place for place in waiting if place.flow is ticket.flow), key=lambda place: (place.rank, place.number)
                 )
                 waiting.remove(ticket)
                 running.append(ticket)

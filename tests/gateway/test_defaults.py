@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from cascade import Client, SamplingParams
-from tests.doors import house
 from tests.http.test_http import ask
+from tests.in_process import house
 
 GIVEN = {"temperature": 0.0, "repetition_penalty": 1.5, "max_new_tokens": 12}
 SAME = SamplingParams(temperature=0, repetition_penalty=1.5, max_tokens=12)

@@ -1,4 +1,4 @@
-"""The doors under misuse: heads without end, words without measure, a controller that hangs, a crowd, answers nobody takes."""
+"""The servers under misuse: endless heads, huge words, a controller that hangs, a crowd, answers that nobody takes."""
 
 import asyncio
 import contextlib
@@ -20,8 +20,8 @@ from cascade.v1 import serving_pb2 as pb
 from deployments.gateway.http.events import ClientLeft, Events
 from deployments.gateway.http.openai import ChatBody, CompletionBody, SamplingBody
 from deployments.links import replica_status
-from tests.doors import House, deployment, serving
 from tests.http.test_http import ask
+from tests.in_process import House, deployment, serving
 from tests.waiting import LONG_S, wait_until
 
 LONG = "x" * 20_000
@@ -64,12 +64,12 @@ def test_sentences_fit_into_headers(served: House) -> None:
     """Guards the sentence: one that repeated a long value was larger than what gRPC takes in a header, and another came."""
     with grpc.insecure_channel(served.grpc) as channel:
         stub = stub_of(channel)
-        for asked in (
+        for request in (
             pb.GenerateRequest(prompt="x", sampling=pb.Sampling(stop=[LONG])),
             pb.GenerateRequest(prompt="x", speculation=pb.Speculation(tiers=["日" * 9999])),
             pb.GenerateRequest(prompt="x", sampling=pb.Sampling(structured=pb.Structured(regex="(" + LONG))),
         ):
-            for call in (lambda asked=asked: stub.Complete(asked), lambda asked=asked: list(stub.Generate(asked))):
+            for call in (lambda request=request: stub.Complete(request), lambda request=request: list(stub.Generate(request))):
                 with pytest.raises(grpc.RpcError) as caught:
                     call()
                 assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -78,10 +78,10 @@ def test_sentences_fit_into_headers(served: House) -> None:
 
 def test_a_controller_that_hangs_holds_up_nobody(served: House, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards requests against questions about replicas: each held a thread of those that tokenize, until there were none."""
-    free, asked = threading.Event(), list[str]()
+    free, calls = threading.Event(), list[str]()
 
     def hang() -> dict[str, int]:
-        asked.append("")
+        calls.append("")
         free.wait()
         return {deployment("full"): 1}
 
@@ -90,13 +90,13 @@ def test_a_controller_that_hangs_holds_up_nobody(served: House, monkeypatch: pyt
     try:
         with Client(served.grpc, patience_s=0) as client, ThreadPoolExecutor(40) as pool:
             answers = [pool.submit(client.describe) for _ in range(40)]
-            wait_until(lambda: bool(asked))
+            wait_until(lambda: bool(calls))
             assert client.generate("x " * 1500, SamplingParams(max_tokens=2)).token_ids
             assert ask(served, "/metrics")[0] == 200
             for answer in answers:
                 with pytest.raises(Unavailable, match="controller does not say"):
                     answer.result(LONG_S)
-            assert len(asked) == 1
+            assert len(calls) == 1
     finally:
         free.set()
     with Client(served.grpc) as client:

@@ -15,8 +15,8 @@ from cascade.params import Handling, SamplingParams, Structured
 from cascade.v1 import serving_pb2 as pb
 from deployments.gateway.admission.status import metadata, refusal
 from tests.chat.everywhere import MOST, STOP, TOOLS, WEATHER
-from tests.doors import House
 from tests.http.test_http import ask
+from tests.in_process import House
 from tests.talkers import conversing
 from tests.waiting import LONG_S
 

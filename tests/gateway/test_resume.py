@@ -15,8 +15,8 @@ from cascade.client.rpc import stub_of
 from cascade.params import SamplingParams, Structured
 from tests.chat.everywhere import SAID, TOOLS, user
 from tests.client.test_conformance import LIKELY
-from tests.doors import House, serving
 from tests.http.test_http import PROMPT, ask
+from tests.in_process import House, serving
 from tests.talkers import conversing
 
 served = serving()
@@ -38,48 +38,50 @@ def events(served: House, path: str, body: dict[str, Any]) -> list[Any]:
     """Of a streamed answer, by hand."""
     status, _, raw = ask(served, path, body | {"stream": True, "history": True, "stream_options": {"include_usage": True}})
     assert status == 200, raw
-    *said, last = raw.decode().removesuffix("\n\n").split("\n\n")
+    *pieces, last = raw.decode().removesuffix("\n\n").split("\n\n")
     assert last == "data: [DONE]"
-    return [json.loads(event.removeprefix("data: ")) for event in said]
+    return [json.loads(event.removeprefix("data: ")) for event in pieces]
 
 
-def choices(said: Sequence[Any]) -> dict[int, dict[str, Any]]:
+def choices(pieces: Sequence[Any]) -> dict[int, dict[str, Any]]:
     """What each choice has become."""
-    found: dict[int, dict[str, Any]] = {}
-    for choice in (choice for event in said for choice in event["choices"]):
-        one = found.setdefault(choice["index"], {"text": "", "ids": [], "ends": [], "logprobs": [], "finish": None})
-        one["text"] += choice.get("text", "") + (choice.get("delta", {}).get("content") or "")
-        one["ids"] += choice.get("cascade", {}).get("token_ids", [])
-        one["logprobs"].append(choice["logprobs"])
-        one["finish"] = choice["finish_reason"] or one["finish"]
-    for one in found.values():
-        logprobs = [said for said in one.pop("logprobs") if said]
-        one["logprobs"] = {key: [x for said in logprobs for x in said[key]] for key in (logprobs[0] if logprobs else ())}
-    return found
+    answers: dict[int, dict[str, Any]] = {}
+    for choice in (choice for event in pieces for choice in event["choices"]):
+        answer = answers.setdefault(choice["index"], {"text": "", "ids": [], "ends": [], "logprobs": [], "finish": None})
+        answer["text"] += choice.get("text", "") + (choice.get("delta", {}).get("content") or "")
+        answer["ids"] += choice.get("cascade", {}).get("token_ids", [])
+        answer["logprobs"].append(choice["logprobs"])
+        answer["finish"] = choice["finish_reason"] or answer["finish"]
+    for answer in answers.values():
+        logprobs = [logprob for logprob in answer.pop("logprobs") if logprob]
+        answer["logprobs"] = {
+            key: [x for logprob in logprobs for x in logprob[key]] for key in (logprobs[0] if logprobs else ())
+        }
+    return answers
 
 
-def counted(said: Sequence[Any]) -> dict[str, Any]:
+def counted(pieces: Sequence[Any]) -> dict[str, Any]:
     """The last event's usage, but for what the full tier had kept of the prompt: a second request finds more."""
-    return {name: count for name, count in said[-1]["usage"].items() if name != "prompt_tokens_details"}
+    return {name: count for name, count in pieces[-1]["usage"].items() if name != "prompt_tokens_details"}
 
 
 def test_choices_go_on_over_http(served: House) -> None:
     """Guards several answers in one stream: each goes on after its own tokens, ended ones too, and usage counts all."""
     body = {"prompt": [PROMPT, "x = "], "n": 2, "logprobs": 2, "echo": True, "max_tokens": 20, "temperature": 0.9, "seed": 4}
     body |= {"logit_bias": LIKELY, "stop": [" y x"]}
-    said = events(served, "/v1/completions", body)
-    expected, usage = choices(said), counted(said)
-    told = [choice for event in said for choice in event["choices"] if "seed" in choice.get("cascade", {})]
-    first = {choice["index"]: choice["cascade"]["seed"] for choice in told}
+    pieces = events(served, "/v1/completions", body)
+    expected, usage = choices(pieces), counted(pieces)
+    seeded = [choice for event in pieces for choice in event["choices"] if "seed" in choice.get("cascade", {})]
+    first = {choice["index"]: choice["cascade"]["seed"] for choice in seeded}
     assert [first[index] - first[0] for index in range(4)] == [0, 1] * 2
-    assert len({one["finish"] for one in expected.values()} | {len(one["ids"]) for one in expected.values()}) > 2
-    for cut in range(1, len(said) - 1, 4):
-        had = choices(said[:cut])
+    assert len({answer["finish"] for answer in expected.values()} | {len(answer["ids"]) for answer in expected.values()}) > 2
+    for cut in range(1, len(pieces) - 1, 4):
+        had = choices(pieces[:cut])
         token_ids = [had.get(index, {"ids": []})["ids"] for index in expected]
-        if all(one["finish"] for one in had.values()) and len(had) == len(expected):
+        if all(answer["finish"] for answer in had.values()) and len(had) == len(expected):
             continue
         rest = events(served, "/v1/completions", body | {"seed": first[0], "resume": {"token_ids": token_ids}})
-        behind = [event for event in said[:cut] if all(token_ids[choice["index"]] for choice in event["choices"])]
+        behind = [event for event in pieces[:cut] if all(token_ids[choice["index"]] for choice in event["choices"])]
         assert choices([*behind, *rest]) == expected, cut
         assert counted(rest) == usage
 
@@ -89,21 +91,21 @@ def test_chats_go_on_over_http(parrots: House) -> None:
     messages = user("I look it up." + SAID["hermes"])
     body = {"messages": messages, "tools": TOOLS, "temperature": 0.0, "max_tokens": 60, "seed": 5}
 
-    def message(said: Sequence[Any]) -> tuple[Any, ...]:
-        deltas = [choice["delta"] for event in said for choice in event["choices"]]
+    def message(pieces: Sequence[Any]) -> tuple[Any, ...]:
+        deltas = [choice["delta"] for event in pieces for choice in event["choices"]]
         calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
         names = [call["function"]["name"] for call in calls if "name" in call["function"]]
         text = "".join(delta.get("content") or "" for delta in deltas)
-        ends = [choice["finish_reason"] for event in said for choice in event["choices"] if choice["finish_reason"]]
+        ends = [choice["finish_reason"] for event in pieces for choice in event["choices"] if choice["finish_reason"]]
         roles = [delta["role"] for delta in deltas if "role" in delta]
-        return text, names, "".join(call["function"]["arguments"] for call in calls), ends, roles, counted(said)
+        return text, names, "".join(call["function"]["arguments"] for call in calls), ends, roles, counted(pieces)
 
-    said = events(parrots, "/v1/chat/completions", body)
-    assert message(said)[1] == ["get_weather"]
-    for cut in range(2, len(said) - 2, 3):
-        [had] = choices(said[:cut]).values()
+    pieces = events(parrots, "/v1/chat/completions", body)
+    assert message(pieces)[1] == ["get_weather"]
+    for cut in range(2, len(pieces) - 2, 3):
+        [had] = choices(pieces[:cut]).values()
         rest = events(parrots, "/v1/chat/completions", body | {"resume": {"token_ids": [had["ids"]]}})
-        assert message([*said[:cut], *rest]) == message(said)
+        assert message([*pieces[:cut], *rest]) == message(pieces)
     parrots.settle()
 
 

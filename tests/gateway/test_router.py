@@ -20,8 +20,8 @@ from deployments.full_tier import MAX_FRUITLESS, RetryBudget, held_lease_s
 from deployments.links import replica_status
 from deployments.router import Router
 from tests import small
-from tests.doors import Handle, House, house, serving
 from tests.http.test_http import ask
+from tests.in_process import Handle, House, house, serving
 from tests.links.net import Net
 from tests.tier.test_tier import NAMES, CountingModel
 from tests.toys import full_text
@@ -150,8 +150,8 @@ def test_grammars_that_take_too_much_work_are_refused_at_once(served: House, cap
     with Client(served.grpc) as client, caplog.at_level(logging.INFO):
         stream = client.stream("ab", params, drafted)
         pieces = [next(stream)]
-        asked = {"prompt": "x", "max_tokens": 50, "structured": {"regex": HARD}, "speculation": {"tiers": ["tiny"]}}
-        status, _, answer = ask(served, "/v1/completions", asked)
+        body = {"prompt": "x", "max_tokens": 50, "structured": {"regex": HARD}, "speculation": {"tiers": ["tiny"]}}
+        status, _, answer = ask(served, "/v1/completions", body)
         assert (status, WORDS in answer["error"]["message"]) == (400, True), answer
         with pytest.raises(InvalidRequest, match=WORDS):
             client.generate("x", SamplingParams(max_tokens=50, structured=Structured(regex=HARD)), drafted)

@@ -1,4 +1,4 @@
-"""The router's own doors, gRPC and HTTP: keys, limits, overload, deadlines, slow readers, aborts, draining, probes."""
+"""The router's own servers, gRPC and HTTP: keys, limits, overload, deadlines, slow readers, aborts, draining, probes."""
 
 import base64
 import contextlib
@@ -19,8 +19,8 @@ from cascade.client.rpc import stub_of
 from cascade.errors import DeadlineExceeded, Overloaded, Unauthenticated, Unavailable
 from cascade.params import SamplingParams
 from cascade.v1 import serving_pb2 as pb
-from tests.doors import House, house, serving
 from tests.http.test_http import ask
+from tests.in_process import House, house, serving
 from tests.waiting import LONG_S, wait_until
 
 ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdefgh"
@@ -68,8 +68,8 @@ def busy(served: House, num: int, *metadata: tuple[str, str]) -> Iterator[list[A
 def test_no_key_no_answer(small: House, alice: Client) -> None:
     """Guards every route of both protocols against strangers; only whether it is well is told to all."""
     password = base64.b64encode(f"me:{ALICE}".encode()).decode()
-    asked = {"prompt": "x", "max_tokens": 2}
-    routes = (("/v1/models", None), ("/v1/completions", asked), ("/tokenize", {"prompt": "x"}), ("/metrics", None), ("/", None))
+    short = {"prompt": "x", "max_tokens": 2}
+    routes = (("/v1/models", None), ("/v1/completions", short), ("/tokenize", {"prompt": "x"}), ("/metrics", None), ("/", None))
     for path, body in (*routes, ("/openapi.json", None)):
         for headers in ({}, {"Authorization": "Bearer wrong"}):
             status, got, answer = ask(small, path, body, **headers)
@@ -79,8 +79,8 @@ def test_no_key_no_answer(small: House, alice: Client) -> None:
             assert ask(small, path, body, Authorization=sent)[0] == 200
     assert ask(small, "/health")[0] == 200
     with Client(small.grpc) as stranger:
-        said = [{"role": "user", "content": "x"}]
-        chats = (lambda: stranger.chat(said), lambda: list(stranger.stream_chat(said)))
+        messages = [{"role": "user", "content": "x"}]
+        chats = (lambda: stranger.chat(messages), lambda: list(stranger.stream_chat(messages)))
         for call in (lambda: stranger.generate("x"), lambda: list(stranger.stream("x")), stranger.describe, *chats):
             with pytest.raises(Unauthenticated, match="API key"):
                 call()
@@ -117,15 +117,15 @@ def test_full_server_says_so_at_once(small: House) -> None:
 
 def test_deadlines_are_kept(small: House) -> None:
     """Guards deadlines while an answer is written and while it waits, in both protocols."""
-    asked = {"prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True}
+    body = {"prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True}
     headers = {"Authorization": f"Bearer {ALICE}", "X_Request_Timeout_Seconds": "0.4"}
     for num in (0, 2):
         with busy(small, num):
-            status, _, answer = ask(small, "/v1/completions", asked, **headers)
+            status, _, answer = ask(small, "/v1/completions", body, **headers)
             assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
             with Client(small.grpc, api_key=ALICE, timeout=0.4) as hasty, pytest.raises(DeadlineExceeded):
                 hasty.generate(PROMPT, LONG)
-    status, _, answer = ask(small, "/v1/completions", asked, **headers | {"X_Request_Timeout_Seconds": "-1"})
+    status, _, answer = ask(small, "/v1/completions", body, **headers | {"X_Request_Timeout_Seconds": "-1"})
     assert status == 400
 
 
@@ -187,14 +187,14 @@ def test_requests_are_logged_without_their_words(small: House, alice: Client, ca
     with caplog.at_level(logging.DEBUG):
         answer = alice.generate(PROMPT, SamplingParams(max_tokens=12))
         ask(small, "/v1/completions", {"prompt": PROMPT, "temperature": -1}, **key)
-        asked = {"prompt": PROMPT, "max_tokens": 10, "ignore_eos": True, "n": 2}
-        ask(small, "/v1/completions", asked, X_Request_Id="my-request", **key)
+        body = {"prompt": PROMPT, "max_tokens": 10, "ignore_eos": True, "n": 2}
+        ask(small, "/v1/completions", body, X_Request_Id="my-request", **key)
         small.settle()
     for words in (PROMPT, answer.text, ALICE):
         assert words not in caplog.text
     _, record = [record for record in caplog.records if record.name == "deployments.access"]
-    said = "request_id=my-request key=alice outcomes=length answers=2 prompt_tokens=14 output_tokens=20 seconds="
-    assert record.getMessage().startswith(said)
+    record_begins = "request_id=my-request key=alice outcomes=length answers=2 prompt_tokens=14 output_tokens=20 seconds="
+    assert record.getMessage().startswith(record_begins)
     assert vars(record)["request_id"] == "my-request"
 
 
@@ -205,9 +205,9 @@ def test_health_and_reflection(small: House) -> None:
             answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
         reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
-        asked = reflection_pb2.ServerReflectionRequest(file_containing_symbol="cascade.v1.Cascade")
-        [found] = reflection.ServerReflectionInfo(iter([asked]))
-        assert found.file_descriptor_response.file_descriptor_proto
+        request = reflection_pb2.ServerReflectionRequest(file_containing_symbol="cascade.v1.Cascade")
+        [response] = reflection.ServerReflectionInfo(iter([request]))
+        assert response.file_descriptor_response.file_descriptor_proto
 
 
 def test_slow_readers_are_slowed_then_dropped() -> None:
@@ -271,19 +271,19 @@ def test_drain_closes_the_doors_and_lets_answers_end() -> None:
 def test_clients_of_a_router_that_drains_go_to_another() -> None:
     """Guards routers that share their ports: while one drained, calls on kept connections and half of the new ones failed."""
     params, over = SamplingParams(max_tokens=4, seed=1), threading.Event()
-    with house(pass_s=0.001) as one, house(listen=one.router._config.router.listen.model_dump(), pass_s=0.001) as other:
+    with house(pass_s=0.001) as near, house(listen=near.router._config.router.listen.model_dump(), pass_s=0.001) as other:
 
         def keep_asking(_: int) -> int:
-            with Client(one.grpc, timeout=LONG_S) as client:
+            with Client(near.grpc, timeout=LONG_S) as client:
                 return sum(len(client.generate(PROMPT, params).token_ids) > 0 for _ in iter(over.is_set, True))
 
         with ThreadPoolExecutor(4) as threads:
             counts = threads.map(keep_asking, range(4))
-            busiest = one.router.admission.places
+            busiest = near.router.admission.places
             wait_until(lambda: busiest.num_admitted > 0 or other.router.admission.places.num_admitted > 0)
-            one.call(one.router.drain())
+            near.call(near.router.drain())
             for _ in range(8):
-                assert ask(one, "/health")[0] == 200
+                assert ask(near, "/health")[0] == 200
             over.set()
             assert all(counts)
         other.settle()

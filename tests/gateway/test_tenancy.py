@@ -1,4 +1,4 @@
-"""What a key may ask for and what it gets, at the router's doors: priorities, shares, limits that routers keep together."""
+"""What a key may ask for and what it gets, at the router: priorities, shares, limits that routers keep together."""
 
 import asyncio
 import contextlib
@@ -10,8 +10,8 @@ from cascade.client import AsyncClient, Client
 from cascade.client.server_info import KeyInfo
 from cascade.errors import PermissionDenied
 from cascade.params import Handling, SamplingParams
-from tests.doors import House, serving
 from tests.http.test_http import ask
+from tests.in_process import House, serving
 from tests.waiting import until
 
 ALICE, BOB, CAROL = "alice-0123456789abcdef", "bob-0123456789abcdefgh", "carol-0123456789abcdef"
@@ -29,13 +29,13 @@ def test_a_key_goes_no_sooner_than_it_may(keyed: House, key: str, name: str, soo
     sentence = f"priority is {soonest - 1}: requests of key {name} may ask for {soonest} and up, lower is served sooner"
     with Client(keyed.grpc, api_key=key) as client:
         assert client.generate("x", SHORT, handling=Handling(soonest)).token_ids
-        said = [{"role": "user", "content": "x"}]
-        for call in (client.generate, lambda _, *args, **options: client.chat(said, *args, **options)):
+        messages = [{"role": "user", "content": "x"}]
+        for call in (client.generate, lambda _, *args, **options: client.chat(messages, *args, **options)):
             with pytest.raises(PermissionDenied, match=sentence):
                 call("x", SHORT, handling=Handling(soonest - 1))
-    for path, body in (("completions", {"prompt": "x"}), ("chat/completions", {"messages": said})):
-        asked = {**body, "max_tokens": 4, "priority": soonest - 1}
-        status, _, answer = ask(keyed, f"/v1/{path}", asked, Authorization=f"Bearer {key}")
+    for path, body in (("completions", {"prompt": "x"}), ("chat/completions", {"messages": messages})):
+        request = {**body, "max_tokens": 4, "priority": soonest - 1}
+        status, _, answer = ask(keyed, f"/v1/{path}", request, Authorization=f"Bearer {key}")
         assert (status, answer["error"]["type"], answer["error"]["code"]) == (403, "permission_error", "permission_denied")
         assert answer["error"]["message"] == sentence
 
@@ -59,7 +59,7 @@ crowded = serving(
 )
 
 
-async def in_order(built: House, asked: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+async def in_order(built: House, requests: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
     """Requests of keys, with priorities, which come in this order and all wait before one is served; in that of their ends."""
     ended, tasks = list[tuple[str, int]](), list[asyncio.Task[None]]()
 
@@ -68,11 +68,11 @@ async def in_order(built: House, asked: Sequence[tuple[str, int]]) -> list[tuple
         ended.append((key, priority))
 
     async with contextlib.AsyncExitStack() as stack:
-        keys = {CAROL, *(key for key, _ in asked)}
+        keys = {CAROL, *(key for key, _ in requests)}
         clients = {key: await stack.enter_async_context(AsyncClient(built.grpc, api_key=key)) for key in keys}
         first = clients[CAROL].stream("x", LONG)  # has the turn
         await anext(first)
-        for key, priority in asked:
+        for key, priority in requests:
             tasks.append(asyncio.create_task(ask_as(clients[key], key, priority)))
             await until(lambda: built.router.admission.places.num_waiting == len(tasks))
         await first.aclose()

@@ -16,8 +16,8 @@ from cascade.engine.grammar import Grammars
 from cascade.errors import ConfigError, InvalidRequest
 from cascade.params import SamplingParams, Structured
 from tests.chat.everywhere import SAID
-from tests.doors import House
 from tests.http.test_http import PROMPT, ask
+from tests.in_process import House
 from tests.talkers import conversing
 
 ASKED: dict[str, Any] = {"role": "user", "content": "one two"}
@@ -31,9 +31,9 @@ served = conversing(access={"allowed_origins": ["https://page.example"]})  # a p
 
 def completed(served: House, path: str, body: dict[str, Any], **headers: str) -> tuple[dict[str, str], Any]:
     """Headers and body of an answer."""
-    status, said, answer = ask(served, path, body, **headers)
+    status, replied, answer = ask(served, path, body, **headers)
     assert status == 200, answer
-    return said, answer
+    return replied, answer
 
 
 @pytest.mark.parametrize(
@@ -87,11 +87,11 @@ def test_claude_codes_billing_line_is_not_for_the_model(served: House) -> None:
     plain = ask(served, "/v1/messages/count_tokens", {"messages": [ASKED], "system": rules})[2]
     cached = []
     for nonce in ("1f3", "a07"):
-        told = [{"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.1; cch={nonce};"}, *rules]
-        headers, answer = completed(served, "/v1/messages", {**body, "system": told})
+        system = [{"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.1; cch={nonce};"}, *rules]
+        headers, answer = completed(served, "/v1/messages", {**body, "system": system})
         cached.append(answer["usage"]["cache_read_input_tokens"])
         assert headers["warning"] == '299 - "No effect here: context_management, x-anthropic-billing-header"'
-        assert ask(served, "/v1/messages/count_tokens", {"messages": [ASKED], "system": told})[2] == plain
+        assert ask(served, "/v1/messages/count_tokens", {"messages": [ASKED], "system": system})[2] == plain
     assert cached[1] > plain["input_tokens"] * 0.8
 
 
@@ -116,24 +116,24 @@ def test_a_call_that_was_cut_goes_back(served: House) -> None:
     """Guards the next turn after a call that `max_tokens` or `stop` cut: the server refused what it had written."""
     says = {"role": "user", "content": SAID["hermes"]}
     for cut in ({"max_tokens": CUT}, {"max_tokens": 90, "stop": "Rome"}):
-        asked = {"messages": [says], "tools": [{"type": "function", "function": WEATHER}], "temperature": 0, **cut}
-        turn = completed(served, "/v1/chat/completions", asked)[1]["choices"][0]["message"]
+        request = {"messages": [says], "tools": [{"type": "function", "function": WEATHER}], "temperature": 0, **cut}
+        turn = completed(served, "/v1/chat/completions", request)[1]["choices"][0]["message"]
         [call] = turn["tool_calls"]
         with pytest.raises(ValueError, match=r"Expecting|Unterminated|Invalid"):
             json.loads(call["function"]["arguments"])
         result = {"role": "tool", "tool_call_id": call["id"], "content": "no JSON"}
-        completed(served, "/v1/chat/completions", {**asked, "messages": [says, turn, result, ASKED]})
+        completed(served, "/v1/chat/completions", {**request, "messages": [says, turn, result, ASKED]})
     tools = [{"type": "function", **WEATHER}]
-    asked = {"input": SAID["hermes"], "tools": tools, "temperature": 0, "max_output_tokens": CUT}
-    output = completed(served, "/v1/responses", asked)[1]["output"]
+    request = {"input": SAID["hermes"], "tools": tools, "temperature": 0, "max_output_tokens": CUT}
+    output = completed(served, "/v1/responses", request)[1]["output"]
     assert output[-1]["status"] == "incomplete"
-    said = [{"role": "user", "content": SAID["hermes"]}, *output, {"role": "user", "content": "x"}]
-    completed(served, "/v1/responses", {**asked, "input": said})
-    asked = {"tools": [{"name": "get_weather", "input_schema": WEATHER["parameters"]}], "temperature": 0, "max_tokens": CUT}
-    content = completed(served, "/v1/messages", {**asked, "messages": [says]})[1]["content"]
+    turns = [{"role": "user", "content": SAID["hermes"]}, *output, {"role": "user", "content": "x"}]
+    completed(served, "/v1/responses", {**request, "input": turns})
+    request = {"tools": [{"name": "get_weather", "input_schema": WEATHER["parameters"]}], "temperature": 0, "max_tokens": CUT}
+    content = completed(served, "/v1/messages", {**request, "messages": [says]})[1]["content"]
     assert content[-1]["type"] == "tool_use"
-    completed(served, "/v1/messages", {**asked, "messages": [says, {"role": "assistant", "content": content}, ASKED]})
-    completed(served, "/v1/messages", {**asked, "messages": [says, {"role": "assistant", "content": []}, ASKED]})
+    completed(served, "/v1/messages", {**request, "messages": [says, {"role": "assistant", "content": content}, ASKED]})
+    completed(served, "/v1/messages", {**request, "messages": [says, {"role": "assistant", "content": []}, ASKED]})
 
 
 def test_empty_lists_are_none(served: House) -> None:
@@ -173,20 +173,20 @@ def test_seeds_survive_javascript(served: House) -> None:
 
 def test_a_prompt_is_scored_without_an_answer(served: House) -> None:
     """Guards `echo` with `max_tokens: 0` and `logprobs`, by which harnesses score texts: it was refused."""
-    asked = {"prompt": [PROMPT, "import os"], "echo": True, "logprobs": 2, "temperature": 0}
-    one = completed(served, "/v1/completions", {**asked, "max_tokens": 1})[1]
-    none = completed(served, "/v1/completions", {**asked, "max_tokens": 0})[1]
-    for with_token, without in zip(one["choices"], none["choices"], strict=True):
+    request = {"prompt": [PROMPT, "import os"], "echo": True, "logprobs": 2, "temperature": 0}
+    single = completed(served, "/v1/completions", {**request, "max_tokens": 1})[1]
+    none = completed(served, "/v1/completions", {**request, "max_tokens": 0})[1]
+    for with_token, without in zip(single["choices"], none["choices"], strict=True):
         assert without["finish_reason"] == "length"
         assert with_token["text"].startswith(without["text"])
         for name, values in without["logprobs"].items():
             assert values == with_token["logprobs"][name][:-1]
-    assert [choice["text"] for choice in none["choices"]] == asked["prompt"]
+    assert [choice["text"] for choice in none["choices"]] == request["prompt"]
     assert none["usage"]["completion_tokens"] == 0
-    raw = ask(served, "/v1/completions", {**asked, "max_tokens": 0, "stream": True})[2].decode()
+    raw = ask(served, "/v1/completions", {**request, "max_tokens": 0, "stream": True})[2].decode()
     pieces = [json.loads(line.removeprefix("data: ")) for line in raw.splitlines() if line.startswith("data: {")]
-    texts = ["".join(one["choices"][0]["text"] for one in pieces if one["choices"][0]["index"] == i) for i in range(2)]
-    assert texts == asked["prompt"]
+    texts = ["".join(piece["choices"][0]["text"] for piece in pieces if piece["choices"][0]["index"] == i) for i in range(2)]
+    assert texts == request["prompt"]
     status, _, answer = ask(served, "/v1/completions", {"prompt": "x", "max_tokens": 0})
     assert (status, answer["error"]["param"]) == (400, "max_tokens")
 
@@ -229,8 +229,8 @@ def test_refusals_are_in_the_log(served: House, caplog: pytest.LogCaptureFixture
             ask(served, "/v1/completions", {"prompt": "x", "temperature": -1}, X_Request_Id="mine-7")
     [record, *more] = [record for record in caplog.records if "Refused" in record.message]
     assert all(later.created - record.created >= 0.9 for later in more)
-    for said in ("code=invalid_request", "param=temperature", "key=anonymous", "request_id=mine-7"):
-        assert said in record.message
+    for field in ("code=invalid_request", "param=temperature", "key=anonymous", "request_id=mine-7"):
+        assert field in record.message
 
 
 class Order(BaseModel):

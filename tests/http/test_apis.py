@@ -10,8 +10,8 @@ from anthropic import Anthropic
 from openai import OpenAI
 
 from tests.chat.everywhere import SAID, user
-from tests.doors import House
 from tests.http.test_http import ask
+from tests.in_process import House
 from tests.talkers import conversing
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
@@ -64,77 +64,77 @@ def of_message(answer: Any) -> tuple[str, str, list[Any]]:
     return thoughts, words, [block.input for block in blocks if block.type == "tool_use"]
 
 
-@pytest.mark.parametrize("said", TURNS)
-def test_responses_are_turns_of_chats(served: House, responses: Any, said: str) -> None:
+@pytest.mark.parametrize("prompt", TURNS)
+def test_responses_are_turns_of_chats(served: House, responses: Any, prompt: str) -> None:
     """Guards `/v1/responses`: items have what chats have, whole, streamed, and as the client puts the stream together."""
-    asked = {"model": served.model, "input": said, "tools": [TOOL], "max_output_tokens": 200, "extra_body": SAMPLING}
-    whole = responses.create(**asked)
-    assert of_response(whole) == TURNS[said]
+    request = {"model": served.model, "input": prompt, "tools": [TOOL], "max_output_tokens": 200, "extra_body": SAMPLING}
+    whole = responses.create(**request)
+    assert of_response(whole) == TURNS[prompt]
     assert whole.status == "completed"
-    events = list(responses.create(stream=True, **asked))
+    events = list(responses.create(stream=True, **request))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
     last = events[-1]
     assert last.type == "response.completed"
-    assert of_response(last.response) == TURNS[said]
+    assert of_response(last.response) == TURNS[prompt]
     assert last.response.usage.output_tokens == whole.usage.output_tokens
     assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens
-    assert bool(whole.usage.output_tokens_details.reasoning_tokens) == bool(TURNS[said][0])
+    assert bool(whole.usage.output_tokens_details.reasoning_tokens) == bool(TURNS[prompt][0])
     for index, item in enumerate(last.response.output):
         own = [event for event in events if getattr(event, "output_index", None) == index]
         assert (own[0].type, own[-1].type) == ("response.output_item.added", "response.output_item.done")
         assert own[-1].item == item
         pieces = "".join(event.delta for event in own if event.type.endswith(".delta"))
         assert pieces == (item.arguments if item.type == "function_call" else item.content[0].text)
-    with responses.stream(**asked) as stream:
-        assert of_response(stream.get_final_response()) == TURNS[said]
+    with responses.stream(**request) as stream:
+        assert of_response(stream.get_final_response()) == TURNS[prompt]
 
 
-@pytest.mark.parametrize("said", TURNS)
-def test_messages_are_turns_of_chats(served: House, messages: Any, said: str) -> None:
+@pytest.mark.parametrize("prompt", TURNS)
+def test_messages_are_turns_of_chats(served: House, messages: Any, prompt: str) -> None:
     """Guards `/v1/messages` likewise."""
-    asked = {"model": served.model, "messages": user(said), "tools": [CUSTOM], "max_tokens": 200, "extra_body": SAMPLING}
-    whole = messages.create(**asked)
-    assert of_message(whole) == TURNS[said]
-    assert whole.stop_reason == ("tool_use" if TURNS[said][2] else "end_turn")
-    events = list(messages.create(stream=True, **asked))
+    request = {"model": served.model, "messages": user(prompt), "tools": [CUSTOM], "max_tokens": 200, "extra_body": SAMPLING}
+    whole = messages.create(**request)
+    assert of_message(whole) == TURNS[prompt]
+    assert whole.stop_reason == ("tool_use" if TURNS[prompt][2] else "end_turn")
+    events = list(messages.create(stream=True, **request))
     assert (events[0].type, [event.type for event in events[-2:]]) == ("message_start", ["message_delta", "message_stop"])
     kinds = [event.type for event in events[1:-2]]
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == len(whole.content)
-    with messages.stream(**asked) as stream:
+    with messages.stream(**request) as stream:
         final = stream.get_final_message()
-    assert of_message(final) == TURNS[said]
+    assert of_message(final) == TURNS[prompt]
     assert (final.stop_reason, final.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
-    counted = messages.count_tokens(model=served.model, messages=user(said), tools=[CUSTOM])
+    counted = messages.count_tokens(model=served.model, messages=user(prompt), tools=[CUSTOM])
     usage = whole.usage
     assert counted.input_tokens == events[0].message.usage.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
 
 
 def test_calls_are_answered(served: House, responses: Any, messages: Any) -> None:
     """Guards agents, whose next request has thoughts, calls and results: the prompt is that of the same chat."""
-    said = "<think>hm</think>I look it up." + SAID["hermes"]
-    first = responses.create(model=served.model, input=said, tools=[TOOL], extra_body=SAMPLING)
+    prompt = "<think>hm</think>I look it up." + SAID["hermes"]
+    first = responses.create(model=served.model, input=prompt, tools=[TOOL], extra_body=SAMPLING)
     [call] = [item for item in first.output if item.type == "function_call"]
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sun"}
-    again = [*user(said), *(item.model_dump() for item in first.output), result, *user("so?")]
+    again = [*user(prompt), *(item.model_dump() for item in first.output), result, *user("so?")]
     second = responses.create(model=served.model, input=again, instructions="Be brief.", tools=[TOOL], extra_body=SAMPLING)
     called = {"id": call.call_id, "type": "function", "function": {"name": "get_weather", "arguments": call.arguments}}
     turn = {"role": "assistant", "content": "I look it up.", "reasoning_content": "hm", "tool_calls": [called]}
     results = [{"role": "tool", "tool_call_id": call.call_id, "content": "sun"}]
     system = [{"role": "system", "content": "Be brief."}]
     tools = [{"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}]
-    chat = {"messages": [*system, *user(said), turn, *results, *user("so?")], "tools": tools, **SAMPLING}
+    chat = {"messages": [*system, *user(prompt), turn, *results, *user("so?")], "tools": tools, **SAMPLING}
     wanted = ask(served, "/v1/chat/completions", chat)[2]
     assert second.output_text == wanted["choices"][0]["message"]["content"] == "so?"
     assert second.usage.input_tokens == wanted["usage"]["prompt_tokens"]
 
-    asked: dict[str, Any] = {"model": served.model, "tools": [CUSTOM], "max_tokens": 200, "extra_body": SAMPLING}
-    message = messages.create(messages=user(said), **asked)
+    request: dict[str, Any] = {"model": served.model, "tools": [CUSTOM], "max_tokens": 200, "extra_body": SAMPLING}
+    message = messages.create(messages=user(prompt), **request)
     [block] = [block for block in message.content if block.type == "tool_use"]
     answered = [{"type": "tool_result", "tool_use_id": block.id, "content": "sun"}, {"type": "text", "text": "so?"}]
     back: Any = message.model_dump()["content"]
-    turns: Any = [*user(said), {"role": "assistant", "content": back}, {"role": "user", "content": answered}]
-    reply = messages.create(messages=turns, system=[{"type": "text", "text": "Be brief."}], **asked)
+    turns: Any = [*user(prompt), {"role": "assistant", "content": back}, {"role": "user", "content": answered}]
+    reply = messages.create(messages=turns, system=[{"type": "text", "text": "Be brief."}], **request)
     assert of_message(reply) == ("", "so?", [])
     arguments = json.dumps(block.input)
     turn["tool_calls"] = [{**called, "id": block.id, "function": {"name": "get_weather", "arguments": arguments}}]
@@ -147,26 +147,26 @@ def test_choices_and_forms_are_kept(served: House, responses: Any, messages: Any
     """Guards tool choices and structured text, which are enforced over all APIs alike."""
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     form = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
-    said = responses.create(model=served.model, input="x", text=form, extra_body=SAMPLING)
-    assert json.loads(said.output_text)["a"] in (1, 2)
+    response = responses.create(model=served.model, input="x", text=form, extra_body=SAMPLING)
+    assert json.loads(response.output_text)["a"] in (1, 2)
     config: Any = {"format": {"type": "json_schema", "schema": schema}}
-    asked: dict[str, Any] = {"model": served.model, "messages": user("x"), "max_tokens": 60, "extra_body": SAMPLING}
-    assert json.loads(of_message(messages.create(output_config=config, **asked))[1])["a"] in (1, 2)
+    request: dict[str, Any] = {"model": served.model, "messages": user("x"), "max_tokens": 60, "extra_body": SAMPLING}
+    assert json.loads(of_message(messages.create(output_config=config, **request))[1])["a"] in (1, 2)
     for choice in ("required", {"type": "function", "name": "get_weather"}):
         asked_so = {"input": "x", "tools": [TOOL], "tool_choice": choice, "max_output_tokens": 60}
         [item, *_] = responses.create(model=served.model, extra_body=SAMPLING, **asked_so).output
         assert (item.type, item.name) == ("function_call", "get_weather")
     for chosen in ({"type": "any"}, {"type": "tool", "name": "get_weather"}):
-        one = {**chosen, "disable_parallel_tool_use": True}
-        assert messages.create(tools=[CUSTOM], tool_choice=one, **asked).content[0].type == "tool_use"
-    assert not of_message(messages.create(tools=[CUSTOM], tool_choice={"type": "none"}, **asked))[2]
+        single = {**chosen, "disable_parallel_tool_use": True}
+        assert messages.create(tools=[CUSTOM], tool_choice=single, **request).content[0].type == "tool_use"
+    assert not of_message(messages.create(tools=[CUSTOM], tool_choice={"type": "none"}, **request))[2]
 
 
 def test_calls_that_are_no_json_are_handed_on(served: House, messages: Any) -> None:
     """Guards answers of models that write `{city: Rome}`: they ended in an error of the server's own."""
-    said = '<tool_call>{"name": "get_weather", "arguments": {city: Rome}}</tool_call>'
-    asked: dict[str, Any] = {"model": served.model, "messages": user(said), "max_tokens": 200, "extra_body": SAMPLING}
-    assert of_message(messages.create(tools=[CUSTOM], **asked))[2] == [{"INVALID_JSON": "{city: Rome}"}]
+    prompt = '<tool_call>{"name": "get_weather", "arguments": {city: Rome}}</tool_call>'
+    request: dict[str, Any] = {"model": served.model, "messages": user(prompt), "max_tokens": 200, "extra_body": SAMPLING}
+    assert of_message(messages.create(tools=[CUSTOM], **request))[2] == [{"INVALID_JSON": "{city: Rome}"}]
 
 
 def test_numbers_that_json_lacks_come_back(served: House) -> None:
@@ -180,31 +180,31 @@ def test_ends_are_told(served: House, responses: Any, messages: Any) -> None:
     """Guards why a turn ended: its limit, a stop string, and which."""
     cut = responses.create(model=served.model, input="one two three four", max_output_tokens=2, extra_body=SAMPLING)
     assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-    asked: dict[str, Any] = {"model": served.model, "messages": user("one two three four"), "extra_body": SAMPLING}
-    assert messages.create(max_tokens=2, **asked).stop_reason == "max_tokens"
-    stopped = messages.create(max_tokens=50, stop_sequences=["zzz", "three"], **asked)
+    request: dict[str, Any] = {"model": served.model, "messages": user("one two three four"), "extra_body": SAMPLING}
+    assert messages.create(max_tokens=2, **request).stop_reason == "max_tokens"
+    stopped = messages.create(max_tokens=50, stop_sequences=["zzz", "three"], **request)
     assert (stopped.stop_reason, stopped.stop_sequence, of_message(stopped)[1]) == ("stop_sequence", "three", "one two ")
-    asked["messages"] += [{"role": "assistant", "content": "one two"}]
-    assert of_message(messages.create(max_tokens=50, **asked))[1] == " three four"
+    request["messages"] += [{"role": "assistant", "content": "one two"}]
+    assert of_message(messages.create(max_tokens=50, **request))[1] == " three four"
 
 
 def test_thinking_is_switched(served: House, messages: Any) -> None:
     """Guards `thinking`, which sets the variable of the template, and leaves thoughts out where nobody wants them."""
-    asked: dict[str, Any] = {"model": served.model, "max_tokens": 100, "extra_body": SAMPLING}
-    said = user("<think>\nhm</think>So it is.")  # the template may have written the first two
-    on = messages.create(messages=said, thinking={"type": "enabled", "budget_tokens": 1024}, **asked)
+    request: dict[str, Any] = {"model": served.model, "max_tokens": 100, "extra_body": SAMPLING}
+    messages_ = user("<think>\nhm</think>So it is.")  # the template may have written the first two
+    on = messages.create(messages=messages_, thinking={"type": "enabled", "budget_tokens": 1024}, **request)
     assert of_message(on) == ("hm", "So it is.", [])
-    off = messages.create(messages=user("<think>\n</think>\nSo it is."), thinking={"type": "disabled"}, **asked)
+    off = messages.create(messages=user("<think>\n</think>\nSo it is."), thinking={"type": "disabled"}, **request)
     assert of_message(off) == ("", "So it is.", [])
-    quiet = messages.create(messages=said, thinking={"type": "adaptive", "display": "omitted"}, **asked)
+    quiet = messages.create(messages=messages_, thinking={"type": "adaptive", "display": "omitted"}, **request)
     assert of_message(quiet) == ("", "So it is.", [])
 
 
 def test_a_prompt_that_was_here_is_cached(served: House, responses: Any, messages: Any) -> None:
     """Guards counts of cached tokens over all APIs, which only the full tier knows."""
     long = "the quick brown fox jumps over the lazy dog and " * 12
-    asked = {"prompt": long, "max_tokens": 2, "seed": 3}
-    counts = [ask(served, "/v1/completions", asked)[2]["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(2)]
+    request = {"prompt": long, "max_tokens": 2, "seed": 3}
+    counts = [ask(served, "/v1/completions", request)[2]["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(2)]
     assert counts[0] == 0 < counts[1]
     for _ in range(2):
         first = responses.create(model=served.model, input=long, max_output_tokens=2, extra_body=SAMPLING).usage
@@ -216,7 +216,7 @@ def test_a_prompt_that_was_here_is_cached(served: House, responses: Any, message
 
 def test_anthropics_errors_have_its_form(served: House, messages: Any) -> None:
     """Guards errors of `/v1/messages`: Anthropic's shape and types, whoever refuses, and in mid-stream."""
-    asked: dict[str, Any] = {"model": served.model, "messages": user("x"), "max_tokens": 5}
+    request: dict[str, Any] = {"model": served.model, "messages": user("x"), "max_tokens": 5}
     image = [{"type": "image", "source": {"type": "url", "url": "x"}}]
     for change, kind in (
         ({"model": "nobody"}, anthropic.NotFoundError),
@@ -226,7 +226,7 @@ def test_anthropics_errors_have_its_form(served: House, messages: Any) -> None:
         ({"extra_body": {"strange": 1}}, anthropic.BadRequestError),
     ):
         with pytest.raises(kind) as error:
-            messages.create(**asked | change)
+            messages.create(**request | change)
         body: Any = error.value.body
         assert body["type"] == "error"
         assert body["error"]["type"] == ("not_found_error" if kind is anthropic.NotFoundError else "invalid_request_error")

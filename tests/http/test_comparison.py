@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from deployments.gateway.http.openai import ChatBody, CompletionBody
-from tests.doors import House, serving
 from tests.http.test_http import ask
+from tests.in_process import House, serving
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "comparison.md").read_text(encoding="utf-8")
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "seed": 3}
@@ -35,12 +35,12 @@ def test_fields_are_taken_or_refused_as_the_page_says(served: House) -> None:
     """Guards newcomers, who send what other servers take: it works or is named, or is refused with a sentence."""
     fields = rows("Request fields")
     assert len(fields) > 100
-    for name, said in fields.items():
-        assert any(name in names(body) for body in (CompletionBody, ChatBody)) != said.startswith("refused"), name
-        if said.startswith("refused"):
+    for name, support in fields.items():
+        assert any(name in names(body) for body in (CompletionBody, ChatBody)) != support.startswith("refused"), name
+        if support.startswith("refused"):
             status, _, answer = ask(served, "/v1/completions", {**TEXT, name: 1})
             assert (status, answer["error"]["message"].split()[0]) == (400, name), name
-    inert = {name: INERT.get(name, "x") for name, said in fields.items() if said.startswith("no effect")}
+    inert = {name: INERT.get(name, "x") for name, support in fields.items() if support.startswith("no effect")}
     for path, base, more in (("/v1/completions", TEXT, {}), ("/v1/chat/completions", CHAT, {"reasoning_effort": "low"})):
         given = inert | more
         answers = [ask(served, path, {**base, **fields}) for fields in (given, dict.fromkeys(given), {})]
@@ -61,5 +61,5 @@ def test_fields_that_are_taken_are_on_the_page() -> None:
     ours = {"adapter", "structured", "speculation", "history", "resume", "train"}
     assert (
         names(CompletionBody) | names(ChatBody)
-        == {name for name, said in rows("Request fields").items() if not said.startswith("refused")} | ours
+        == {name for name, support in rows("Request fields").items() if not support.startswith("refused")} | ours
     )

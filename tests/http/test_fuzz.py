@@ -22,8 +22,8 @@ from deployments.gateway.http.messages import MessagesBody
 from deployments.gateway.http.openai import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from deployments.gateway.http.responses import ResponsesBody
 from tests.cases import examples
-from tests.doors import House, house
 from tests.http.test_http import expected
+from tests.in_process import House, house
 from tests.waiting import LONG_S
 
 JSON = "application/json"
@@ -155,12 +155,12 @@ def fields(draw: st.DrawFn, kind: Any) -> Any:
         field = by_name[name]
         own, entry = getattr(message, name), field.message_type
         if entry is not None and entry.GetOptions().map_entry:
-            key, value = (draw(SCALARS[one.type]) for one in entry.fields)
+            key, value = (draw(SCALARS[part.type]) for part in entry.fields)
             own[key] = value
         elif entry is not None:
             inner = st.deferred(lambda entry=entry: fields(GetMessageClass(entry)))
-            for one in draw(st.lists(inner, min_size=1, max_size=2 if field.is_repeated else 1)):
-                (own.add() if field.is_repeated else own).MergeFrom(one)
+            for item in draw(st.lists(inner, min_size=1, max_size=2 if field.is_repeated else 1)):
+                (own.add() if field.is_repeated else own).MergeFrom(item)
         elif field.is_repeated:
             own.extend(draw(st.lists(SCALARS[field.type], max_size=3)))
         else:

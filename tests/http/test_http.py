@@ -16,7 +16,7 @@ from cascade.client import Client
 from cascade.errors import InvalidRequest
 from cascade.messages import origin_level
 from cascade.params import SamplingParams, Speculation
-from tests.doors import House, house, serving
+from tests.in_process import House, house, serving
 from tests.waiting import LONG_S, first
 
 PROMPT = "def read(path):\n    with open(path) as file:\n"
@@ -58,8 +58,8 @@ def expected(served: House, params: SamplingParams, prompt: Any = PROMPT) -> str
 
 def test_base_models_call_when_told(served: House) -> None:
     """Guards models whose template shows no tools: a named function is enforced; a free choice is refused."""
-    asked = {"messages": MESSAGES, "max_tokens": 60, "tools": [STOP], "tool_choice": STOP}
-    [call] = ask(served, "/v1/chat/completions", asked)[2]["choices"][0]["message"]["tool_calls"]
+    request = {"messages": MESSAGES, "max_tokens": 60, "tools": [STOP], "tool_choice": STOP}
+    [call] = ask(served, "/v1/chat/completions", request)[2]["choices"][0]["message"]["tool_calls"]
     assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("stop", {})
     status, _, answer = ask(served, "/v1/chat/completions", {"messages": MESSAGES, "tools": [STOP]})
     assert (status, "chat template shows no tools" in answer["error"]["message"]) == (400, True)
@@ -69,11 +69,11 @@ def test_several_prompts_and_answers(served: House, client: OpenAI) -> None:
     """Guards `n` and batches: each answer has its own seed and index, whole and streamed, and a prompt counts once."""
     seeds = [SamplingParams(max_tokens=12, temperature=1.0, seed=seed) for seed in (7, 8, 9)]
     texts = [expected(served, params, prompt) for prompt in (PROMPT, "import") for params in seeds]
-    asked: dict[str, Any] = {"model": served.model, "prompt": [PROMPT, "import"], "n": 3, "max_tokens": 12, "seed": 7}
-    answer = client.completions.create(**asked)
+    request: dict[str, Any] = {"model": served.model, "prompt": [PROMPT, "import"], "n": 3, "max_tokens": 12, "seed": 7}
+    answer = client.completions.create(**request)
     assert [(choice.index, choice.text) for choice in answer.choices] == list(enumerate(texts))
     assert {choice.cascade["edges"][0]["verifier"] for choice in answer.choices} == {"full"}
-    *pieces, last = client.completions.create(stream=True, stream_options={"include_usage": True}, **asked)
+    *pieces, last = client.completions.create(stream=True, stream_options={"include_usage": True}, **request)
     streamed, reasons = [""] * 6, [""] * 6
     for piece in pieces:
         [choice] = piece.choices
@@ -89,12 +89,12 @@ def test_several_prompts_and_answers(served: House, client: OpenAI) -> None:
 def test_history_says_who_wrote_what(served: House, client: OpenAI) -> None:
     """Guards what the page draws: the characters and the lowest author of each token, whole and in pieces."""
     extra = {"speculation": {"tiers": ["tiny"]}, "history": True, "ignore_eos": True}
-    asked: dict[str, Any] = {"model": served.model, "messages": MESSAGES, "max_tokens": 30, "seed": 4, "extra_body": extra}
-    choice: Any = client.chat.completions.create(**asked).choices[0]
+    request: dict[str, Any] = {"model": served.model, "messages": MESSAGES, "max_tokens": 30, "seed": 4, "extra_body": extra}
+    choice: Any = client.chat.completions.create(**request).choices[0]
     assert {edge["drafter"] for edge in choice.cascade["edges"]} <= {"", "tiny"}
     assert len(choice.cascade["token_ids"]) == len(choice.cascade["origins"]) == len(choice.cascade["ends"]) == 30
     assert choice.cascade["ends"][-1] == len(choice.message.content)
-    pieces: list[Any] = [piece.choices[0] for piece in client.chat.completions.create(stream=True, **asked)]
+    pieces: list[Any] = [piece.choices[0] for piece in client.chat.completions.create(stream=True, **request)]
     written = [piece for piece in pieces if piece.delta.content]
     assert all(piece.cascade["ends"][-1] == len(piece.delta.content) for piece in written)
     assert [token for piece in pieces[1:] for token in piece.cascade["token_ids"]] == choice.cascade["token_ids"]
@@ -124,13 +124,13 @@ def test_models_tokenize_health_metrics(served: House, client: OpenAI) -> None:
 
 def test_client_that_leaves_frees_every_tier(served: House, client: OpenAI) -> None:
     """Guards against work for clients that are gone, streaming and not; `client` looks at every tier."""
-    asked: dict[str, Any] = {"model": served.model, "prompt": PROMPT, "max_tokens": 4000, "n": 2}
+    request: dict[str, Any] = {"model": served.model, "prompt": PROMPT, "max_tokens": 4000, "n": 2}
     extra = {"ignore_eos": True}
     for _ in range(3):
-        with client.completions.create(stream=True, extra_body=extra, **asked) as stream:
+        with client.completions.create(stream=True, extra_body=extra, **request) as stream:
             next(iter(stream))
     with pytest.raises(openai.APITimeoutError):
-        client.with_options(timeout=0.3).completions.create(extra_body=extra, **asked)
+        client.with_options(timeout=0.3).completions.create(extra_body=extra, **request)
     started = served.net.nodes["full"].tier.stats.own_tokens
     served.settle()
     assert served.net.nodes["full"].tier.stats.own_tokens - started < 2000
@@ -173,15 +173,15 @@ def test_kinds_of_work_do_not_wait_for_each_other(served: House) -> None:
 def test_logprobs_of_chats_have_their_own_form(served: House) -> None:
     """Guards log-probabilities of chats: one a token, with its bytes and the likeliest others, whole and in pieces."""
     with OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
-        asked: dict[str, Any] = {"model": served.model, "messages": MESSAGES, "logprobs": True, "top_logprobs": 3, "seed": 3}
-        choice: Any = client.chat.completions.create(**asked, max_tokens=10).choices[0]
-        pieces: Any = list(client.chat.completions.create(**asked, max_tokens=10, stream=True))
-    said = choice.logprobs.content
-    told = [piece.choices[0].logprobs for piece in pieces]
-    assert [entry for one in told if one is not None for entry in one.content] == said
-    assert [len(entry.top_logprobs) for entry in said] == [3] * 10
-    assert b"".join(bytes(entry.bytes) for entry in said).decode(errors="replace") == choice.message.content
-    assert all(len({one.token for one in entry.top_logprobs}) == 3 for entry in said)
+        request: dict[str, Any] = {"model": served.model, "messages": MESSAGES, "logprobs": True, "top_logprobs": 3, "seed": 3}
+        choice: Any = client.chat.completions.create(**request, max_tokens=10).choices[0]
+        pieces: Any = list(client.chat.completions.create(**request, max_tokens=10, stream=True))
+    content = choice.logprobs.content
+    logprobs = [piece.choices[0].logprobs for piece in pieces]
+    assert [entry for part in logprobs if part is not None for entry in part.content] == content
+    assert [len(entry.top_logprobs) for entry in content] == [3] * 10
+    assert b"".join(bytes(entry.bytes) for entry in content).decode(errors="replace") == choice.message.content
+    assert all(len({top.token for top in entry.top_logprobs}) == 3 for entry in content)
 
 
 FORMS: list[list[dict[str, Any]]] = [  # the same, in our words and in those of vLLM and OpenAI
@@ -209,8 +209,8 @@ def test_every_piece_may_have_the_usage_so_far(served: House) -> None:
     """Guards `continuous_usage_stats`, which GuideLLM sends: counts only grow, and the last one is the answer's usage."""
     with OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
         options: Any = {"include_usage": True, "continuous_usage_stats": True}
-        asked: dict[str, Any] = {"model": served.model, "prompt": [PROMPT, "x"], "n": 2, "max_tokens": 20, "seed": 3}
-        *pieces, last = client.completions.create(**asked, stream=True, stream_options=options)
+        request: dict[str, Any] = {"model": served.model, "prompt": [PROMPT, "x"], "n": 2, "max_tokens": 20, "seed": 3}
+        *pieces, last = client.completions.create(**request, stream=True, stream_options=options)
     counts = [piece.usage.completion_tokens for piece in pieces if piece.usage is not None]
     assert len(counts) == len(pieces) > 2
     assert counts == sorted(counts)
@@ -241,23 +241,23 @@ def test_adapters_of_a_folder_are_found_when_they_are_named(tmp_path: Path) -> N
     with house(
         full={"engine_kwargs": {"engine": "vllm", "lora_path": str(tmp_path)}}, served_model_name=["gpt", "gpt-2"]
     ) as built:
-        asked = {"prompt": "x", "max_tokens": 1}
-        assert ask(built, "/v1/completions", {**asked, "model": "red"})[0] == 404
+        request = {"prompt": "x", "max_tokens": 1}
+        assert ask(built, "/v1/completions", {**request, "model": "red"})[0] == 404
         assert [model["id"] for model in ask(built, "/v1/models")[2]["data"]] == ["gpt", "gpt-2"]
         for name in ("red", "blue", "green"):
             (tmp_path / name).mkdir()
             (tmp_path / name / "adapter_config.json").write_text("{}")
-        assert [ask(built, "/v1/completions", {**asked, "model": name})[2]["model"] for name in ("red", "gpt:red")] == [
+        assert [ask(built, "/v1/completions", {**request, "model": name})[2]["model"] for name in ("red", "gpt:red")] == [
             "red"
         ] * 2
-        assert ask(built, "/v1/completions", {**asked, "adapter": "blue", "model": "gpt-2"})[2]["model"] == "gpt"
-        assert ask(built, "/v1/completions", {**asked, "adapter": "blue", "model": "red"})[0] == 400
+        assert ask(built, "/v1/completions", {**request, "adapter": "blue", "model": "gpt-2"})[2]["model"] == "gpt"
+        assert ask(built, "/v1/completions", {**request, "adapter": "blue", "model": "red"})[0] == 400
         with Client(built.grpc) as client:
             client.generate("x", SamplingParams(max_tokens=1, adapter="green"))
             with pytest.raises(InvalidRequest, match="adapter is 'notes'"):
                 client.generate("x", SamplingParams(max_tokens=1, adapter="notes"))
         for name in ("notes", "../red", "other:red", "gpt:"):
-            assert ask(built, "/v1/completions", {**asked, "model": name})[0] == 404
+            assert ask(built, "/v1/completions", {**request, "model": name})[0] == 404
         assert [model["id"] for model in ask(built, "/v1/models")[2]["data"]] == ["gpt", "gpt-2", "blue", "green", "red"]
         assert ask(built, "/v1/models/gpt:red")[2]["parent"] == "gpt"
         built.settle()

@@ -11,8 +11,8 @@ from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 
 from cascade.messages import origin, origin_level
 from cascade.planner.chains import Planner
-from tests.doors import House, house
 from tests.http.test_http import ask
+from tests.in_process import House, house
 from tests.waiting import LONG_S
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -47,7 +47,10 @@ def page(browser: Browser, served: House) -> Iterator[Page]:
     complaints: list[str] = []
     page = browser.new_page()
     page.set_default_timeout(1e3 * LONG_S)
-    page.on("console", lambda said: complaints.append(said.text) if said.type == "error" and "400" not in said.text else None)
+    page.on(
+        "console",
+        lambda message: complaints.append(message.text) if message.type == "error" and "400" not in message.text else None,
+    )
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("request", lambda to: None if to.url.startswith((served.url, "data:")) else complaints.append(to.url))
     page.goto(served.url)
@@ -81,7 +84,7 @@ def settled(page: Page) -> None:
     expect(page.locator("#go")).to_have_text("Send")
 
 
-def said(page: Page) -> str:
+def answer_of(page: Page) -> str:
     """The last answer, as its model wrote it."""
     text: str = page.evaluate("turns.at(-1).text")
     return text
@@ -101,17 +104,17 @@ def history(page: Page, words: str) -> list[int]:
 
 def expected(served: House, *messages: str, tokens: int = 40, system: str = "") -> Any:
     """What the API says to the same conversation: its only choice."""
-    said = [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(messages)]
-    said = [{"role": "system", "content": system}, *said] if system else said
-    asked = {"messages": said, "max_tokens": tokens, "temperature": 0.8, "seed": 1, "history": True}
-    return ask(served, CHAT, asked)[2]["choices"][0]
+    turns = [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(messages)]
+    turns = [{"role": "system", "content": system}, *turns] if system else turns
+    request = {"messages": turns, "max_tokens": tokens, "temperature": 0.8, "seed": 1, "history": True}
+    return ask(served, CHAT, request)[2]["choices"][0]
 
 
 def test_answer_is_the_servers_and_coloured(page: Page, served: House) -> None:
     """Guards the page: the text is the server's, each token says its tier in colour and words, rows and figures are filled."""
     say(page)
     choice = expected(served, FIRST)
-    assert said(page) == choice["message"]["content"]
+    assert answer_of(page) == choice["message"]["content"]
     tokens = page.locator(".said .t")
     drawn_levels = tokens.evaluate_all("all => all.map(one => +one.className.match(/l(\\d)/)[1])")
     levels = [origin_level(byte) for byte in choice["cascade"]["origins"]]
@@ -132,16 +135,16 @@ def test_conversations_have_a_history_and_survive_a_reload(page: Page, served: H
     """Guards the second turn, and visitors against a lost conversation: after a reload it is drawn again, and goes on."""
     choose(page, system="Be brief.")
     say(page)
-    first, drawn, tracks = said(page), page.locator(".said").inner_html(), page.locator(".tracks").inner_html()
+    first, drawn, tracks = answer_of(page), page.locator(".said").inner_html(), page.locator(".tracks").inner_html()
     assert first == expected(served, FIRST, system="Be brief.")["message"]["content"]
     page.reload()
     expect(page.locator("article")).to_have_count(1)
-    assert (said(page), page.locator(".said").inner_html(), page.locator(".tracks").inner_html()) == (first, drawn, tracks)
+    assert (answer_of(page), page.locator(".said").inner_html(), page.locator(".tracks").inner_html()) == (first, drawn, tracks)
     page.locator(".compare").click()
     settled(page)
     assert figure(page, "verdict").startswith("The same text")
     say(page, SECOND)
-    assert said(page) == expected(served, FIRST, first, SECOND, system="Be brief.")["message"]["content"]
+    assert answer_of(page) == expected(served, FIRST, first, SECOND, system="Be brief.")["message"]["content"]
     assert page.locator(".asked").all_text_contents() == [FIRST, SECOND]
     assert page.locator(".asked b").count() == 0
     assert page.locator("#prompt").input_value() == ""
@@ -150,7 +153,7 @@ def test_conversations_have_a_history_and_survive_a_reload(page: Page, served: H
     expect(page.locator("#served")).not_to_be_empty()
     assert page.locator("article, .asked").count() == 0
     say(page, SECOND)
-    assert said(page) == expected(served, SECOND, system="Be brief.")["message"]["content"]
+    assert answer_of(page) == expected(served, SECOND, system="Be brief.")["message"]["content"]
 
 
 def test_model_without_a_template_completes(page: Page, served: House, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,17 +163,17 @@ def test_model_without_a_template_completes(page: Page, served: House, monkeypat
     text = ""
     for words in (FIRST, SECOND):
         say(page, words)
-        asked = {"prompt": text + words, "max_tokens": 40, "temperature": 0.8, "seed": 1}
-        answer = ask(served, "/v1/completions", asked)[2]["choices"][0]["text"]
-        assert said(page) == answer
+        request = {"prompt": text + words, "max_tokens": 40, "temperature": 0.8, "seed": 1}
+        answer = ask(served, "/v1/completions", request)[2]["choices"][0]["text"]
+        assert answer_of(page) == answer
         text += words + answer
     expect(page.locator("#system")).to_be_hidden()
 
 
 def streamed(*pieces: dict[str, Any]) -> str:
     """An answer as the server streams it, of what its pieces say of themselves."""
-    texts = [one.get("text", "x" * len(one["token_ids"])) for one in pieces]
-    choices = [{"index": 0, "delta": {"content": text}, "cascade": one} for text, one in zip(texts, pieces, strict=True)]
+    texts = [piece.get("text", "x" * len(piece["token_ids"])) for piece in pieces]
+    choices = [{"index": 0, "delta": {"content": text}, "cascade": piece} for text, piece in zip(texts, pieces, strict=True)]
     choices[-1]["finish_reason"] = "stop"
     return "".join(f"data: {json.dumps({'choices': [choice]})}\n\n" for choice in choices) + "data: [DONE]\n\n"
 
@@ -197,7 +200,7 @@ def test_broken_answer_goes_on(page: Page, served: House) -> None:
     page.route(f"**{CHAT}", breaking)
     say(page)
     choice = expected(served, FIRST)
-    assert said(page) == choice["message"]["content"]
+    assert answer_of(page) == choice["message"]["content"]
     assert figure(page, "count") == str(len(choice["cascade"]["token_ids"]))
     [had] = bodies[1]["resume"]["token_ids"]
     assert had == choice["cascade"]["token_ids"][: len(had)]
@@ -218,7 +221,7 @@ def test_tokens_are_drawn_in_the_rows_of_their_tiers(page: Page) -> None:
     )
     answer_with(page, answer)
     say(page)
-    assert page.locator(".said").last.inner_text() == said(page) == "xxx" + markup
+    assert page.locator(".said").last.inner_text() == answer_of(page) == "xxx" + markup
     assert page.locator(".said img").count() == 0
     assert history(page, "N of 4 tokens") == [1, 2, 1, 0]
     assert history(page, "N replaced") == [0, 0, 0, 1]
@@ -267,7 +270,7 @@ def test_markdown_is_rendered_in_the_colours_of_tokens(page: Page) -> None:
         ),
     )
     say(page)
-    assert said(page) == MARKDOWN
+    assert answer_of(page) == MARKDOWN
     for selector, text in (
         ("h2", "Sky"),
         ("strong", "bold"),
@@ -292,7 +295,7 @@ def test_stop_frees_every_tier(page: Page) -> None:
     settled(page)
     assert page.locator("#error").is_hidden()
     assert figure(page, "edges") == "Told only where an answer ends by itself."
-    first = said(page)
+    first = answer_of(page)
     with page.expect_request(f"**{CHAT}") as request:
         send(page, SECOND, 3500)
     body: Any = request.value.post_data_json
@@ -308,7 +311,7 @@ def test_refusals_are_shown(page: Page, served: House) -> None:
     assert page.locator("article, .asked").count() == 0
     assert page.locator("#prompt").input_value() == FIRST
     say(page)
-    assert said(page) == expected(served, FIRST)["message"]["content"]
+    assert answer_of(page) == expected(served, FIRST)["message"]["content"]
     expect(page.locator("#error")).to_be_hidden()
 
 

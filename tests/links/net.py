@@ -192,8 +192,8 @@ async def tidy() -> AsyncIterator[None]:
     """Guards every test against tasks and threads that outlive their owners."""
     tasks_before, threads_before = asyncio.all_tasks(), threads()
     yield
-    known = tasks_before | {asyncio.current_task()}
-    await until(lambda: not asyncio.all_tasks() - known, lambda: asyncio.all_tasks() - known)
+    expected = tasks_before | {asyncio.current_task()}
+    await until(lambda: not asyncio.all_tasks() - expected, lambda: asyncio.all_tasks() - expected)
     assert threads() <= threads_before
 
 
@@ -266,11 +266,11 @@ class Rogue:
 
     def __init__(self, reply: Callable[[str], bytes]) -> None:
         self._reply = reply
-        self.asked = 0
+        self.num_calls = 0
 
     async def Connect(self, request_iterator: AsyncIterator[pb.Batch], context: Any) -> None:
         async for batch in request_iterator:
-            self.asked += 1
+            self.num_calls += 1
             await context.write(self._reply(batch.messages[0].session))
 
 

@@ -102,8 +102,8 @@ def test_codec_keeps_every_message(batch: list[Message]) -> None:
     trees = [(m.draft, sent.proposal) for m, sent in zip(batch, encode(batch).messages, strict=True) if isinstance(m, Proposal)]
     assert all(len(sent.parents) == len(draft) * (not draft.is_line) for draft, sent in trees), "a line costs no byte"
     for name in ("edges", "logprobs", "prompt_logprobs", "skip_reason", "cached", "rests"):  # which equality leaves out
-        said = [[getattr(m, name) for m in some if isinstance(m, Proposal)] for some in (arrived, batch)]
-        assert said[0] == said[1]
+        values = [[getattr(m, name) for m in some if isinstance(m, Proposal)] for some in (arrived, batch)]
+        assert values[0] == values[1]
 
 
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 1, "repetition_penalty": 1.0, "seed": 1}

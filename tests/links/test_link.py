@@ -70,12 +70,12 @@ async def test_what_a_session_waits_for_holds_nobody_up(net: Net, needed: dict[s
     await net.check(plain)
     assert inbox.empty()
     ready.set()
-    said = await asyncio.wait_for(inbox.get(), LONG_S)
+    message = await asyncio.wait_for(inbox.get(), LONG_S)
     if refused is None:
-        assert isinstance(said, Proposal)
+        assert isinstance(message, Proposal)
         net.router.put([Close(held.session)])
     else:
-        assert refused in said.reason
+        assert refused in message.reason
     await net.settle()
     await asyncio.get_running_loop().shutdown_default_executor()
 
@@ -275,22 +275,22 @@ async def test_malformed_answers_cost_only_the_drafter(net: Net, kind: str) -> N
     below = net.nodes["full"].downlink.leases
     below.lessors = {**below.lessors, "medium": lambda *of: net.ticket(address)}
     answer = await net.check(opening(19, 0.0, 40))
-    assert rogue.asked
+    assert rogue.num_calls
     assert drafted(answer)["tiny"] > 0
     assert net.failures == []
     await server.stop(0)
     await net.settle()
 
 
-@pytest.mark.parametrize("said", [(), (("authorization", "Bearer wrong"),)])
-async def test_strangers_are_not_let_in(net: Net, said: tuple[tuple[str, str], ...]) -> None:
+@pytest.mark.parametrize("metadata_", [(), (("authorization", "Bearer wrong"),)])
+async def test_strangers_are_not_let_in(net: Net, metadata_: tuple[tuple[str, str], ...]) -> None:
     """Guards the tiers against whoever reaches their ports: without the secret that a lease brings there is no link."""
     node = net.nodes["full"]
     lease = Held(node.server.lease("stranger"))
     net.leases.append(lease)
     await anext(lease)
     async with grpc.aio.insecure_channel(node.server.address) as channel:
-        call = stub_of(channel, LINK).Connect(metadata=said)
+        call = stub_of(channel, LINK).Connect(metadata=metadata_)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED

@@ -65,10 +65,10 @@ def test_memory_is_bounded_and_ends_are_forgotten_first(steps: list[tuple[int, i
     """Guards the router's memory, and beginnings against being forgotten before what is after them."""
     prefixes = Prefixes(most_keys=24)
     for number, blocks, address in steps:
-        one = text(range(100 * number, 100 * number + blocks * BLOCK))
-        prefixes.sent(one, "", address)
+        tokens = text(range(100 * number, 100 * number + blocks * BLOCK))
+        prefixes.sent(tokens, "", address)
         assert len(prefixes) <= 24
-        assert address in prefixes.find(one)
+        assert address in prefixes.find(tokens)
 
 
 class Router(PreferringRouter):
@@ -76,11 +76,11 @@ class Router(PreferringRouter):
 
     def __init__(self, leases: dict[str, int | None]) -> None:
         self._known = leases
-        self.replicas: list[Any] = [SimpleNamespace(replica_id=one, replica_metadata={"address": one}) for one in leases]
+        self.replicas: list[Any] = [SimpleNamespace(replica_id=lease, replica_metadata={"address": lease}) for lease in leases]
 
     @property
     def curr_replicas(self) -> dict[str, Any]:
-        return {one.replica_id: one for one in self.replicas}
+        return {replica.replica_id: replica for replica in self.replicas}
 
     @property
     def replica_queue_len_cache(self) -> dict[str, int | None]:
@@ -91,7 +91,7 @@ class Router(PreferringRouter):
 
     async def ranks(self, *args: object) -> list[list[str]]:
         chosen = await self.choose_replicas(self.replicas, SimpleNamespace(args=args))
-        return [[one.replica_id for one in rank] for rank in chosen]
+        return [[replica.replica_id for replica in rank] for rank in chosen]
 
 
 async def test_preferred_replicas_come_first_unless_they_are_busier() -> None:
@@ -129,20 +129,20 @@ async def test_routers_agree_on_the_replica_of_a_session() -> None:
         assert (await Router({"c": 2, "a": 1, "b": 3}).ranks("t", (), session))[0] == [homes[session]]
         [[left], _] = await Router({"a": 0, "b": 0}).ranks("s", (), session)
         assert left == homes[session] or homes[session] == "c"
-    assert min(list(homes.values()).count(one) for one in "abc") > 40
+    assert min(list(homes.values()).count(home) for home in "abc") > 40
     assert sorted((await Router(dict.fromkeys("ab", 0) | {homes["1"]: 30}).ranks("s", (), "1"))[0]) != [homes["1"]]
     assert (await Router({"a": 0, "b": 0}).ranks("s", ("b",), "1"))[0] == ["b"]
 
 
 async def test_a_session_that_was_sent_elsewhere_comes_back() -> None:
     """Guards a session against a router that keeps sending it where it went once, while all others agree on its replica."""
-    asked: list[tuple[Sequence[str], str]] = []
+    leases: list[tuple[Sequence[str], str]] = []
 
     async def given_at_once() -> AsyncIterator[str]:
         yield f"{ONE} secret"
 
     def choose(session: str, preferred: Sequence[str] = (), affinity: str = "") -> Lease:
-        asked.append((tuple(preferred), affinity))
+        leases.append((tuple(preferred), affinity))
         return Held(given_at_once())
 
     prefixes, plain = Prefixes(), replace(text(range(4 * BLOCK)), tier="full")
@@ -150,4 +150,4 @@ async def test_a_session_that_was_sent_elsewhere_comes_back() -> None:
     for affinity in ("", "a"):
         prefixes.sent(plain, affinity, OTHER)
         await pool.take(plain, affinity)
-    assert asked == [((OTHER,), ""), ((), "a")]
+    assert leases == [((OTHER,), ""), ((), "a")]

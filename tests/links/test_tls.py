@@ -29,7 +29,7 @@ from deployments.links.tls import channel, check, server_credentials
 from deployments.links.uplink import CHANNEL_OPTIONS
 from deployments.ops.launch import Server, free_port
 from tests import small
-from tests.doors import house
+from tests.in_process import house
 from tests.links.certificates import NAME, Authority
 from tests.links.net import Net, Rogue, entry, opening, serve_raw
 from tests.waiting import LONG_S, until
@@ -100,7 +100,7 @@ async def test_impostors_are_not_told_the_secret(
     downlink.put([request])
     await until(lambda: bool(heard))
     assert [(type(message), message.session) for message in heard] == [(Failed, request.session)]
-    assert peer.asked == 0
+    assert peer.num_calls == 0
     await downlink.close()
     await net.close()
     await server.stop(0)
@@ -127,9 +127,9 @@ async def test_renewed_files_are_used(tidy: None, ours: Authority, theirs: Autho
 async def test_a_renewed_door_is_shown(ours: Authority, theirs: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards HTTP clients against a certificate that runs out: it was read when the router started, and never again."""
     monkeypatch.setattr(http_server, "RENEW_S", 0.01)
-    signed = ours.sign("door", name="localhost")
-    door = ListenTLS(certificate=signed.certificate, key=signed.key)
-    listen = ListenConfig(http_port=free_port(), tls=door)
+    signed = ours.sign("server", name="localhost")
+    files = ListenTLS(certificate=signed.certificate, key=signed.key)
+    listen = ListenConfig(http_port=free_port(), tls=files)
     server = http_server.HttpServer(PlainTextResponse("well"), listen, RequestLimits())
     await server.open()
 
@@ -144,11 +144,11 @@ async def test_a_renewed_door_is_shown(ours: Authority, theirs: Authority, monke
                 await asyncio.sleep(0.01)
 
     assert await welcome(signed.authority)
-    renewed = theirs.sign("door", name="localhost")
-    shutil.copyfile(renewed.certificate, door.certificate)  # half of the pair: nobody is sent away meanwhile
+    renewed = theirs.sign("server", name="localhost")
+    shutil.copyfile(renewed.certificate, files.certificate)  # half of the pair: nobody is sent away meanwhile
     await asyncio.sleep(0.1)
     assert await welcome(signed.authority)
-    shutil.copyfile(renewed.key, door.key)
+    shutil.copyfile(renewed.key, files.key)
     assert await welcome(renewed.authority)
     await server.close(0)
 
@@ -172,7 +172,7 @@ def test_wrong_files_are_told(ours: Authority, theirs: Authority) -> None:
 
 @pytest.mark.parametrize("section", ["link_tls", "router.listen.tls"])
 def test_wrong_files_are_told_before_ray_starts(ours: Authority, section: str) -> None:
-    """Guards users against servers that take a minute to say that links, or a door, have a key of another certificate."""
+    """Guards users against servers that take a minute to say that links, or a server, have a key of another certificate."""
     values = small.config().model_dump(mode="json")
     wrong = ours.sign("a").model_dump() | {"key": ours.sign("b").key}
     if section == "link_tls":
@@ -184,8 +184,8 @@ def test_wrong_files_are_told_before_ray_starts(ours: Authority, section: str) -
 
 
 def test_doors_speak_tls(ours: Authority, theirs: Authority) -> None:
-    """Guards both doors: who trusts their authority is served, the others and those without TLS are not, nothing is left."""
-    tls = ours.sign("door", name="localhost")
+    """Guards both servers: who trusts their authority is served, the others and those without TLS are not, nothing is left."""
+    tls = ours.sign("server", name="localhost")
     listen = {"grpc_port": free_port(), "http_port": free_port()}
     files = {"certificate": tls.certificate, "key": tls.key}
     params = SamplingParams(max_tokens=16, seed=1)

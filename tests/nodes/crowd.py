@@ -73,15 +73,15 @@ class Servant:
             await asyncio.sleep(0.02)
 
     async def _answer(self, client: AsyncClient, number: int, request: Request) -> dict[str, Any]:
-        told: dict[str, Any] = {"error": None}
+        outcome: dict[str, Any] = {"error": None}
         try:
             async for piece in client.stream(**arguments(request)):
                 self._begun.add(number)
                 if piece.completion is not None:
-                    told |= essence(piece.completion)
+                    outcome |= essence(piece.completion)
         except Exception as error:  # whatever the client raises is what the test wants to know
-            told["error"] = f"{type(error).__name__}: {error}"
-        return told
+            outcome["error"] = f"{type(error).__name__}: {error}"
+        return outcome
 
     async def ended(self) -> int:
         """How many answers are whole, or have failed."""
@@ -97,9 +97,9 @@ class Servant:
 async def main() -> None:
     servant = Servant()
     while line := await asyncio.to_thread(sys.stdin.readline):
-        said = json.loads(line)
+        command = json.loads(line)
         try:
-            answer = {"answer": await getattr(servant, said.pop("do"))(**said)}
+            answer = {"answer": await getattr(servant, command.pop("do"))(**command)}
         except Exception as error:  # the other end raises it
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)  # noqa: T201

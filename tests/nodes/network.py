@@ -51,11 +51,11 @@ class Host:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        said = self._first.stdout.readline().strip()
-        if said != "up":
-            said += self._first.stdout.read()
+        output = self._first.stdout.readline().strip()
+        if output != "up":
+            output += self._first.stdout.read()
             self.kill()
-            raise OSError(f"no namespaces can be had here: {' '.join(said.split())}")
+            raise OSError(f"no namespaces can be had here: {' '.join(output.split())}")
         self.pid = next(child.pid for child in psutil.Process(self._first.pid).children() if child.name() == "sh")
         self._handle = os.pidfd_open(self.pid)
 
@@ -74,13 +74,13 @@ class Host:
         """What ``command`` wrote; raises `AssertionError` with all of it if it failed."""
         process = self.popen(command, environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
         try:
-            said, complained = process.communicate(timeout=timeout_s)
+            output, complained = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             process.kill()
-            said, complained = process.communicate()
+            output, complained = process.communicate()
             complained += f"\n(killed after {timeout_s:g} s)"
-        assert process.returncode == 0, f"{' '.join(command)} on {self.name}: {said}\n{complained}"
-        return said
+        assert process.returncode == 0, f"{' '.join(command)} on {self.name}: {output}\n{complained}"
+        return output
 
     def ip(self, *words: str) -> None:
         """Change this host's network."""
@@ -91,13 +91,13 @@ class Host:
 
     def processes(self, title: str = "") -> list[psutil.Process]:
         """Those that run here and whose title has these words."""
-        found = []
+        processes = []
         place = os.readlink(f"/proc/{self.pid}/ns/pid")
         for process in psutil.process_iter():
             with contextlib.suppress(OSError, psutil.Error):  # it has ended meanwhile
                 if os.readlink(f"/proc/{process.pid}/ns/pid") == place and title in " ".join(process.cmdline()):
-                    found.append(process)
-        return found
+                    processes.append(process)
+        return processes
 
     def kill(self) -> None:
         """End all its processes at once, as ``kill -9`` does."""
@@ -167,18 +167,18 @@ class Network:
         with contextlib.suppress(OSError):  # it went with its host
             self.outside.ip("link", "delete", port)
 
-    def cut(self, one: str, other: str) -> None:
+    def cut(self, this: str, other: str) -> None:
         """Let nothing through between two hosts, either way, and say nothing; both go on to reach all others."""
-        for here, there in self._ends(one, other):
+        for here, there in self._ends(this, other):
             here.ip("neighbour", "replace", there.address, "lladdr", NOBODY, "dev", "eth0", "nud", "permanent")
 
-    def heal(self, one: str, other: str) -> None:
+    def heal(self, this: str, other: str) -> None:
         """Undo `cut`."""
-        for here, there in self._ends(one, other):
+        for here, there in self._ends(this, other):
             here.ip("neighbour", "replace", there.address, "lladdr", there.mac, "dev", "eth0", "nud", "permanent")
 
-    def _ends(self, one: str, other: str) -> Iterator[tuple[Host, Host]]:
-        ends = self.hosts[one], self.hosts[other]
+    def _ends(self, this: str, other: str) -> Iterator[tuple[Host, Host]]:
+        ends = self.hosts[this], self.hosts[other]
         yield ends
         yield ends[::-1]
 

@@ -77,14 +77,14 @@ class Nodes:
         """Of a node, whether it is there or not."""
         return f"{SUBNET}.{self._numbers[name]}"
 
-    def door(self, name: str) -> str:
+    def router(self, name: str) -> str:
         """Where the router of a node listens for gRPC."""
         return f"{self.address(name)}:{OWN_GRPC}"
 
     @property
-    def doors(self) -> list[str]:
+    def routers(self) -> list[str]:
         """Those of all nodes that are there and may have a router."""
-        return [self.door(name) for name in self.network.hosts if "router" in self.resources[name]]
+        return [self.router(name) for name in self.network.hosts if "router" in self.resources[name]]
 
     def start(self, *names: str) -> None:
         """Start nodes, anew if they were there; the `HEAD` first, if it is one of them."""
@@ -121,8 +121,8 @@ class Nodes:
     def drain(self, name: str, deadline_s: int = 240) -> None:
         """Tell Ray that a node will go, at the latest when so much time is over."""
         head = self.network.hosts[HEAD]
-        known = json.loads(head.run([sys.executable, "-c", STATE], self._environment).splitlines()[-1])
-        where = f"--address={self._environment['RAY_ADDRESS']}", f"--node-id={known[self.address(name)]}"
+        node_ids = json.loads(head.run([sys.executable, "-c", STATE], self._environment).splitlines()[-1])
+        where = f"--address={self._environment['RAY_ADDRESS']}", f"--node-id={node_ids[self.address(name)]}"
         reason = "--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=a test"
         self._ray(head, "drain-node", *where, *reason, f"--deadline-remaining-seconds={deadline_s}")
 
@@ -138,18 +138,18 @@ class Nodes:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-        said, _ = process.communicate(config.model_dump_json(), timeout=LONG_S)
-        assert process.returncode == 0, said
+        output, _ = process.communicate(config.model_dump_json(), timeout=LONG_S)
+        assert process.returncode == 0, output
 
     def replicas(self, deployment: str) -> dict[int, str]:
         """Processes of a deployment's replicas, and their nodes."""
         title = f"ServeReplica:cascade:{deployment}"  # after the actor's name, before what it does
         return {process.pid: name for name, host in self.network.hosts.items() for process in host.processes(title)}
 
-    def joined(self, one: int, other: int) -> set[tuple[str, str]]:
+    def joined(self, this: int, other: int) -> set[tuple[str, str]]:
         """Addresses of the connections between two processes, of both ends."""
         far = {(there, here) for here, there in _connections(other)}
-        return {(here[0], there[0]) for here, there in _connections(one) if (here, there) in far}
+        return {(here[0], there[0]) for here, there in _connections(this) if (here, there) in far}
 
 
 class Outside:
@@ -162,9 +162,9 @@ class Outside:
         """What a method of `tests.nodes.crowd.Servant` returns; raises `AssertionError` with what it raised."""
         self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
         self._process.stdin.flush()
-        said = json.loads(self._process.stdout.readline())
-        assert "error" not in said, said["error"]
-        return said["answer"]
+        reply = json.loads(self._process.stdout.readline())
+        assert "error" not in reply, reply["error"]
+        return reply["answer"]
 
 
 def family() -> CascadeConfig:
@@ -186,14 +186,14 @@ def family() -> CascadeConfig:
 
 def _connections(pid: int) -> list[tuple[Place, Place]]:
     """Both ends of each that a process has on its host, but for Ray's own; those of one that has ended are none."""
-    found, process = [], Path(f"/proc/{pid}")
+    ends, process = [], Path(f"/proc/{pid}")
     with contextlib.suppress(OSError):
         own = {os.readlink(file) for file in (process / "fd").iterdir()}
         for line in (process / "net/tcp6").read_text().splitlines()[1:]:  # gRPC's, with addresses of IPv4 in them
             _, here, there, state, *_, inode = line.split()[:10]
             if state == ESTABLISHED and f"socket:[{inode}]" in own:
-                found.append((_place(here), _place(there)))
-    return [ends for ends in found if not any(port in RAYS_PORTS for _, port in ends)]
+                ends.append((_place(here), _place(there)))
+    return [pair for pair in ends if not any(port in RAYS_PORTS for _, port in pair)]
 
 
 def _place(hexadecimal: str) -> Place:

@@ -1,4 +1,4 @@
-"""A cascade across Ray nodes, each on a host of its own: links, doors, and nodes that are drained, killed and cut off.
+"""A cascade across Ray nodes, each on a host of its own: links, routers, and nodes that are drained, killed and cut off.
 
 In this order: what a test takes away it brings back, or puts another in its place.
 """
@@ -91,31 +91,31 @@ class Crowd:
 
 
 @contextlib.contextmanager
-def crowd(nodes: Nodes, expected: Sequence[Completion], doors: Sequence[str] = ()) -> Iterator[Crowd]:
+def crowd(nodes: Nodes, expected: Sequence[Completion], routers: Sequence[str] = ()) -> Iterator[Crowd]:
     """Clients, each with an answer under way; after it none has failed, and each text is the full model's."""
-    nodes.outside("begin", addresses=doors or nodes.doors, requests=REQUESTS, num_clients=NUM_CLIENTS)
-    found = Crowd(nodes, [])
+    nodes.outside("begin", addresses=routers or nodes.routers, requests=REQUESTS, num_clients=NUM_CLIENTS)
+    clients = Crowd(nodes, [])
     try:
-        yield found
+        yield clients
     finally:
-        found.answers += nodes.outside("end")
-    assert [answer["error"] for answer in found.answers if answer["error"]] == []
-    for answer in found.answers:
+        clients.answers += nodes.outside("end")
+    assert [answer["error"] for answer in clients.answers if answer["error"]] == []
+    for answer in clients.answers:
         assert answer["text"] == expected[answer["request"]].text
         assert answer["token_ids"] == list(expected[answer["request"]].token_ids)
 
 
 def ready(nodes: Nodes) -> None:
     """Wait until two routers answer and all replicas run."""
-    wait_until(lambda: [nodes.outside("describe", address=door) for door in nodes.doors].count(WHOLE) == 2)
+    wait_until(lambda: [nodes.outside("describe", address=router) for router in nodes.routers].count(WHOLE) == 2)
 
 
 def drafting(nodes: Nodes) -> None:
     """Wait until both edges accept guesses, whichever router is asked."""
     ready(nodes)
     for name in set(nodes.replicas("router").values()):
-        asked = {"address": nodes.door(name), "request": REQUESTS[0]}
-        wait_until(lambda asked=asked: accepted(nodes.outside("ask", **asked)) == EDGES)
+        request = {"address": nodes.router(name), "request": REQUESTS[0]}
+        wait_until(lambda request=request: accepted(nodes.outside("ask", **request)) == EDGES)
 
 
 def accepted(answer: dict[str, Any]) -> set[tuple[str, str]]:
@@ -138,16 +138,16 @@ def test_tiers_on_different_nodes_draft_for_each_other(nodes: Nodes, expected: l
     (tiny,), (medium,) = nodes.replicas("tiny"), nodes.replicas("medium")
     head, middle, judging = map(nodes.address, (HEAD, "drafting", "judging"))
     full = next(pid for pid, name in nodes.replicas("full").items() if name == "judging")
-    with crowd(nodes, expected) as found:
+    with crowd(nodes, expected) as clients:
         wait_until(lambda: (middle, head) in nodes.joined(medium, tiny))
         wait_until(lambda: (judging, middle) in nodes.joined(full, medium))
-        found.answered(2 * len(REQUESTS))
-    assert {edge for answer in found.answers for edge in accepted(answer)} == EDGES
+        clients.answered(2 * len(REQUESTS))
+    assert {edge for answer in clients.answers for edge in accepted(answer)} == EDGES
     drafting(nodes)
 
 
 def test_every_node_has_doors(nodes: Nodes, expected: list[Completion]) -> None:
-    """Guards clients who come to any node: both of the router's own doors, and both of Ray Serve's proxies."""
+    """Guards clients who come to any node: both of the router's own servers, and both of Ray Serve's proxies."""
     body = {"prompt": REQUESTS[0]["prompt"], **REQUESTS[0]["params"]}
     for name in nodes.network.hosts:
         place, own = nodes.address(name), "router" in RESOURCES[name]
@@ -165,48 +165,48 @@ def test_a_partition_is_a_pause(nodes: Nodes, expected: list[Completion]) -> Non
     """Guards against requests that hang, and tiers that are not joined again, where two nodes did not hear each other."""
     (medium,) = nodes.replicas("medium")
     full = next(pid for pid, name in nodes.replicas("full").items() if name == "judging")
-    with crowd(nodes, expected) as found:
+    with crowd(nodes, expected) as clients:
         nodes.network.cut("drafting", "judging")
         time.sleep(FAULT_S)
-        found.answered(NUM_CLIENTS)
+        clients.answered(NUM_CLIENTS)
         assert not nodes.joined(full, medium)
         nodes.network.heal("drafting", "judging")
         wait_until(lambda: nodes.joined(full, medium))
-        found.answered(NUM_CLIENTS)
+        clients.answered(NUM_CLIENTS)
     drafting(nodes)
 
 
 def test_a_killed_drafter_is_done_without(nodes: Nodes, expected: list[Completion]) -> None:
     """Guards requests whose medium tier and whose router die at once, with their whole node; drafting comes back with it."""
-    with crowd(nodes, expected) as found:
+    with crowd(nodes, expected) as clients:
         nodes.network.remove("drafting")
-        found.answered(2 * NUM_CLIENTS)
+        clients.answered(2 * NUM_CLIENTS)
         nodes.start("drafting")
         ready(nodes)
-        found.answered(NUM_CLIENTS)
+        clients.answered(NUM_CLIENTS)
     drafting(nodes)
 
 
 def test_a_full_replica_vanishes_with_its_node(nodes: Nodes, expected: list[Completion]) -> None:
     """Guards against machines that lose power, whose connections nobody closes: requests go on at the other full replica."""
     name = judge(nodes)
-    with crowd(nodes, expected, [nodes.door("drafting")]) as found:
+    with crowd(nodes, expected, [nodes.router("drafting")]) as clients:
         nodes.network.remove(name, silently=True)
-        found.answered(2 * NUM_CLIENTS)
+        clients.answered(2 * NUM_CLIENTS)
         nodes.start(name)
         ready(nodes)
-        found.answered(NUM_CLIENTS)
+        clients.answered(NUM_CLIENTS)
     drafting(nodes)
 
 
 def test_the_head_dies_and_comes_back(nodes: Nodes, expected: list[Completion]) -> None:
     """Guards requests against the loss of Ray's head, with Serve's controller, the tiny tier and a full replica on it."""
-    with crowd(nodes, expected) as found:
+    with crowd(nodes, expected) as clients:
         nodes.network.remove(HEAD)
-        found.answered(2 * NUM_CLIENTS)
+        clients.answered(2 * NUM_CLIENTS)
         nodes.start(HEAD)
         ready(nodes)
-        found.answered(NUM_CLIENTS)
+        clients.answered(NUM_CLIENTS)
     drafting(nodes)
 
 
@@ -214,11 +214,11 @@ def test_workers_are_exchanged_one_after_another(nodes: Nodes, expected: list[Co
     """Guards planned ends of machines: what a drained node holds starts elsewhere, and nobody fails."""
     old = sorted(set(nodes.network.hosts) - {HEAD})
     nodes.start(*({"judging", "spare"} - set(old)))
-    with crowd(nodes, expected) as found:
+    with crowd(nodes, expected) as clients:
         for name in old:
             nodes.drain(name)
             wait_until(lambda name=name: name not in {*nodes.replicas("full").values(), *nodes.replicas("router").values()})
-            found.answered(NUM_CLIENTS)
+            clients.answered(NUM_CLIENTS)
             nodes.network.remove(name)
             nodes.start(name)
             ready(nodes)

@@ -58,14 +58,14 @@ class Away:
     """What a handle of the learner is, for a collector: it may be away."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.num_calls = 0
         self.taken: list[Sample] = []
         self.drifting: list[str] = []
         self.away = False
         self.take = SimpleNamespace(remote=self._take)
 
     async def _take(self, router: str, samples: Sequence[Sample], drifting: Sequence[str]) -> dict[str, Any]:
-        self.asked += 1
+        self.num_calls += 1
         if self.away:
             raise RuntimeError("the actor died")
         self.taken += samples
@@ -80,9 +80,9 @@ async def offered(
     metrics = RouterMetrics(Places(1, 1), ("tiny", "full"))
     made = Collector(away, metrics)
     stats = Stats(1, 1, edges=(Edge("tiny", "full", corrected=3),))
-    for asked, account in answers:
-        made.offer(*asked, [7, 8], Completion("", (7, 8), "length", 1, stats), account)
-    await until(lambda: away.asked or not answers)
+    for request, account in answers:
+        made.offer(*request, [7, 8], Completion("", (7, 8), "length", 1, stats), account)
+    await until(lambda: away.num_calls or not answers)
     return made
 
 
@@ -95,16 +95,16 @@ async def test_whoever_forbids_it_is_not_learnt_from(monkeypatch: pytest.MonkeyP
     """Guards tenants: a salt, the request's own word, the key's, or an adapter keep an answer from everybody's drafters."""
     free, kept_out = Account("alice"), Account("bob", KeyLimits(train=False))
     away = Away()
-    asked = [
+    answers = [
         (asked_for(1), free),
         (asked_for(2, cache_salt="mine"), free),
         (asked_for(3, train=False), free),
         (asked_for(4, params={"adapter": "law"}), free),
         (asked_for(5), kept_out),
     ]
-    made = await offered(monkeypatch, away, asked)
+    made = await offered(monkeypatch, away, answers)
     await made.close()
-    assert [(one.tokens, one.tenant, one.corrected) for one in away.taken] == [((1, 2, 3, 7, 8), "alice", 3)]
+    assert [(sample.tokens, sample.tenant, sample.corrected) for sample in away.taken] == [((1, 2, 3, 7, 8), "alice", 3)]
 
 
 async def test_a_learner_that_is_away_costs_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ async def test_a_learner_that_is_away_costs_no_answer(monkeypatch: pytest.Monkey
     away.away = False
     await until(lambda: away.taken)
     await made.close()
-    assert [one.tokens[0] for one in away.taken] == list(range(600 - collector.MOST_HELD, 600))
+    assert [sample.tokens[0] for sample in away.taken] == list(range(600 - collector.MOST_HELD, 600))
 
 
 async def test_a_drafter_that_drifts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

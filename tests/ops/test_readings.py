@@ -19,7 +19,7 @@ from cascade.planner.cost import Profile
 from deployments.ops.metrics.series import SERIES
 from deployments.replica import OURS, join_serves
 from deployments.tier import replica_readings
-from tests.doors import House, serving
+from tests.in_process import House, serving
 from tests.waiting import LONG_S, wait_until
 
 PARAMS = SamplingParams(max_tokens=24, temperature=1.0, seed=3, ignore_eos=True)
@@ -77,14 +77,14 @@ def test_routers_tell_ray_what_their_page_shows(served: House) -> None:
             key = (f"{name}{ending}", tuple(sorted(zip(series.labels, labels, strict=True))))
             assert page.samples[key] == value, key
     assert len(values.pop("inter_token_latency_seconds", ())) < PARAMS.max_tokens  # one for each piece but the first
-    wanted = {one.name for one in SERIES.values() if one.kind == "histogram" and "router" in one.places}
+    wanted = {series.name for series in SERIES.values() if series.kind == "histogram" and "router" in series.places}
     wanted.remove("inter_token_latency_seconds")
-    assert {name for name, found in values.items() if len(found) == 1} == wanted
+    assert {name for name, observed in values.items() if len(observed) == 1} == wanted
     assert values["request_prompt_tokens"] == [3]
     assert values["request_generation_tokens"] == [PARAMS.max_tokens]
     assert values["request_queue_time_seconds"][0] <= values["time_to_first_token_seconds"][0]
     assert values["time_to_first_token_seconds"][0] <= values["e2e_request_latency_seconds"][0]
-    assert not [one for one in metrics.readings() if SERIES[one.name].kind == "histogram"]
+    assert not [reading for reading in metrics.readings() if SERIES[reading.name].kind == "histogram"]
 
 
 def failovers(served: House) -> float:
@@ -123,8 +123,8 @@ def test_vllms_benchmark_finds_what_drafters_did(served: House) -> None:
         answers: list[Edge] = []
 
         def accepted() -> int:  # guesses may come too late on a busy machine
-            asked = replace(PARAMS, seed=len(answers))
-            answers.append(client.generate("def read(path):\n", asked, Speculation(tiers=("tiny", "medium"))).stats.drafted)
+            params = replace(PARAMS, seed=len(answers))
+            answers.append(client.generate("def read(path):\n", params, Speculation(tiers=("tiny", "medium"))).stats.drafted)
             return answers[-1].accepted
 
         wait_until(accepted)

@@ -29,36 +29,36 @@ def panels() -> Iterator[dict[str, Any]]:
 def expressions() -> dict[str, str]:
     """PromQL of the dashboard and the alerts, by who says it."""
     rules = yaml.safe_load(RULES.read_text())["groups"][0]["rules"]
-    found = {rule["alert"]: rule["expr"] for rule in rules}
+    queries = {rule["alert"]: rule["expr"] for rule in rules}
     for panel in panels():
         for target in panel.get("targets", ()):
-            found[f"{panel['title']} {target['refId']}"] = target["expr"]
+            queries[f"{panel['title']} {target['refId']}"] = target["expr"]
     variables = json.loads(DASHBOARD.read_text())["templating"]["list"]
-    return found | {f"${one['name']}": one["definition"] for one in variables if one["type"] == "query"}
+    return queries | {f"${variable['name']}": variable["definition"] for variable in variables if variable["type"] == "query"}
 
 
 @pytest.mark.parametrize("expression", expressions().values(), ids=expressions())
 def test_every_series_asked_for_is_reported(expression: str) -> None:
     """Guards panels that stay empty and alerts that never fire: names, endings and labels are those of the list."""
-    asked = [found for found in SELECTOR.finditer(expression) if found[1].startswith("ray_")]
-    assert asked
-    known = {"le"}
-    for sample, matchers in (found.groups() for found in asked):
+    selectors = [match for match in SELECTOR.finditer(expression) if match[1].startswith("ray_")]
+    assert selectors
+    grouped = {"le"}
+    for sample, matchers in (match.groups() for match in selectors):
         assert sample in BY_SAMPLE, f"nobody reports {sample}"
         labels = {*COMMON, *BY_SAMPLE[sample].labels}
-        known |= labels
+        grouped |= labels
         for matcher in filter(None, (matchers or "").split(",")):
-            found = MATCHER.fullmatch(matcher)
-            assert found is not None, matcher
-            assert found[1] in labels, f"{sample} has no label {found[1]}"
+            match = MATCHER.fullmatch(matcher)
+            assert match is not None, matcher
+            assert match[1] in labels, f"{sample} has no label {match[1]}"
     for group in GROUPING.findall(expression):
-        assert {label.strip() for label in group.split(",")} <= known, group
-    counters = [found for found in asked if BY_SAMPLE[found[1]].kind != "gauge"]
-    for found in counters:  # their totals say nothing: `rate` and `increase` do, or whether there are any
-        before, behind = expression[: found.start()], expression[found.end() :]
-        assert re.search(r"(rate|increase)\($", before) or re.match(r"\s*(unless|offset)", behind), found[0]
+        assert {label.strip() for label in group.split(",")} <= grouped, group
+    counters = [match for match in selectors if BY_SAMPLE[match[1]].kind != "gauge"]
+    for match in counters:  # their totals say nothing: `rate` and `increase` do, or whether there are any
+        before, behind = expression[: match.start()], expression[match.end() :]
+        assert re.search(r"(rate|increase)\($", before) or re.match(r"\s*(unless|offset)", behind), match[0]
         if re.search(r"(rate|increase)\($", before):
-            assert behind.startswith("["), found[0]
+            assert behind.startswith("["), match[0]
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not here")

@@ -32,8 +32,8 @@ from deployments.ops.tracing import (
     request_span,
     tracing,
 )
-from tests.doors import House, house
 from tests.http.test_http import PROMPT, ask
+from tests.in_process import House, house
 from tests.links.net import Node
 from tests.tier.test_tier import NAMES, CountingModel, opening
 
@@ -137,8 +137,8 @@ def test_one_trace_over_all_processes(served: House, traces: Traces) -> None:
     for span in spans.values():
         assert span.status.status_code is not StatusCode.ERROR
     for name in NAMES:
-        session, said = spans[f"cascade.session {name}"], spans[f"cascade.session {name}"].attributes or {}
-        assert (session.kind, said["cascade.tier"], said["cascade.replica"]) == (SpanKind.SERVER, name, f"{name}#1")
+        session, attributes = spans[f"cascade.session {name}"], spans[f"cascade.session {name}"].attributes or {}
+        assert (session.kind, attributes["cascade.tier"], attributes["cascade.replica"]) == (SpanKind.SERVER, name, f"{name}#1")
         assert [event.name for event in spans[f"cascade.open {name}"].events] == ["leased", "answered"]
     answer = spans["cascade.answer"].attributes or {}
     assert num_tokens == answer["cascade.tokens"] == 60
@@ -217,9 +217,9 @@ def test_dead_replicas_show(traces: Traces) -> None:
         spans = traces.taken()
         [answer] = [span for span in spans if span.name == "cascade.answer"]
         *failed_ones, last = sorted((s for s in spans if s.name == "cascade.open full"), key=lambda span: span.start_time or 0)
-        assert [one.status.status_code for one in failed_ones] == [StatusCode.ERROR] * len(failed_ones) != []
+        assert [span.status.status_code for span in failed_ones] == [StatusCode.ERROR] * len(failed_ones) != []
         assert last.status.status_code is not StatusCode.ERROR
-        assert {parent(one) for one in (*failed_ones, last)} == {id_of(answer)}
+        assert {parent(span) for span in (*failed_ones, last)} == {id_of(answer)}
         replicas = {(s.attributes or {})["cascade.replica"] for s in spans if s.name == "cascade.session full"}
         assert replicas == {"full#1", "full2#1"}
         assert trace_ids(spans) == {TRACE}
@@ -259,19 +259,19 @@ def test_the_environment_says_where_spans_go(
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "said"),
+    ("variable", "value", "words"),
     [
         ("OTEL_TRACES_EXPORTER", "carrier-pigeon", "pip install"),
         ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json", "http/protobuf, grpc"),
     ],
 )
 def test_exporters_that_are_not_there_are_refused(
-    variable: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch
+    variable: str, value: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against servers that start and send their spans nowhere."""
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "otlp")
     monkeypatch.setenv(variable, value)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=words):
         tracing("router")
 
 

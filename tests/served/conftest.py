@@ -1,4 +1,4 @@
-"""The small models, served: behind doors of its own, and behind Ray Serve's proxies."""
+"""The small models, served: behind servers of its own, and behind Ray Serve's proxies."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -87,11 +87,11 @@ def test_a_tier_learns_from_its_traffic(server: Server, reference: Cascade, fold
             return client.generate(prompt(number), params, handling=handling).text
 
     with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(answer, range(LEAST_LEARNT + 8)))
-    assert found[:3] == [reference.generate(prompt(number), params, Speculation("off")).text for number in range(3)]
+        texts = list(threads.map(answer, range(LEAST_LEARNT + 8)))
+    assert texts[:3] == [reference.generate(prompt(number), params, Speculation("off")).text for number in range(3)]
     ask("learner", "teach")
     wait_until(
-        lambda: (said := ask("learner", "progress")) and said[0]["students"]["tiny"]["kept"],
+        lambda: (states := ask("learner", "progress")) and states[0]["students"]["tiny"]["kept"],
         lambda: "nothing was learnt",
         every_s=0.2,
     )
@@ -112,7 +112,7 @@ def test_a_tier_learns_from_its_traffic(server: Server, reference: Cascade, fold
     prompts = [tuple(reference.tokenizer.encode(prompt(number))) for number in range(LEAST_LEARNT + 8)]
     assert [ids in kept for ids in prompts] == [True] * LEAST_LEARNT + [False] * 8
     forget(folder, ANONYMOUS)
-    wait_until(lambda: (said := ask("learner", "progress")) and not said[0]["answers"], every_s=0.2)
+    wait_until(lambda: (states := ask("learner", "progress")) and not states[0]["answers"], every_s=0.2)
     assert Reservoir(Limits(), folder).newest == []
 
 
@@ -138,11 +138,11 @@ def stopping(progress: Progress) -> None:
 @pytest.mark.slow
 def test_workers_publish_one_version_and_stop_when_told(cluster: Cluster, tmp_path: Path) -> None:
     """Guards learners that train on several devices: the outcome and a tenant's wish to be forgotten cross processes."""
-    told: list[Progress] = []
-    outcome = workers.train(lesson(tmp_path / "tiny"), SIZE, OPTIONS, told.append)
+    reports: list[Progress] = []
+    outcome = workers.train(lesson(tmp_path / "tiny"), SIZE, OPTIONS, reports.append)
     assert outcome.steps > 0
     assert len(Versions(tmp_path / "tiny").all) == (not outcome.problem)
-    assert {progress.student for progress in told} == {"tiny"}
+    assert {progress.student for progress in reports} == {"tiny"}
     with pytest.raises(Stopped):
         workers.train(replace(lesson(tmp_path / "stopped"), seconds=600.0), SIZE, OPTIONS, stopping)
     assert not (tmp_path / "stopped").exists()

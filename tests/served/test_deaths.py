@@ -21,20 +21,24 @@ NUM_CLIENTS = 6
 NUM_ANSWERS = 2  # of each client, one after the other
 
 
-def asked(client: int, turn: int) -> SamplingParams:
+def params_of(client: int, turn: int) -> SamplingParams:
     return SamplingParams(max_tokens=240, temperature=0.9, seed=100 * (client % 4) + turn, ignore_eos=True, logprobs=0)
 
 
-def doors(port: int) -> set[int]:
+def own_ports(port: int) -> set[int]:
     """Our own ends of connections to routers."""
-    return {one.laddr.port for one in psutil.Process().net_connections("tcp") if one.raddr and one.raddr.port == port}
+    return {
+        connection.laddr.port
+        for connection in psutil.Process().net_connections("tcp")
+        if connection.raddr and connection.raddr.port == port
+    }
 
 
 def writers(port: int) -> list[int]:
     """The processes that hold the other ends of our connections."""
-    own = doors(port)
-    ends = [one for one in psutil.net_connections("tcp") if one.laddr.port == port and one.raddr and one.raddr.port in own]
-    return [one.pid for one in ends if one.pid is not None]
+    own = own_ports(port)
+    ends = [end for end in psutil.net_connections("tcp") if end.laddr.port == port and end.raddr and end.raddr.port in own]
+    return [end.pid for end in ends if end.pid is not None]
 
 
 def num_routers() -> int:
@@ -62,7 +66,7 @@ def test_killed_routers_cost_no_answer(server: Server, reference: Cascade) -> No
     """Guards against failed answers, and other texts, when the process of a router dies under load."""
     wait_until(lambda: num_routers() == 2)
     turns = [(client, turn) for client in range(4) for turn in range(NUM_ANSWERS)]
-    answers = reference.generate([PROMPT] * len(turns), [asked(*turn) for turn in turns], Speculation("off"))
+    answers = reference.generate([PROMPT] * len(turns), [params_of(*turn) for turn in turns], Speculation("off"))
     expected = dict(zip(turns, map(essence, answers), strict=True))
     before, begun = resumed(server.url), set[int]()
 
@@ -71,7 +75,7 @@ def test_killed_routers_cost_no_answer(server: Server, reference: Cascade) -> No
             answers = []
             for turn in range(NUM_ANSWERS):
                 pieces = []
-                for piece in client.stream(PROMPT, asked(number, turn), Speculation(tiers=CHAINS[number % 3])):
+                for piece in client.stream(PROMPT, params_of(number, turn), Speculation(tiers=CHAINS[number % 3])):
                     pieces.append(piece)
                     begun.add(number)
                 ended = pieces[-1].completion
@@ -82,19 +86,21 @@ def test_killed_routers_cost_no_answer(server: Server, reference: Cascade) -> No
 
     async def whole(number: int) -> list[Completion]:
         async with AsyncClient([server.address, server.address], timeout=LONG_S) as client:
-            return [await client.generate(PROMPT, asked(number, turn)) for turn in range(NUM_ANSWERS)]
+            return [await client.generate(PROMPT, params_of(number, turn)) for turn in range(NUM_ANSWERS)]
 
     port = int(server.address.rpartition(":")[2])
     with ThreadPoolExecutor(NUM_CLIENTS) as threads:
         crowd = {n: threads.submit(stream, n) for n in range(NUM_CLIENTS) if n % 4}
         wait_until(lambda: len(begun) == len(crowd))
-        victim, open_ = writers(port)[0], doors(port)
+        victim, open_ = writers(port)[0], own_ports(port)
         crowd |= {n: threads.submit(asyncio.run, whole(n)) for n in range(NUM_CLIENTS) if n % 4 == 0}
-        wait_until(lambda: bool(doors(port) - open_))  # streams may have ended meanwhile
+        wait_until(lambda: bool(own_ports(port) - open_))  # streams may have ended meanwhile
         os.kill(victim, signal.SIGKILL)
         wait(crowd.values(), LONG_S)
         for number, answers in crowd.items():
-            assert [essence(one) for one in answers.result(0)] == [expected[number % 4, turn] for turn in range(NUM_ANSWERS)]
+            assert [essence(answer) for answer in answers.result(0)] == [
+                expected[number % 4, turn] for turn in range(NUM_ANSWERS)
+            ]
     assert not psutil.pid_exists(victim)
     settle()
     wait_until(lambda: num_routers() == 2)

@@ -49,17 +49,17 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     http, grpc = free_port(), free_port()
     url = f"http://127.0.0.1:{http}"
     server = subprocess.Popen([*CASCADE, "serve", "--port", str(http), "--grpc-port", str(grpc)], cwd=ROOT)
-    found: list[str] = []
+    models: list[str] = []
 
     def answers() -> bool:
         assert server.poll() is None
         with suppress(OSError), urllib.request.urlopen(f"{url}/v1/models", timeout=LONG_S) as answer:
-            found.append(json.load(answer)["data"][0]["id"])
-        return bool(found)
+            models.append(json.load(answer)["data"][0]["id"])
+        return bool(models)
 
     try:
         wait_until(answers, every_s=0.5)
-        yield Served(url, found[0], tokenizer, folder)
+        yield Served(url, models[0], tokenizer, folder)
     finally:
         server.terminate()
         server.wait(60)
@@ -88,10 +88,10 @@ def vllm(served: Served, program: str) -> float:
     given += ["--dataset-path", str(served.folder / "prompts.jsonl"), "--custom-output-len", str(TOKENS)]
     given += ["--num-prompts", str(REQUESTS), "--max-concurrency", str(CLIENTS), "--temperature", "0"]
     run([program, "bench", "serve", *given, "--skip-chat-template", "--save-result", "--result-filename", str(to)])
-    said = json.loads(to.read_text())
-    assert said["completed"] == REQUESTS
-    assert said["spec_decode_num_drafts"] > 0  # read of our metrics
-    return float(said["output_throughput"])
+    report = json.loads(to.read_text())
+    assert report["completed"] == REQUESTS
+    assert report["spec_decode_num_drafts"] > 0  # read of our metrics
+    return float(report["output_throughput"])
 
 
 def aiperf(served: Served, program: str) -> float:

@@ -46,13 +46,15 @@ class Shown(defaultdict[str, list[tuple[Labels, float]]]):
 
     def total(self, name: str, **labels: str) -> float:
         """Sum over the samples that have these labels."""
-        return sum(value for said, value in self[f"ray_cascade_{name}"] if labels.items() <= said.items())
+        return sum(value for own_labels, value in self[f"ray_cascade_{name}"] if labels.items() <= own_labels.items())
 
     def since(self, before: "Shown", name: str, **labels: str) -> float:
         """How much that sum has grown, replica by replica: those that tests before have killed vanish at any time."""
-        earlier = {tuple(sorted(said.items())): value for said, value in before[f"ray_cascade_{name}"]}
-        shown = [(said, value) for said, value in self[f"ray_cascade_{name}"] if labels.items() <= said.items()]
-        return sum(value - earlier.get(tuple(sorted(said.items())), 0.0) for said, value in shown)
+        earlier = {tuple(sorted(own_labels.items())): value for own_labels, value in before[f"ray_cascade_{name}"]}
+        shown = [
+            (own_labels, value) for own_labels, value in self[f"ray_cascade_{name}"] if labels.items() <= own_labels.items()
+        ]
+        return sum(value - earlier.get(tuple(sorted(own_labels.items())), 0.0) for own_labels, value in shown)
 
 
 def when(condition: Callable[[Shown], bool]) -> Shown:
@@ -65,21 +67,23 @@ def when(condition: Callable[[Shown], bool]) -> Shown:
             shown = Shown.now()
         return condition(shown)
 
-    wait_until(holds, lambda: json.dumps({name: sum(value for _, value in said) for name, said in shown.items()}), every_s=0.5)
+    wait_until(
+        holds, lambda: json.dumps({name: sum(value for _, value in series) for name, series in shown.items()}), every_s=0.5
+    )
     return shown
 
 
 def pages(url: str) -> list[Scrape]:
     """The pages of both routers."""
-    found: dict[str, Scrape] = {}
+    by_router: dict[str, Scrape] = {}
 
     def both() -> bool:
         page = scrape(url)
-        found[page.router] = page
-        return len(found) == 2
+        by_router[page.router] = page
+        return len(by_router) == 2
 
     wait_until(both)
-    return [*found.values()]
+    return [*by_router.values()]
 
 
 def caught_up(shown: Shown, page: Scrape) -> bool:
@@ -97,30 +101,30 @@ def test_a_request_moves_what_nodes_show(server: Server) -> None:
     earlier = pages(server.url)
     before = when(lambda shown: all(caught_up(shown, page) for page in earlier) and shown.total("healthy") >= 4)
     assert {labels["tier"] for labels, _ in before["ray_cascade_healthy"]} == {*small.NAMES}
-    said = list[Completion]()
+    answers = list[Completion]()
     with Client(server.address) as client:
 
         def all_drafted() -> bool:  # on a busy machine a short answer may be over before drafts come
-            said.append(client.generate(PROMPT, PARAMS, Speculation(tiers=("tiny", "medium"))))
-            return {edge.drafter for edge in said[-1].stats.edges} >= {"tiny", "medium"}
+            answers.append(client.generate(PROMPT, PARAMS, Speculation(tiers=("tiny", "medium"))))
+            return {edge.drafter for edge in answers[-1].stats.edges} >= {"tiny", "medium"}
 
         wait_until(all_drafted)
     settle()
     later = pages(server.url)
 
-    def told(shown: Shown) -> bool:
+    def complete(shown: Shown) -> bool:
         own = [shown.since(before, "tier_own_tokens_total", tier=tier) for tier in small.NAMES]
         observed = [shown.since(before, f"{name}_seconds_count") for name in HISTOGRAMS]
         return (
             all(caught_up(shown, page) for page in later)
             and all(own)
             and own[-1] >= num_tokens
-            and min(observed) >= len(said)
+            and min(observed) >= len(answers)
             and shown.since(before, "prefix_cache_queries_total", tier="full") >= len(PROMPT)
         )
 
-    num_tokens = sum(len(answer.token_ids) for answer in said)
-    after = when(told)
+    num_tokens = sum(len(answer.token_ids) for answer in answers)
+    after = when(complete)
     grown = sum(after.since(before, "generation_tokens_total", replica=page.router) for page in later)
     assert grown == num_tokens  # at living routers: for a while a node shows those too that tests before have killed
     assert after.total("leases_taken_total", tier="full", below="medium") >= 1
@@ -141,5 +145,5 @@ def test_series_are_those_of_the_list(server: Server) -> None:
     assert models == {name: f"small-{name}" for name in small.NAMES}
     for labels, _ in shown["ray_cascade_tiers"]:
         assert (labels["tier"], labels["model"]) == (ROUTER, "small-full")
-    known = {sample for series in SERIES.values() for sample in series.samples}
-    assert {name for name in shown if not name.endswith("_created")} <= known
+    samples = {sample for series in SERIES.values() for sample in series.samples}
+    assert {name for name in shown if not name.endswith("_created")} <= samples

@@ -28,8 +28,8 @@ from deployments.ops.launch import free_port
 from deployments.ops.tracing import UNTRACED
 from tests import small
 from tests.conftest import Cluster
-from tests.doors import House, build, house
 from tests.http.test_http import ask
+from tests.in_process import House, build, house
 from tests.served.test_serve import PROMPT
 from tests.tier.test_tier import NAMES, CountingModel
 from tests.waiting import LONG_S, wait_until
@@ -48,14 +48,14 @@ def theirs(**more: Any) -> Values:
     }
 
 
-def one(**more: Any) -> CascadeConfig:
+def parsed(**more: Any) -> CascadeConfig:
     [config] = cascades({"llm_configs": [theirs(**more)]})[0].values()
     return config
 
 
 def test_their_configuration_works_unchanged() -> None:
     """Guards users of Ray Serve LLM on their first day: one model by itself, on a GPU, and the suffix drafter."""
-    config = one(engine_kwargs={"tensor_parallel_size": 2, "max_model_len": 8192, "enable_prefix_caching": True})
+    config = parsed(engine_kwargs={"tensor_parallel_size": 2, "max_model_len": 8192, "enable_prefix_caching": True})
     [tier] = config.tiers
     assert (config.model_names, config.drafters, config.max_model_len) == (("qwen-0.5b",), ("suffix",), 8192)
     assert tier.accelerator_type == "A10G"
@@ -79,7 +79,7 @@ SAMPLE: Values = {  # as in KubeRay's sample and vLLM's recipes
 
 def test_published_files_are_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Guards keys that stand in every sample: they were refused, or meant vLLM. `check` and `serve` take the file as it is."""
-    config = one(**SAMPLE)
+    config = parsed(**SAMPLE)
     engine = config.tiers[-1].engine_kwargs
     assert (engine.device, engine.dtype, engine.engine, engine.model_extra) == (None, None, None, {})
     assert (config.max_model_len, config.router.tool_format) == (8192, "hermes")
@@ -140,7 +140,7 @@ HONOURED: list[tuple[Values, Callable[[CascadeConfig], Any], Any]] = [  # what i
 @pytest.mark.parametrize(("given", "place", "expected"), HONOURED)
 def test_keys_are_honoured(given: Values, place: Callable[[CascadeConfig], Any], expected: Any) -> None:
     """Guards keys of theirs against being read and forgotten."""
-    assert place(one(**given)) == expected
+    assert place(parsed(**given)) == expected
 
 
 REFUSED: list[tuple[Values, str]] = [
@@ -175,7 +175,7 @@ REFUSED: list[tuple[Values, str]] = [
 def test_what_is_not_honoured_is_refused(given: Values, sentence: str) -> None:
     """Guards against keys of theirs that change nothing here without a word."""
     with pytest.raises(ConfigError) as caught:
-        one(**given)
+        parsed(**given)
     assert sentence in str(caught.value)
 
 
@@ -183,8 +183,8 @@ def test_models_are_read_from_files(tmp_path: Path) -> None:
     """Guards paths in llm_configs; and names that two models share."""
     path = tmp_path / "model.yaml"
     path.write_text(yaml.safe_dump(theirs()))
-    for said in (str(path), [str(path)]):
-        assert cascades({"llm_configs": said})[0]["qwen-0.5b"] == one()
+    for files in (str(path), [str(path)]):
+        assert cascades({"llm_configs": files})[0]["qwen-0.5b"] == parsed()
     for args, sentence in (
         ({"llm_configs": [theirs(), theirs()]}, "the model_id 'qwen-0.5b'"),
         ({"llm_configs": []}, "at least 1"),
@@ -205,7 +205,7 @@ def models() -> Iterator[tuple[SimpleNamespace, dict[str, House]]]:
         name = {"served_model_name": "other"}
         other = full.call(build(stack, (0.0005,) * 3, language, NAMES, {}, name, lambda *of: UNTRACED))
         houses = {"full": full, "other": other}
-        application = Models({name: one.router for name, one in houses.items()})
+        application = Models({name: built.router for name, built in houses.items()})
         server = HttpServer(application, listen, RequestLimits())
         full.call(server.open())
         yield SimpleNamespace(url=f"http://{listen.host}:{listen.http_port}"), houses
@@ -222,7 +222,7 @@ def test_bodies_that_no_router_takes_are_not_read(monkeypatch: pytest.MonkeyPatc
     application = Models(routers)
 
     def answered(length: int, **headers: str) -> int:
-        said = [(name.encode(), value.encode()) for name, value in {**headers, "content-length": str(length)}.items()]
+        raw_headers = [(name.encode(), value.encode()) for name, value in {**headers, "content-length": str(length)}.items()]
         sent: list[Any] = []
 
         async def send(message: Any) -> None:
@@ -231,7 +231,7 @@ def test_bodies_that_no_router_takes_are_not_read(monkeypatch: pytest.MonkeyPatc
         async def receive() -> Any:
             raise AssertionError("nothing of the body may be asked for")
 
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": said}
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": raw_headers}
         run(application(scope, receive, send))
         return int(sent[0]["status"])
 
@@ -247,7 +247,7 @@ ASKED: Values = {"prompt": PROMPT, "max_tokens": 32, "temperature": 0.8, "seed":
 def test_each_model_writes_its_own_text(models: tuple[Any, dict[str, House]]) -> None:
     """Guards requests against the model of somebody else, whole and streamed."""
     server, houses = models
-    expected = {name: ask(one, "/v1/completions", ASKED)[2]["choices"][0]["text"] for name, one in houses.items()}
+    expected = {name: ask(built, "/v1/completions", ASKED)[2]["choices"][0]["text"] for name, built in houses.items()}
     assert expected["full"] != expected["other"]
     with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         for name, text in expected.items():
@@ -261,7 +261,7 @@ def test_what_names_no_model_is_told(models: tuple[Any, dict[str, House]]) -> No
     """Guards the list of models, and sentences for requests that name none of them."""
     server, _ = models
     with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        assert [one.id for one in client.models.list()] == ["full", "other"]
+        assert [model.id for model in client.models.list()] == ["full", "other"]
         with pytest.raises(openai.NotFoundError, match="model is 'third': this server has 'full', 'other'"):
             client.completions.create(model="third", prompt="x")
         with pytest.raises(openai.BadRequestError, match="max_tokens"):  # what a router refuses, as it does
@@ -275,20 +275,20 @@ def test_what_names_no_model_is_told(models: tuple[Any, dict[str, House]]) -> No
             ({"model": "third"}, 404, "not_found_error"),
             ({"model": "full", "messages": 3}, 400, "invalid_request_error"),
         ):
-            found, _, answer = ask(server, path, body)
-            assert (found, answer["type"], answer["error"]["type"], len(answer["error"])) == (status, "error", kind, 2)
+            code, _, answer = ask(server, path, body)
+            assert (code, answer["type"], answer["error"]["type"], len(answer["error"])) == (status, "error", kind, 2)
     assert [ask(server, path)[0] for path in ("/health", "/", "/metrics")] == [200, 200, 404]
 
 
 def test_a_client_that_leaves_frees_the_tiers(models: tuple[Any, dict[str, House]]) -> None:
     """Guards against work for clients that are gone: the request ends at the router of its model, too."""
     server, houses = models
-    asked: Any = {"model": "other", "prompt": PROMPT, "max_tokens": 900, "extra_body": {"ignore_eos": True}}
+    request: Any = {"model": "other", "prompt": PROMPT, "max_tokens": 900, "extra_body": {"ignore_eos": True}}
     with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        with client.completions.create(**asked, stream=True) as stream:
+        with client.completions.create(**request, stream=True) as stream:
             next(iter(stream))
         with pytest.raises(openai.APITimeoutError):
-            client.with_options(timeout=0.1).completions.create(**asked)
+            client.with_options(timeout=0.1).completions.create(**request)
     houses["other"].settle()
 
 

@@ -49,18 +49,18 @@ def handle(tier: str) -> Any:
 
 def replicas(tier: str) -> dict[int, dict[str, Any]]:
     """All running replicas of a tier by process id; there is at least one again when this returns."""
-    found = dict[int, dict[str, Any]]()
+    states = dict[int, dict[str, Any]]()
 
     def all_answered() -> bool:
-        found.clear()
+        states.clear()
         with contextlib.suppress(RayServeException):  # the handle knows of none yet
             answers = handle(tier).broadcast("describe").results(timeout_s=LONG_S, return_exceptions=True)
-            found.update((state["pid"], state) for state in answers if isinstance(state, dict))
+            states.update((state["pid"], state) for state in answers if isinstance(state, dict))
         running = serve.status().applications[APPLICATION].deployments[tier].replica_states.get("RUNNING", 0)
-        return len(found) >= max(1, running)
+        return len(states) >= max(1, running)
 
     wait_until(all_answered, lambda: f"not all replicas of {tier} answer")
-    return found
+    return states
 
 
 def busy(tiers: Sequence[str]) -> dict[str, int]:
@@ -70,14 +70,14 @@ def busy(tiers: Sequence[str]) -> dict[str, int]:
 
 
 def _busy(tier: str) -> int:
-    found: list[int] = []
+    pids: list[int] = []
 
     def any_works() -> bool:
-        found[:] = [pid for pid, state in replicas(tier).items() if state["sessions"]]
-        return bool(found)
+        pids[:] = [pid for pid, state in replicas(tier).items() if state["sessions"]]
+        return bool(pids)
 
     wait_until(any_works, lambda: f"no replica of {tier} has a session")
-    return found[0]
+    return pids[0]
 
 
 def settle() -> None:
@@ -86,7 +86,7 @@ def settle() -> None:
     def left() -> list[tuple[Any, ...]]:
         states = [(tier, state) for tier in small.NAMES for state in replicas(tier).values()]
         held = [(tier, state["sessions"], state["leases"], state["drafting"]) for tier, state in states]
-        return [one for one in held if any(one[1:])]
+        return [session for session in held if any(session[1:])]
 
     wait_until(lambda: not left(), lambda: f"left behind (tier, sessions, leases, drafting): {left()}", every_s=0.1)
 
@@ -133,16 +133,16 @@ PARAMS = {
 
 @pytest.mark.parametrize("name", PARAMS)
 def test_served_text_is_the_full_models(client: Client, reference: Cascade, name: str) -> None:
-    """Guards the promise through the front door: every subset and window gives the full model's own text."""
+    """Guards the promise from the client's side: every subset and window gives the full model's own text."""
     tiers, params = CHAINS[[*PARAMS].index(name) % len(CHAINS)], PARAMS[name]
     expected = alone(reference, params)
     served = client.generate(PROMPT, params, Speculation(tiers=tiers, window=3 + 5 * len(tiers)))
     assert (served.text, served.token_ids) == (expected.text, expected.token_ids)
     assert served.finish_reason == expected.finish_reason
     assert len(served.logprobs) == (len(served.token_ids) if params.logprobs is not None else 0)
-    for said, other in zip(served.logprobs, expected.logprobs, strict=True):
-        assert said.logprob == pytest.approx(other.logprob, abs=1e-3)
-        assert [value for _, value in said.top] == pytest.approx([value for _, value in other.top], abs=1e-3)
+    for logprob, other in zip(served.logprobs, expected.logprobs, strict=True):
+        assert logprob.logprob == pytest.approx(other.logprob, abs=1e-3)
+        assert [value for _, value in logprob.top] == pytest.approx([value for _, value in other.top], abs=1e-3)
     assert {e.drafter for e in served.stats.edges if e.verifier == "full"} - {""} <= set(tiers)
 
 
@@ -193,32 +193,32 @@ def test_prompts_that_begin_alike_are_read_once(server: Server, client: Client) 
 
     def counts() -> tuple[int, int]:
         states = replicas("full").values()
-        return sum(one["queried"] for one in states), sum(one["reused"] for one in states)
+        return sum(state["queried"] for state in states), sum(state["reused"] for state in states)
 
     before = counts()
     for number in range(16):
         prompt = [*range(1000, 1160), number]
         client.generate(prompt, SHORT)
         client.generate(prompt, SHORT, handling=Handling(cache_salt=f"tenant {number}"))
-    asked, reused = (now - then for now, then in zip(counts(), before, strict=True))
-    assert asked == 32 * 161
+    queried, reused = (now - then for now, then in zip(counts(), before, strict=True))
+    assert queried == 32 * 161
     assert reused >= 12 * 160
 
 
 def test_a_clients_session_meets_one_replica(server: Server, client: Client) -> None:
     """Guards sessions that clients name, whose requests meet both routers and have nothing in common."""
 
-    def asked() -> dict[int, int]:
+    def requests_of() -> dict[int, int]:
         return {pid: state["queried"] for pid, state in replicas("full").items()}
 
     together, every = 0, 0  # tokens of prompts
     own = [("grpc.use_local_subchannel_pool", 1)]  # connections of their own, which the kernel spreads over routers
     for session in ("one", "two", "three"):
-        before = asked()
+        before = requests_of()
         for number in range(8):
             request = encode_request(f"{number} of {session}", SHORT, None)
             with grpc.insecure_channel(server.address, options=own) as channel:
                 stub_of(channel).Complete(request, metadata=(("x-session-id", session),))
-        grown = [count - before[pid] for pid, count in asked().items()]
+        grown = [count - before[pid] for pid, count in requests_of().items()]
         together, every = together + max(grown), every + sum(grown)
     assert together >= 0.8 * every > 0

@@ -62,14 +62,14 @@ def test_a_chance_becomes_the_share_that_was_right(gap: float, rank: int, first:
 
 
 @given(gaps, gaps, st.booleans())
-def test_close_tokens_are_less_certain(one: float, other: float, first: bool) -> None:
+def test_close_tokens_are_less_certain(first_gap: float, other_gap: float, first: bool) -> None:
     """Guards the beginning, before any verdict: a larger gap is never less certain, and its runner-ups never likelier."""
-    near, far = sorted((gap_byte(one), gap_byte(other)))
+    near, far = sorted((gap_byte(first_gap), gap_byte(other_gap)))
     calibration = Calibration()
     for rank in range(MAX_RANKS):
         chance = calibration.chance(rank, near, first=first), calibration.chance(rank, far, first=first)
         assert chance == tuple(sorted(chance, reverse=bool(rank)))
-        assert all(0 <= one <= 1 for one in chance)
+        assert all(0 <= probability <= 1 for probability in chance)
     assert 0 < near <= far < 256
 
 
@@ -79,21 +79,21 @@ def close(*tokens: int) -> Margin:
 
 def branches(most: int = 4) -> Branches:
     """A text 5, 6, 7 after 3 committed tokens, with close tokens beside its first two."""
-    found = Branches(most, 3)
+    kept = Branches(most, 3)
     for margin in (close(1, 2), close(8), Margin.of([])):
-        found.append(margin)
-    return found
+        kept.append(margin)
+    return kept
 
 
 def test_a_draft_offers_runner_ups_and_what_is_behind_them() -> None:
     """Guards the tree that goes up: its trunk is the text, runner-ups come by rank, tails after their heads."""
-    found = branches()
-    likeliest = max(found.candidates(100), key=lambda way: way[0])[1]
+    kept = branches()
+    likeliest = max(kept.candidates(100), key=lambda way: way[0])[1]
     assert (likeliest.start, likeliest.tokens) == (3, [1])
-    found.hold(likeliest)
+    kept.hold(likeliest)
     likeliest.tokens.append(9)
     likeliest.margins.append(close(4))
-    draft = found.proposal([5, 6, 7], bytes(3), 1)
+    draft = kept.proposal([5, 6, 7], bytes(3), 1)
     assert draft.trunk.tokens == (5, 6, 7)
     assert [len(draft.find(path)) for path in ([1, 9], [2], [5, 8])] == [2, 1, 2]
     assert [draft.ranks[node] for node in (*draft.find([1, 9]), *draft.find([2]))] == [1, 0, 2]

@@ -36,14 +36,14 @@ def write(session: Session) -> None:
 def test_proposals_are_few_and_hold_back_little() -> None:
     """Guards passes of a small tier, which cost less than a message for each token, and verifiers that lack a quarter."""
     session = Session(opening(200, window=64), "tiny", 0, VOCAB)
-    told, messages = len(session.text), 0
+    num_sent, messages = len(session.text), 0
     while not session.stalled:
         write(session)
         if (proposal := session.proposal()) is not None:
             assert proposal.start == 3
-            told, messages = proposal.start + len(proposal.draft.tokens), messages + 1
-        assert 4 * (len(session.text) - told) < len(session.text) - 3
-    assert told == len(session.text) == 3 + 64
+            num_sent, messages = proposal.start + len(proposal.draft.tokens), messages + 1
+        assert 4 * (len(session.text) - num_sent) < len(session.text) - 3
+    assert num_sent == len(session.text) == 3 + 64
     assert messages < 64 / 3
     assert session.proposal() is None
     session.commit(3, [7, 7, 9])
@@ -172,15 +172,15 @@ def test_totals_of_two_drafters_are_kept_apart() -> None:
 def test_totals_are_whole_at_the_end_of_a_text() -> None:
     """Guards statistics of answers: totals that are not sent with every proposal must not lack the last passes."""
     session = Session(opening(max_tokens=20), "full", 0, VOCAB)
-    told: list[int] = []
+    sizes: list[int] = []
     while not session.stalled:
         session.advance(session.work(10), Scored([4]))
         proposal = session.proposal()
-        told += [edge.passes for edge in proposal.edges]
+        sizes += [edge.passes for edge in proposal.edges]
         session.commit(proposal.start, proposal.draft.tokens)
-    assert told[0] == 1
-    assert told[-1] == 20
-    assert len(told) < 10
+    assert sizes[0] == 1
+    assert sizes[-1] == 20
+    assert len(sizes) < 10
 
 
 def test_agreement_does_not_depend_on_how_much_was_scored() -> None:

@@ -31,13 +31,13 @@ def tier(name: str = "full", model_id: str = "some/model", **fields: Any) -> dic
     return {"name": name, "model_loading_config": {"model_id": model_id}, **fields}
 
 
-def one(**fields: Any) -> dict[str, Any]:
+def single(**fields: Any) -> dict[str, Any]:
     """A configuration with one tier that has ``fields``."""
     return {"tiers": [tier(**fields)]}
 
 
 def engine(**options: Any) -> dict[str, Any]:
-    return one(engine_kwargs=options)
+    return single(engine_kwargs=options)
 
 
 def head(kind: str, **options: Any) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def head(kind: str, **options: Any) -> dict[str, Any]:
 
 
 def deploying(**fields: Any) -> dict[str, Any]:
-    return one(deployment_config=fields)
+    return single(deployment_config=fields)
 
 
 # what is wrong
@@ -102,7 +102,7 @@ WRONG: list[tuple[Any, str]] = [
     ({"tiers": [tier()], "wide": 3}, r"wide is not a known key; remove it"),
     ({"tiers": [tier()], "windw": 3}, r"windw is not a known key; did you mean 'window'\?"),
     (
-        one(model_loading_config={"model_id": "m", "modl_source": "x"}),
+        single(model_loading_config={"model_id": "m", "modl_source": "x"}),
         r"tiers\.0\.model_loading_config\.modl_source is not a known key; did you mean 'model_source'\?",
     ),
     (engine(dtyp="float32"), r"dtyp is not a known key; did you mean 'dtype'\?"),
@@ -113,12 +113,12 @@ WRONG: list[tuple[Any, str]] = [
     (engine(dtype="int4"), r"dtype is 'int4': .*'bfloat16'"),
     ({"tiers": [tier()], "router": {"access": {"keys": {}}}}, r"router\.access\.keys is not a known key"),
     (
-        one(model_loading_config={"model_id": "m", "model_source": "embedded:nonsense"}),
+        single(model_loading_config={"model_id": "m", "model_source": "embedded:nonsense"}),
         r"model_source is 'embedded:nonsense': .*embedded:tiny, embedded:medium, embedded:full",
     ),
     ([tier()], r"mapping"),
     (
-        one(placement_group_config={"bundle": [{"CPU": 1}]}),
+        single(placement_group_config={"bundle": [{"CPU": 1}]}),
         r"placement_group_config\.bundles is missing",
     ),
     (deploying(request_router_config={"backoff": 1}), r"request_router_config of tier full has the unknown key 'backoff'"),
@@ -235,8 +235,8 @@ def test_only_full_tiers_of_several_replicas_are_preferred(
     """Guards Serve's own choice everywhere else, and the switch."""
     values = {"tiers": [tier("tiny", deployment_config={"num_replicas": 3}), tier(deployment_config=deployment)]}
     tiny, full, _ = deployments(CascadeConfig.parse({**values, "router": router, "verify": False}))
-    chosen = [one._deployment_config.request_router_config.request_router_class for one in (tiny, full)]
-    assert ["Preferring" in str(one) for one in chosen] == [False, prefers]
+    chosen = [router_class._deployment_config.request_router_config.request_router_class for router_class in (tiny, full)]
+    assert ["Preferring" in str(router_class) for router_class in chosen] == [False, prefers]
 
 
 def test_tiers_get_handles_of_those_below() -> None:
@@ -261,7 +261,7 @@ def test_tiers_get_handles_of_those_below() -> None:
 )
 def test_replicas_take_what_they_have_of_a_gpu(fields: dict[str, Any], num_gpus: float | None, memory: float) -> None:
     """Guards GPUs: a type brings one unless the actor says otherwise; tiers that share one took nine tenths of it each."""
-    [parsed] = CascadeConfig.parse(one(**fields)).tiers
+    [parsed] = CascadeConfig.parse(single(**fields)).tiers
     actor = tier_options(parsed)["ray_actor_options"]
     assert (actor.get("num_gpus"), actor.get("accelerator_type")) == (num_gpus, fields.get("accelerator_type"))
     assert parsed.gpu_memory_utilization == pytest.approx(memory)
@@ -283,7 +283,7 @@ def test_replicas_take_what_they_have_of_a_gpu(fields: dict[str, Any], num_gpus:
 )
 def test_processors_are_shared_by_those_that_fit_one_device(actors: Sequence[dict[str, Any]], *, shared: bool) -> None:
     """Guards where drafting begins: a tier below with a device of its own was taken to slow this one, or another not to."""
-    first, second = (CascadeConfig.parse(one(deployment_config={"ray_actor_options": actor})).tiers[0] for actor in actors)
+    first, second = (CascadeConfig.parse(single(deployment_config={"ray_actor_options": actor})).tiers[0] for actor in actors)
     nodes = [{"CPU": 8.0, "left": 1.0}, {"CPU": 8.0, "right": 1.0}]
     assert app.shares_processors(first, second, nodes) is shared
     assert app.shares_processors(second, first, nodes) is shared
@@ -294,7 +294,7 @@ def test_processors_are_shared_by_those_that_fit_one_device(actors: Sequence[dic
 )
 def test_whole_gpus_and_other_engines_are_shared_with_nobody(changes: dict[str, Any]) -> None:
     """Guards the same for tiers that name their resources otherwise, or whose engine computes elsewhere."""
-    plain, other = (CascadeConfig.parse(one(**values)).tiers[0] for values in ({}, changes))
+    plain, other = (CascadeConfig.parse(single(**values)).tiers[0] for values in ({}, changes))
     assert not app.shares_processors(plain, other)
     assert not app.shares_processors(other, plain)
 
@@ -427,9 +427,9 @@ def test_drafters_are_named_in_many_ways() -> None:
     """Guards the short forms of `drafter`: a kind, a list, a mapping, nothing."""
 
     def named(drafter: Any) -> tuple[DrafterSpec, ...]:
-        return CascadeConfig.parse(one(engine_kwargs={"drafter": drafter})).tiers[0].engine_kwargs.drafters
+        return CascadeConfig.parse(single(engine_kwargs={"drafter": drafter})).tiers[0].engine_kwargs.drafters
 
-    assert named("auto") == named(["suffix"]) == CascadeConfig.parse(one()).tiers[0].engine_kwargs.drafters
+    assert named("auto") == named(["suffix"]) == CascadeConfig.parse(single()).tiers[0].engine_kwargs.drafters
     assert named([]) == named(None) == ()
     corpus = {"kind": "corpus", "source": "a.txt"}
     assert named(["suffix", corpus]) == (DrafterSpec("suffix"), DrafterSpec("corpus", "a.txt"))

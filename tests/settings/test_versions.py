@@ -33,13 +33,13 @@ def built() -> Iterator[Callable[..., dict[str, DeploymentVersion]]]:
 
     def versions(values: Values, limits: Any = LIMITS) -> dict[str, DeploymentVersion]:
         application = build_app(bind(parse(values), limits), name="updated")
-        found, code = {}, f"application {next(applications)}"
+        by_name, code = {}, f"application {next(applications)}"
         for deployment in application.deployments:
             config, replica = deployment._deployment_config, deployment._replica_config
-            said = get_deploy_args(deployment.name, deployment_config=config, replica_config=replica, version=code)
-            info = deploy_args_to_deployment_info(app_name="updated", **said)
-            found[deployment.name] = DeploymentTargetState.create(info, 1).version
-        return found
+            arguments = get_deploy_args(deployment.name, deployment_config=config, replica_config=replica, version=code)
+            info = deploy_args_to_deployment_info(app_name="updated", **arguments)
+            by_name[deployment.name] = DeploymentTargetState.create(info, 1).version
+        return by_name
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(deploy_utils.ray, "get_runtime_context", lambda: context)
@@ -96,20 +96,20 @@ CHANGES: list[tuple[Callable[[Values], None], set[str], set[str]]] = [  # what i
 ]
 
 
-@pytest.mark.parametrize(("change", "replaced", "told"), CHANGES)
+@pytest.mark.parametrize(("change", "replaced", "reconfigured"), CHANGES)
 def test_only_what_changed_is_replaced(
     built: Callable[..., dict[str, DeploymentVersion]],
     old: dict[str, DeploymentVersion],
     change: Callable[[Values], None],
     replaced: set[str],
-    told: set[str],
+    reconfigured: set[str],
 ) -> None:
     """Guards service while a configuration is exchanged: one changed word replaced the replicas of all deployments."""
     after = values()
     change(after)
     new = built(after)
     assert {name for name in old if old[name].requires_actor_restart(new[name])} == replaced
-    assert {name for name in old if old[name].requires_actor_reconfigure(new[name])} - replaced == told
+    assert {name for name in old if old[name].requires_actor_reconfigure(new[name])} - replaced == reconfigured
 
 
 def test_routers_are_replaced_when_the_limits_of_models_change(
@@ -132,10 +132,10 @@ def test_no_change_is_without_effect() -> None:
     config = small.config()
     tier = config.tiers[0].model_dump(mode="json")
     assert set(fixed_of_tier(config, config.tiers[0])["tier"]) | {*COMPARED_BY_SERVE} == set(tier)
-    said = {path for path in paths(config.model_dump(mode="json")) if not path.startswith("router.deployment_config")}
+    served = {path for path in paths(config.model_dump(mode="json")) if not path.startswith("router.deployment_config")}
     fixed = fixed_of_router(config)
     read = fixed.pop("full")
-    assert paths(fixed) - {"drafters", "asleep"} == said - {"verify"}
+    assert paths(fixed) - {"drafters", "asleep"} == served - {"verify"}
     assert set(read) == set(tier["model_loading_config"]) | READ_BY_ROUTERS | {"max_ongoing_requests"}
 
 

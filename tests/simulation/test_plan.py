@@ -87,9 +87,9 @@ def test_agreement_is_that_of_the_texts(recording: Recording) -> None:
 def test_recorded_texts_are_what_is_simulated(recording: Recording) -> None:
     """Guards plans of one's own models: measured tiers give a speed between alone and a token of each tier a pass."""
     tiers = recorded_tiers(NAMES, flat(1, 4, 20), recording, small.VOCAB)
-    [found] = predict(tiers, Traffic((1,)), recording)
-    assert found.speeds[ALONE] == pytest.approx(50, rel=0.05)
-    assert 1 < found.over_alone("medium → full") < 10
+    [prediction] = predict(tiers, Traffic((1,)), recording)
+    assert prediction.speeds[ALONE] == pytest.approx(50, rel=0.05)
+    assert 1 < prediction.over_alone("medium → full") < 10
 
 
 def test_corrections_by_a_runner_up_are_prepared() -> None:
@@ -101,8 +101,8 @@ def test_corrections_by_a_runner_up_are_prepared() -> None:
         wrong = [(RunnerUp(1, 0.0), *([RunnerUp(token, 0.1)] if runner_ups else [])) for token in tokens]
         below = tuple(wrong[place] if place % 5 == 4 else (*full[place], RunnerUp(2, 9.0)) for place in range(64))
         texts = Recording((RecordedText(tuple(range(40)), (below, full)),) * 2)
-        [found] = predict(recorded_tiers(("tiny", "full"), flat(2, 20), texts, 64), Traffic((1,)), texts)
-        shares.append(found.prepared["tiny → full"])
+        [prediction] = predict(recorded_tiers(("tiny", "full"), flat(2, 20), texts, 64), Traffic((1,)), texts)
+        shares.append(prediction.prepared["tiny → full"])
     assert shares[0] > 0.9
     assert shares[1] == 0
 

@@ -55,12 +55,12 @@ def test_tiers_say_what_was_recorded() -> None:
     """Guards agreement: own tokens and runner-ups along a text are the recorded ones, in order, with their gaps."""
     for text, level in itertools.product(RECORDING.texts, range(3)):
         whole = (*text.prompt, *text.output)
-        for place, said in enumerate(text.ranked[level]):
+        for place, ranks in enumerate(text.ranked[level]):
             position = len(text.prompt) + place
             context = whole[max(0, position - TIERS[level].order) : position]
-            assert TIERS[level].ranked(context, position, PARAMS, 3) == list(said)
+            assert TIERS[level].ranked(context, position, PARAMS, 3) == list(ranks)
     pairs = [pair for text in RECORDING.texts for pair in zip(text.ranked[0], text.ranked[1], strict=True)]
-    assert RECORDING.agreement[0] == sum(one[0].token == other[0].token for one, other in pairs) / len(pairs)
+    assert RECORDING.agreement[0] == sum(lower[0].token == upper[0].token for lower, upper in pairs) / len(pairs)
     assert RECORDING.shared(0, 1) < RECORDING.shared(0, 1, 3) <= 1
 
 
@@ -88,11 +88,11 @@ def test_toys_agree_as_often_as_they_should() -> None:
     places = [(tuple((place * step) % VOCAB for step in (7, 11, 13)), place) for place in range(3000)]
     tiny, medium, full = ([toy.ranked(*place, PARAMS, 3) for place in places] for toy in TOYS)
     for lower, upper, share in ((tiny, medium, AGREEMENT[0]), (medium, full, AGREEMENT[1]), (tiny, full, math.prod(AGREEMENT))):
-        agreed = [one[0].token == other[0].token for one, other in zip(lower, upper, strict=True)]
+        agreed = [low[0].token == high[0].token for low, high in zip(lower, upper, strict=True)]
         assert sum(agreed) / len(agreed) == pytest.approx(share, abs=0.02)
-    wrong = [(one, other[0].token) for one, other in zip(medium, full, strict=True) if one[0].token != other[0].token]
+    wrong = [(low, high[0].token) for low, high in zip(medium, full, strict=True) if low[0].token != high[0].token]
     for rank, share in enumerate(ABOVE, start=1):
         assert sum(ranked[rank].token == right for ranked, right in wrong) / len(wrong) == pytest.approx(share, abs=0.05)
     for ranked in (*tiny, *medium):
-        assert len({one.token for one in ranked if one.token in range(VOCAB)}) == 3
-        assert [one.gap for one in ranked] == sorted(one.gap for one in ranked)
+        assert len({candidate.token for candidate in ranked if candidate.token in range(VOCAB)}) == 3
+        assert [candidate.gap for candidate in ranked] == sorted(candidate.gap for candidate in ranked)

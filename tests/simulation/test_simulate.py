@@ -35,7 +35,7 @@ def toy_tiers(num_tiers: int, hop_s: float = 0.0004) -> tuple[SimTier, ...]:
     return tuple(every[5 - num_tiers :])
 
 
-def asked(max_tokens: int = 40, temperature: float = 0.0, seed: int = 3, ends: frozenset[int] = frozenset()) -> Request:
+def request_of(max_tokens: int = 40, temperature: float = 0.0, seed: int = 3, ends: frozenset[int] = frozenset()) -> Request:
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     return Request((1, 2, seed % 24), params, ends)
 
@@ -65,7 +65,7 @@ faults = st.builds(
     deaths=st.lists(deaths, max_size=3).map(tuple),
 )
 requests = st.builds(
-    asked,
+    request_of,
     max_tokens=st.integers(1, 30),
     temperature=st.sampled_from([0.0, 1.0]),
     seed=st.integers(0, 50),
@@ -145,14 +145,14 @@ def test_lossless_whatever_goes_wrong(
 def test_same_scenario_same_outcome() -> None:
     """Guards replay: a failure found by a simulation must be found again."""
     trouble = Faults(5, 0.01, 0.3, 0.3, (Death("t3", 0.1, 0.2),))
-    scenario = Scenario(toy_tiers(3), (asked(), asked(seed=4)), faults=trouble)
+    scenario = Scenario(toy_tiers(3), (request_of(), request_of(seed=4)), faults=trouble)
     assert simulate(scenario) == simulate(scenario)
 
 
 def test_full_tier_alone_takes_a_pass_a_token() -> None:
     """Guards the baseline of every speed-up: one pass for each token, one hop to the client."""
     [tier] = toy_tiers(1)
-    outcome = simulate(Scenario((replace(tier, cost=PassCost(0.03)),), (asked(50),)))
+    outcome = simulate(Scenario((replace(tier, cost=PassCost(0.03)),), (request_of(50),)))
     assert outcome.usage[-1].passes == 50
     assert outcome.elapsed_s == pytest.approx(50 * 0.03 + 2 * 0.0004)
 
@@ -160,9 +160,9 @@ def test_full_tier_alone_takes_a_pass_a_token() -> None:
 def test_tiers_of_one_device_share_it() -> None:
     """Guards predictions for machines where tiers have no device each: they would promise a speed that nobody gets."""
     tiers = toy_tiers(3)
-    apart = simulate(Scenario(tiers, (asked(),)))
+    apart = simulate(Scenario(tiers, (request_of(),)))
     shared = tuple(replace(tier, device="one") for tier in tiers[:2]) + tiers[2:]
-    together = simulate(Scenario(shared, (asked(),)))
+    together = simulate(Scenario(shared, (request_of(),)))
     assert together.texts == apart.texts
     assert together.elapsed_s > apart.elapsed_s
     assert sum(usage.busy_s for usage in together.usage[:2]) <= together.elapsed_s  # one after another, in effect
@@ -181,7 +181,7 @@ def test_a_device_gives_its_jobs_equal_shares() -> None:
 
 def test_corrections_find_what_was_prepared() -> None:
     """Guards branches end to end: runner-ups that nobody sent, or answers after them that were thrown away."""
-    asks = tuple(asked(temperature=1.0, seed=seed) for seed in range(3))
+    asks = tuple(request_of(temperature=1.0, seed=seed) for seed in range(3))
     top, lines = (simulate(Scenario(toy_tiers(3), asks, branches=count)).edges[0] for count in (MOST_BRANCHES, 0))
     assert top.runner_ups[0] >= top.runner_ups[1] > 0
     assert 0 < top.prefetched <= top.corrected
@@ -193,10 +193,10 @@ def test_identical_tiers_fill_their_windows() -> None:
     """Guards the pace without corrections: the full tier gets as many tokens a pass as its drafter can make meanwhile."""
     drafter, full = toy_tiers(2)
     same = replace(drafter, model=full.model, cost=PassCost(0.004))
-    outcome = simulate(Scenario((same, replace(full, cost=PassCost(0.03))), (asked(200),)))
+    outcome = simulate(Scenario((same, replace(full, cost=PassCost(0.03))), (request_of(200),)))
     assert outcome.tokens_per_pass > 6.5
     assert not any(edge.corrected for edge in outcome.edges)
-    lines = simulate(Scenario((same, replace(full, cost=PassCost(0.03))), (asked(200),), branches=0))
+    lines = simulate(Scenario((same, replace(full, cost=PassCost(0.03))), (request_of(200),), branches=0))
     for edge in lines.edges:
         assert sum(edge.accepted_by_position) == edge.accepted == edge.proposed
         assert list(edge.accepted_by_position) == sorted(edge.accepted_by_position, reverse=True), (
@@ -206,14 +206,14 @@ def test_identical_tiers_fill_their_windows() -> None:
 
 def test_losing_every_proposal_costs_speed_only() -> None:
     """Guards liveness: a tier whose guesses never arrive is waited for a little and then not at all."""
-    quiet = simulate(Scenario(toy_tiers(3), (asked(),), faults=Faults(loss=1.0)))
+    quiet = simulate(Scenario(toy_tiers(3), (request_of(),), faults=Faults(loss=1.0)))
     assert quiet.usage[-1].passes == 40
     assert quiet.elapsed_s < 40 * 0.03 * 2.2
 
 
 def test_deaths_cost_little() -> None:
     """Guards degradation: the text stays, and so does the pace, as far as there is anybody who drafts."""
-    scenario = Scenario(toy_tiers(3), (asked(300),))
+    scenario = Scenario(toy_tiers(3), (request_of(300),))
     healthy = simulate(scenario)
     assert healthy.texts == reference(scenario)
     for deaths, slower in (
@@ -232,7 +232,7 @@ def test_deaths_cost_little() -> None:
 def test_nobody_answers() -> None:
     """Guards against a simulation that never ends: a full tier that stays dead is told by the deadline."""
     with pytest.raises(Stuck, match="0 of 1"):
-        simulate(Scenario(toy_tiers(2), (asked(),), faults=Faults(deaths=(Death("t4", 0.1),)), deadline_s=3))
+        simulate(Scenario(toy_tiers(2), (request_of(),), faults=Faults(deaths=(Death("t4", 0.1),)), deadline_s=3))
 
 
 def lockstep_seconds(drafter: SimTier, full: SimTier, request: Request, window: int) -> float:
@@ -264,9 +264,9 @@ def test_three_async_tiers_beat_all_else() -> None:
     ]
 
     def seconds(*chosen: SimTier, **options: Any) -> float:
-        return simulate(Scenario(chosen, (asked(150),), **options)).elapsed_s
+        return simulate(Scenario(chosen, (request_of(150),), **options)).elapsed_s
 
-    locked = [lockstep_seconds(drafter, tiers[-1], asked(150), window) for drafter in tiers[:-1] for window in (3, 5)]
+    locked = [lockstep_seconds(drafter, tiers[-1], request_of(150), window) for drafter in tiers[:-1] for window in (3, 5)]
     lines = seconds(*tiers, branches=0)
     assert 150 * times["full"] > 1.5 * max(locked)
     assert min(locked) > 1.1 * lines

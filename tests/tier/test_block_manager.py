@@ -21,14 +21,14 @@ BLOCKS = 12
 
 
 class Text:
-    """A session: its text, of which the first ``known`` positions are in its allocation."""
+    """A session: its text, of which the first ``num_known`` positions are in its allocation."""
 
-    def __init__(self, tokens: list[int], salt: str, allocation: Allocation, known: int) -> None:
-        self.tokens, self.salt, self.allocation, self.known = tokens, salt, allocation, known
+    def __init__(self, tokens: list[int], salt: str, allocation: Allocation, num_known: int) -> None:
+        self.tokens, self.salt, self.allocation, self.num_known = tokens, salt, allocation, num_known
 
     @property
     def held(self) -> list[int]:
-        tokens: list[int] = self.allocation.store.tokens[: self.known]
+        tokens: list[int] = self.allocation.store.tokens[: self.num_known]
         return tokens
 
 
@@ -78,12 +78,12 @@ class Books(RuleBasedStateMachine):
         before = data.draw(st.sampled_from([[], *self.left]))
         tokens = before[:kept] + random.Random(more).choices(range(9), k=more)
         with self.nothing_changes_when_refused() as refused:
-            found = self.block_manager.open(tokens, salt, len(tokens) + 1)
-            refused += [found is None]
-        if found is not None:
-            allocation, known = found
-            assert known < len(tokens)
-            allocation.store.write(known, tokens[known:])
+            opened = self.block_manager.open(tokens, salt, len(tokens) + 1)
+            refused += [opened is None]
+        if opened is not None:
+            allocation, num_known = opened
+            assert num_known < len(tokens)
+            allocation.store.write(num_known, tokens[num_known:])
             self.texts.append(Text(tokens, salt, allocation, len(tokens)))
 
     @contextmanager
@@ -103,20 +103,20 @@ class Books(RuleBasedStateMachine):
         """Score what is not known yet and some tokens more, after rolling back a little."""
         text = data.draw(st.sampled_from(self.texts))
         fixed = len(text.allocation.tokens)
-        text.known = max(fixed, text.known - back)
-        del text.tokens[max(text.known, len(text.tokens) - back, 1) :]
+        text.num_known = max(fixed, text.num_known - back)
+        del text.tokens[max(text.num_known, len(text.tokens) - back, 1) :]
         text.tokens += [(more + i) % 9 for i in range(more)]
         with self.nothing_changes_when_refused() as refused:
             refused += [not self.block_manager.reserve(text.allocation, len(text.tokens))]
         if refused == [False]:
-            text.allocation.store.write(text.known, text.tokens[text.known :])
-            text.known = len(text.tokens)
+            text.allocation.store.write(text.num_known, text.tokens[text.num_known :])
+            text.num_known = len(text.tokens)
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
         text = data.draw(st.sampled_from(self.texts))
-        self.block_manager.share(text.allocation, text.tokens[: text.known], text.salt)
+        self.block_manager.share(text.allocation, text.tokens[: text.num_known], text.salt)
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data(), spoilt=st.booleans())
@@ -126,7 +126,7 @@ class Books(RuleBasedStateMachine):
         if spoilt:
             self.block_manager.drop(text.allocation)
         else:
-            self.block_manager.close(text.allocation, text.tokens[: text.known], text.salt)
+            self.block_manager.close(text.allocation, text.tokens[: text.num_known], text.salt)
             self.left.append(text.tokens)
 
     @rule(positions=st.integers(1, 60))
@@ -141,11 +141,11 @@ class Books(RuleBasedStateMachine):
     def books_balance(self) -> None:
         check_blocks(self.block_manager)
         for text in self.texts:
-            assert text.held == text.tokens[: text.known], "a session reads what another wrote"
+            assert text.held == text.tokens[: text.num_known], "a session reads what another wrote"
 
     def teardown(self) -> None:
         for text in self.texts:
-            self.block_manager.close(text.allocation, text.tokens[: text.known], text.salt)
+            self.block_manager.close(text.allocation, text.tokens[: text.num_known], text.salt)
         check_blocks(self.block_manager)
         self.block_manager.clear()
         check_blocks(self.block_manager)
@@ -159,18 +159,18 @@ TestBooks = Books.TestCase
 
 def leave(pool: BlockManager, tokens: list[int], salt: str = "") -> Allocation:
     """A session that scored ``tokens`` and is over; its allocation."""
-    found = pool.open(tokens, salt, len(tokens))
-    allocation, known = found
-    allocation.store.write(known, tokens[known:])
+    opened = pool.open(tokens, salt, len(tokens))
+    allocation, num_known = opened
+    allocation.store.write(num_known, tokens[num_known:])
     pool.close(allocation, tokens, salt)
     return allocation
 
 
-def known(pool: BlockManager, tokens: list[int], salt: str = "") -> int:
+def num_known(pool: BlockManager, tokens: list[int], salt: str = "") -> int:
     """How many tokens a new session would not have to score."""
-    found = pool.open(tokens, salt, len(tokens))
-    pool.drop(found[0])
-    return found[1]
+    opened = pool.open(tokens, salt, len(tokens))
+    pool.drop(opened[0])
+    return opened[1]
 
 
 def test_reuse_goes_to_the_last_common_token() -> None:
@@ -188,7 +188,7 @@ def test_reuse_goes_to_the_last_common_token() -> None:
     ):
         pool = BlockManager(ToyCache, 1000)
         leave(pool, text)
-        assert known(pool, other) == expected
+        assert num_known(pool, other) == expected
         check_blocks(pool)
 
 
@@ -200,7 +200,7 @@ def test_salts_keep_tenants_apart(collide: bool, monkeypatch: pytest.MonkeyPatch
     pool = BlockManager(ToyCache, 1000)
     leave(pool, [1] * 64, "mine")
     for tokens, salt, expected in (([1] * 64, "", 0), ([1] * 64, "yours", 0), ([2] * 64, "mine", 0), ([1] * 64, "mine", 63)):
-        assert known(pool, tokens, salt) == expected
+        assert num_known(pool, tokens, salt) == expected
 
 
 def test_least_recently_used_goes_first() -> None:
@@ -208,10 +208,10 @@ def test_least_recently_used_goes_first() -> None:
     pool = BlockManager(ToyCache, 10 * BLOCK)
     leave(pool, [1] * 48)
     leave(pool, [2] * 48)
-    assert known(pool, [1] * 20 + [5]) == 20
+    assert num_known(pool, [1] * 20 + [5]) == 20
     leave(pool, [3] * 100)  # 7 blocks: one of the others has to go
-    assert known(pool, [1] * 48) == 47
-    assert known(pool, [2] * 48) == 0
+    assert num_known(pool, [1] * 48) == 47
+    assert num_known(pool, [2] * 48) == 0
 
 
 def test_prefix_outlives_the_tail_of_its_text() -> None:
@@ -220,7 +220,7 @@ def test_prefix_outlives_the_tail_of_its_text() -> None:
     text = list(range(200))
     leave(pool, text)
     leave(pool, [*text[:64], *range(300, 350)])
-    assert known(pool, [*text, 1]) == 200
+    assert num_known(pool, [*text, 1]) == 200
 
 
 def test_a_prefix_is_no_reason_not_to_fit() -> None:
@@ -228,8 +228,8 @@ def test_a_prefix_is_no_reason_not_to_fit() -> None:
     pool = BlockManager(ToyCache, 10 * BLOCK)
     text = list(range(9 * BLOCK))
     leave(pool, text)
-    found = pool.open([*text[: 4 * BLOCK], *range(500, 500 + 6 * BLOCK)], "", 10 * BLOCK)
-    assert found[1] == 4 * BLOCK
+    opened = pool.open([*text[: 4 * BLOCK], *range(500, 500 + 6 * BLOCK)], "", 10 * BLOCK)
+    assert opened[1] == 4 * BLOCK
     check_blocks(pool)
 
 

@@ -62,11 +62,11 @@ def test_prompts_are_recited_in_any_order_of_events() -> None:
     with alone(ToyModel(), cache_tokens=8 * BLOCK, new_state=state_maker()) as tier:
         inbox, idler = Inbox(), prompted(LONG, window=4, params=params)
         tier.post([idler], inbox)
-        said = inbox.messages.get(timeout=LONG_S)
+        message = inbox.messages.get(timeout=LONG_S)
         written(tier, prompted(LONG[::-1]))
         assert tier.kv_admission.preempted == 1
         answer = Answer(idler.spec, Silent())
-        _, commit = answer.receive(said)
+        _, commit = answer.receive(message)
         tier.post([commit])
         finish(tier, inbox, {idler.session: answer})
         assert [*LONG, *answer.tokens] == full_text(ToyModel(), idler.spec)
@@ -172,11 +172,11 @@ def test_blocks_on_a_cpu_are_had_before_they_are_counted(monkeypatch: pytest.Mon
 
 def _score(model: Model, pool: BlockManager, tokens: Sequence[int], num_own: int) -> tuple[torch.Tensor, int]:
     """Logits of the last tokens of a session that begins with what the pool has, and then is over."""
-    found = pool.open(tokens, "", len(tokens))
-    allocation, known = found
-    logits = model.logits([Row(allocation.store, known, tokens[known:], num_own, GREEDY)])
+    opened = pool.open(tokens, "", len(tokens))
+    allocation, num_known = opened
+    logits = model.logits([Row(allocation.store, num_known, tokens[num_known:], num_own, GREEDY)])
     pool.close(allocation, tokens, "")
-    return logits, known
+    return logits, num_known
 
 
 QUICK = {"llama", "gemma2", "deepseek_v3", "gpt_oss"}  # sliding windows, latent attention, sinks
@@ -191,11 +191,11 @@ def test_reused_keys_and_values_are_those_of_the_model(name: str) -> None:
     pool = BlockManager(model.new_cache, 1024)
     _score(model, pool, text[:50], 1)
     for tokens, expected_known in ((text, 50), ([*text[:37], *text[50:]], 37)):
-        logits, known = _score(model, pool, tokens, 5)
-        assert known == expected_known
+        logits, num_known = _score(model, pool, tokens, 5)
+        assert num_known == expected_known
         fresh = model.new_cache()
         model.logits([Row(fresh, 0, text[:50], 1, GREEDY)])  # in the same pieces: the same sums in the same order
-        again = model.logits([Row(fresh, known, tokens[known:], 5, GREEDY)])
+        again = model.logits([Row(fresh, num_known, tokens[num_known:], 5, GREEDY)])
         assert torch.equal(logits, again)
         whole = model.logits([Row(model.new_cache(), 0, tokens, 5, GREEDY)])
         torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-4)

@@ -42,8 +42,8 @@ def picked(slots: list[Slot[None]], max_tokens: int = 512, costs: Profile | None
     """Tokens of each slot in the next pass."""
     batch, again_at = schedule(slots, POLICY, costs or profile(), max_tokens, now)
     assert again_at is None
-    found = sizes(batch)
-    return [found.get(id(slot), 0) for slot in slots]
+    tokens_of = sizes(batch)
+    return [tokens_of.get(id(slot), 0) for slot in slots]
 
 
 slots = st.lists(
@@ -84,9 +84,9 @@ def test_nobody_starves(slots: list[Slot[None]], max_tokens: int) -> None:
     for _ in range(20_000):
         batch, _ = schedule(slots, POLICY, costs, max_tokens, now)
         now += 1.0
-        for one, work in batch:
-            one.since = now
-            one.session.advance(work, Scored([0] * work.num_scored))
+        for entry, work in batch:
+            entry.since = now
+            entry.session.advance(work, Scored([0] * work.num_scored))
         waiting = [s for s in slots if s.session.kv_len == begun[id(s)]]
         if not waiting:
             break
@@ -101,9 +101,9 @@ def test_writers_come_before_readers() -> None:
     assert picked([reader, *writers], costs=slow) == [MAX_STRETCH * 20] + [5] * 10
     assert picked([reader], costs=slow) == [512]
     crowd = [slot(1, 16, opened=1.0) for _ in range(200)]
-    found = picked([reader, *crowd])
-    assert found[0] == 128  # a quarter is the reader's
-    assert set(found[1:]) <= {1, 2}  # and everybody's text comes before anybody's guesses
+    counts = picked([reader, *crowd])
+    assert counts[0] == 128  # a quarter is the reader's
+    assert set(counts[1:]) <= {1, 2}  # and everybody's text comes before anybody's guesses
 
 
 def test_short_prompts_pass_long_ones_and_the_first_goes_on() -> None:
@@ -128,15 +128,15 @@ def test_a_session_that_waits_for_guesses_joins_a_pass() -> None:
 def test_who_drafts_in_turns_keeps_nobody_else() -> None:
     """Guards sessions without drafts: where tiers take turns, they waited for the guesses of others."""
     waiting, ready, free = slot(1, since=1.0), slot(1, since=1.0), slot(1, since=1.0)
-    for one in (waiting, ready):
-        one.session.attach(("tiny",), "below", in_turns=True)
-        one.least_chance, one.heard = 0.5, 1.0
+    for entry in (waiting, ready):
+        entry.session.attach(("tiny",), "below", in_turns=True)
+        entry.least_chance, entry.heard = 0.5, 1.0
     ready.session.guesses.complete = True
     batch, again_at = schedule([waiting, ready], POLICY, profile(), 512, 1.0)
     assert not batch
     assert again_at is not None
     batch, _ = schedule([waiting, ready, free], POLICY, profile(), 512, 1.0)
-    assert {id(one) for one, _ in batch} == {id(ready), id(free)}
+    assert {id(entry) for entry, _ in batch} == {id(ready), id(free)}
     batch, _ = schedule([waiting, ready, free], POLICY, profile(), 512, again_at)
     assert len(batch) == 3
 

@@ -187,8 +187,8 @@ def settle(tiers: Sequence[Tier]) -> None:
 def test_companions_share_passes(tiers: list[Tier], models: list[CountingModel]) -> None:
     """Guards sessions against each other: many at once give the texts they give alone, in passes that are batched."""
     chains, before = (("medium", "tiny"), ("tiny",), ("medium",), ()), models[-1].passes
-    asked = [opening(seed, (0.0, 0.8, 1.5)[seed % 3], 30, chain=chains[seed % 4]) for seed in range(24)]
-    for request, answer in zip(asked, written(tiers[-1], *asked)[0], strict=True):
+    openings = [opening(seed, (0.0, 0.8, 1.5)[seed % 3], 30, chain=chains[seed % 4]) for seed in range(24)]
+    for request, answer in zip(openings, written(tiers[-1], *openings)[0], strict=True):
         assert {edge.drafter for edge in answer.edges if edge.verifier == "full"} <= {"", *request.spec.chain[:1]}
     assert models[-1].passes - before < 24 * 30 / 4
 
@@ -269,12 +269,12 @@ def test_broken_model_is_told_from_bad_rows(poison: int, between: bool, healthy:
     model = CountingModel()
     with alone(model) as tier:
         for number in range(5):
-            asked = {"tokens": (1, poison) * 20, "prompt_len": 40, "cache_salt": str(number), "chain": ()}
+            request = {"tokens": (1, poison) * 20, "prompt_len": 40, "cache_salt": str(number), "chain": ()}
             model.poison = poison  # 0 is in the canary's row
-            refusal(tier, opening(**asked))
+            refusal(tier, opening(**request))
             model.poison = None
             if between:
-                written(tier, opening(**asked))
+                written(tier, opening(**request))
         assert tier.healthy == healthy
         assert tier.kv_admission.block_manager.reused == 0
     assert model.leaks == 0
@@ -380,10 +380,10 @@ def test_sessions_that_leave_before_they_are_told_harm_nobody(others: int) -> No
         send_up=lambda up, message: sent.append(message), send_down=lambda tier, message: None,
     )  # fmt: skip
     first, *rest = (Open(str(number), opening(adaptive=True).spec) for number in range(1 + others))
-    for one in (first, *rest):
-        loop.receive(one, "router", 0.0)
+    for request in (first, *rest):
+        loop.receive(request, "router", 0.0)
     batch, _ = loop.schedule(512, 0.0)
     loop.advance(batch, model.run([row_of(*row) for row in batch]), 1.0)
     loop.receive(Close(first.session), None, 1.0)
     loop.settle(1.0)
-    assert [message.session for message in sent] == [one.session for one in rest]
+    assert [message.session for message in sent] == [request.session for request in rest]

@@ -40,9 +40,9 @@ def test_a_reservoir_is_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
     answers.add([sample(999, age_s=LIMITS.max_age_s + 1)])
     answers.add(given)
     assert len(answers) == LIMITS.rows
-    assert [one.tokens for one in answers.newest] == [one.tokens[-48:] for one in given[-16:]]
-    assert all(len(one.tokens) == 48 and one.prompt_len == 1 for one in (*answers.newest, *answers.older))
-    assert sum(one.corrected > 0 for one in answers.older) > 0.85 * len(answers.older)
+    assert [answer.tokens for answer in answers.newest] == [answer.tokens[-48:] for answer in given[-16:]]
+    assert all(len(answer.tokens) == 48 and answer.prompt_len == 1 for answer in (*answers.newest, *answers.older))
+    assert sum(answer.corrected > 0 for answer in answers.older) > 0.85 * len(answers.older)
 
 
 def test_a_tenant_is_forgotten_in_memory_and_on_disk(tmp_path: Path) -> None:
@@ -56,8 +56,8 @@ def test_a_tenant_is_forgotten_in_memory_and_on_disk(tmp_path: Path) -> None:
     assert answers.forget()
     answers.add(mine)  # a router had them still
     assert not answers.forget()
-    for found in (answers, Reservoir(LIMITS, tmp_path)):
-        assert [one.tenant for one in found.newest] == ["bob"] * 5
+    for stored in (answers, Reservoir(LIMITS, tmp_path)):
+        assert [answer.tenant for answer in stored.newest] == ["bob"] * 5
     assert (tmp_path / ROWS).stat().st_size < before
     answers.add([sample(11)])
     assert answers.newest[-1].tenant == "alice"
@@ -96,7 +96,7 @@ while True:
     versions = Versions(tmp_path)
     for _ in range(3):
         with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)]) as writer:
-            wait_until(lambda known=versions.current: versions.current != known)
+            wait_until(lambda before=versions.current: versions.current != before)
             writer.kill()  # in the middle of the next one
         current = versions.current
         assert [(current / part).stat().st_size for part in ("a", "b")] == [2**20, 2**20]
@@ -149,7 +149,7 @@ class Talker:
 def test_worse_weights_are_dropped(student: Talker, problem: str) -> None:
     """Guards servers against weights that agree less, on what is asked now or on what was asked before."""
     newest = [sample(number, length=60) for number in range(200)]
-    older = [Sample(one.tokens[::-1], 8, 1.0, "", 0, one.time) for one in newest]
+    older = [Sample(answer.tokens[::-1], 8, 1.0, "", 0, answer.time) for answer in newest]
     outcome = align("tiny", student, newest, older, 0.02)
     assert problem in outcome.problem
     assert bool(problem) == bool(outcome.problem)
@@ -164,9 +164,9 @@ def answers() -> list[Sample]:
     prompts = [f"class Reader{number}:\n    def read(self, name{number}):\n" for number in range(16)]
     with small.cascade() as cascade:
         written = cascade.generate(prompts, SamplingParams(max_tokens=56, temperature=0, ignore_eos=True))
-        asked = [cascade.tokenizer.encode(prompt) for prompt in prompts]
+        ids_of = [cascade.tokenizer.encode(prompt) for prompt in prompts]
     return [
-        Sample((*ids, *done.token_ids), len(ids), 0.0, "", 1, time.time()) for ids, done in zip(asked, written, strict=True)
+        Sample((*ids, *done.token_ids), len(ids), 0.0, "", 1, time.time()) for ids, done in zip(ids_of, written, strict=True)
     ]
 
 
@@ -183,14 +183,14 @@ def test_a_student_learns_and_its_weights_are_taken(tmp_path: Path, answers: lis
     """Guards the whole way: answers of the full model teach a drafter, which a model that runs takes without a new one."""
     source, _, full = small.paths()
     student = Student(full, source, device="cpu")
-    pool, told = shards(answers, student.tokens), list[Progress]()
+    pool, reports = shards(answers, student.tokens), list[Progress]()
     before = np.concatenate([student.agrees(shard) for shard in pool])
     for step in range(12):
         student.learn(pool[step % len(pool)], step / 12)
     assert np.concatenate([student.agrees(shard) for shard in pool]).mean() > before.mean()
-    many = [one.tail(len(one.tokens) - cut) for one in answers for cut in range(4)]  # of which some are held out
-    outcome = align("tiny", student, many, [], 0.01, tell=told.append)
-    assert told[-1].steps == outcome.steps
+    many = [answer.tail(len(answer.tokens) - cut) for answer in answers for cut in range(4)]  # of which some are held out
+    outcome = align("tiny", student, many, [], 0.01, tell=reports.append)
+    assert reports[-1].steps == outcome.steps
     version = Versions(tmp_path).add(record(student, outcome))
     model = Model.from_pretrained(source, dtype="float32", device="cpu")
     fresh = Model.from_pretrained(str(version), dtype="float32", device="cpu")
@@ -205,11 +205,11 @@ def test_passes_go_on_while_weights_are_renewed() -> None:
     """Guards the heap: a loader that changes PyTorch's default dtype gave a pass half the memory that it writes to."""
     tiny, medium, _ = small.paths()
     model, text = Model.from_pretrained(tiny, dtype="float32", device="cpu", num_threads=1), tuple(range(30, 60))
-    expected, found, over = score_of(model, text), list[list[int]](), threading.Event()
+    expected, scores, over = score_of(model, text), list[list[int]](), threading.Event()
 
     def work() -> None:
         while not over.is_set():
-            found.append(score_of(model, text))
+            scores.append(score_of(model, text))
 
     passes = threading.Thread(target=work)
     passes.start()
@@ -221,8 +221,8 @@ def test_passes_go_on_while_weights_are_renewed() -> None:
         passes.join()
     with pytest.raises(ModelError, match="cannot take the place"):
         model.renew(medium)
-    assert len(found) > 8
-    assert all(own == expected for own in (*found, score_of(model, text)))
+    assert len(scores) > 8
+    assert all(own == expected for own in (*scores, score_of(model, text)))
 
 
 def kept(folder: Path, count: int) -> Reservoir:
@@ -265,4 +265,4 @@ def test_a_tenant_is_forgotten_without_a_server(tmp_path: Path) -> None:
     """Guards the disk: answers of one tenant are gone when the command returns, those of others stay."""
     kept(tmp_path, 20)
     assert run("forget", "alice", "--folder", tmp_path)[0] == 0
-    assert [one.tenant for one in Reservoir(Limits(), tmp_path).newest] == ["bob"] * 10
+    assert [answer.tenant for answer in Reservoir(Limits(), tmp_path).newest] == ["bob"] * 10

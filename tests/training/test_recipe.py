@@ -56,17 +56,17 @@ def test_distilling_makes_an_ordinary_folder_and_goes_on(teacher: str, tmp_path:
     assert "| tokens learnt" in (out / "README.md").read_text()
     answers = Shard.load(tmp_path / "student.work" / "student.answers" / "00000.npz")
     assert len(answers.ids)  # what the teacher says of them
-    said = json.loads((out / FILE).read_text())
-    assert len({*said}) == student.config.draft_vocab_size == -(-whole.config.vocab_size // 4)
-    assert whole.generation_config.eos_token_id in said
+    vocabulary = json.loads((out / FILE).read_text())
+    assert len({*vocabulary}) == student.config.draft_vocab_size == -(-whole.config.vocab_size // 4)
+    assert whole.generation_config.eos_token_id in vocabulary
     for text, prompt_len in enumerate(answers.prompts):
-        assert {*answers.tokens[answers.span(text)][prompt_len:].tolist()} <= {*said}  # the student wrote it
+        assert {*answers.tokens[answers.span(text)][prompt_len:].tolist()} <= {*vocabulary}  # the student wrote it
     before = torch.load(tmp_path / "student.work" / "student.pt", weights_only=True)["numbers"]
     after = before
     for hours in ("0.0006", "0.002", "0.006", "0.02"):  # a busy machine takes no step in the first
         if after["step"] == before["step"]:
             distill(teacher, out, "--hours", hours)
-            assert json.loads((out / FILE).read_text()) == said
+            assert json.loads((out / FILE).read_text()) == vocabulary
             after = torch.load(tmp_path / "student.work" / "student.pt", weights_only=True)["numbers"]
     assert after["step"] > before["step"] > 0
     assert after["seconds"] > before["seconds"]
@@ -83,8 +83,8 @@ def test_an_earlier_student_goes_on_with_given_text(teacher: str, tmp_path: Path
     card = (tmp_path / "two" / "README.md").read_text()
     assert "an earlier student" in card
     assert "of the given files" in card
-    one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / name).config for name in ("one", "two"))
-    assert (one.hidden_size, one.num_hidden_layers) == (two.hidden_size, two.num_hidden_layers)
+    first, second = (AutoModelForCausalLM.from_pretrained(tmp_path / name).config for name in ("one", "two"))
+    assert (first.hidden_size, first.num_hidden_layers) == (second.hidden_size, second.num_hidden_layers)
 
 
 def test_layers_are_healed(teacher: str, tmp_path: Path, data: str) -> None:
@@ -94,9 +94,9 @@ def test_layers_are_healed(teacher: str, tmp_path: Path, data: str) -> None:
     student, whole = (AutoModelForCausalLM.from_pretrained(folder).model.layers for folder in (tmp_path / "cut", teacher))
     assert len(student) == 2
     for place, layer in enumerate((0, 2)):
-        one, other = (part.mlp.down_proj.weight.float() for part in (student[place], whole[layer]))
-        assert torch.cosine_similarity(one.flatten(), other.flatten(), 0) > 0.99
-        assert not torch.equal(one, other)
+        own, original = (part.mlp.down_proj.weight.float() for part in (student[place], whole[layer]))
+        assert torch.cosine_similarity(own.flatten(), original.flatten(), 0) > 0.99
+        assert not torch.equal(own, original)
 
 
 def test_what_cannot_be_meant_is_refused(teacher: str, tmp_path: Path) -> None:

@@ -37,10 +37,10 @@ def test_loss_and_gradients_are_those_of_the_plain_formula() -> None:
     states, weight = torch.randn(1300, 32, requires_grad=True), torch.randn(257, 32, requires_grad=True)
     ids = torch.stack([torch.randperm(257)[:8] for _ in range(1300)])
     wanted = torch.rand(1300, 8).softmax(-1) * 0.9
-    found = torch.autograd.grad(top_cross_entropy(states, weight, ids, wanted), (states, weight))
+    gradients = torch.autograd.grad(top_cross_entropy(states, weight, ids, wanted), (states, weight))
     plain = -(wanted * (states @ weight.T).log_softmax(-1).gather(1, ids)).sum(-1).mean()
-    for one, other in zip(found, torch.autograd.grad(plain, (states, weight)), strict=True):
-        assert torch.nn.functional.cosine_similarity(one.flatten(), other.flatten(), dim=0) > 0.999
+    for gradient, expected in zip(gradients, torch.autograd.grad(plain, (states, weight)), strict=True):
+        assert torch.nn.functional.cosine_similarity(gradient.flatten(), expected.flatten(), dim=0) > 0.999
 
 
 def test_scores_are_the_teachers_whatever_shares_a_batch(scored: Shard) -> None:
@@ -65,18 +65,18 @@ def test_shards_come_back_from_disk_as_they_were(tmp_path: Path, scored: Shard) 
 
 def test_an_epoch_has_every_text_once_but_those_held_out() -> None:
     """Guards the judge: a text that it judges by was learnt from; and memory: a batch takes no more than it may."""
-    one = shard()
-    kept = [text for text in range(one.num_texts) if not held_out(text)]
-    batches_of_one = len(list(batches(one, kept, 128)))
-    rows = [rows for _, rows in islice(epochs([one], 128, seed=0), batches_of_one)]
+    texts = shard()
+    kept = [text for text in range(texts.num_texts) if not held_out(text)]
+    batches_of_one = len(list(batches(texts, kept, 128)))
+    rows = [rows for _, rows in islice(epochs([texts], 128, seed=0), batches_of_one)]
     assert sorted(text for some in rows for text in some) == kept
-    assert all(padded(one, some).numel() <= 128 for some in rows)
+    assert all(padded(texts, some).numel() <= 128 for some in rows)
 
 
-def begin(said: torch.Tensor) -> Run:
+def begin(ids: torch.Tensor) -> Run:
     """A student in training that says these tokens."""
-    student = cut(teacher(), Shape(32, 64, (0, 3), len(said)), torch.randint(3, CONFIG.vocab_size, (4, 32)))
-    return Run(student.train(), said, Schedule(tokens=256, warmup_steps=1))
+    student = cut(teacher(), Shape(32, 64, (0, 3), len(ids)), torch.randint(3, CONFIG.vocab_size, (4, 32)))
+    return Run(student.train(), ids, Schedule(tokens=256, warmup_steps=1))
 
 
 def test_student_learns_and_goes_on_where_it_was(tmp_path: Path, scored: Shard) -> None:
@@ -92,17 +92,17 @@ def test_student_learns_and_goes_on_where_it_was(tmp_path: Path, scored: Shard) 
     resumed = begin(torch.arange(CONFIG.vocab_size))
     resumed.resume(tmp_path / "c.pt")
     assert (resumed.step, resumed.tokens, resumed.seconds, resumed.loss) == (run.step, run.tokens, run.seconds, run.loss)
-    for one, other in zip(resumed.student.parameters(), run.student.parameters(), strict=True):
-        assert torch.equal(one, other)
+    for weight, expected in zip(resumed.student.parameters(), run.student.parameters(), strict=True):
+        assert torch.equal(weight, expected)
     assert {0.0, 0.7} == set(run.agreement([scored], 2))
 
 
 def test_a_part_of_the_tokens_is_learnt_as_the_formula_says(scored: Shard) -> None:
     """Guards the places of tokens in a draft vocabulary: what is not said has no part in the loss, and never agrees."""
-    said, rows, span = torch.arange(1, CONFIG.vocab_size, 2), [1], scored.span(1)
-    run = begin(said)
+    ids, rows, span = torch.arange(1, CONFIG.vocab_size, 2), [1], scored.span(1)
+    run = begin(ids)
     with torch.no_grad():
-        logits = run.student(padded(scored, rows)).logits[0].float()[:, said].log_softmax(-1)
+        logits = run.student(padded(scored, rows)).logits[0].float()[:, ids].log_softmax(-1)
     likeliest = torch.from_numpy(scored.ids[span].astype(np.int64))
     wanted = torch.from_numpy(scored.logprobs[span]).float().softmax(-1)
     expected = -(wanted * (likeliest % 2) * logits.gather(1, likeliest // 2)).sum(-1)[1:].mean()
@@ -148,8 +148,8 @@ WHOLE = Shape(CONFIG.hidden_size, CONFIG.intermediate_size, tuple(range(CONFIG.n
 def likeness(shape: Shape) -> float:
     """Mean cosine of the student's and the teacher's logits."""
     with torch.inference_mode():
-        student, said = cut(teacher(), shape, IDS)(IDS).logits, teacher()(IDS).logits
-        return float(torch.nn.functional.cosine_similarity(student, said, dim=-1).mean())
+        student, expected = cut(teacher(), shape, IDS)(IDS).logits, teacher()(IDS).logits
+        return float(torch.nn.functional.cosine_similarity(student, expected, dim=-1).mean())
 
 
 def test_uncut_student_says_what_its_teacher_says() -> None:

@@ -126,32 +126,32 @@ class LlamaCpp:
         self.versions = {"llama-cpp-python": llama_cpp.__version__, "llama.cpp": self._instructions()}
 
     def _instructions(self) -> str:
-        said: bytes = llama_cpp.llama_print_system_info()
-        return said.decode().strip()
+        info: bytes = llama_cpp.llama_print_system_info()
+        return info.decode().strip()
 
     def generate(self, turn: Turn) -> Said:
         draft = self._drafters[turn.mode.split("_")[1]]
         chain = sampler(turn.temperature, turn.seed)
         begin = time.perf_counter()
-        said = self._answer(turn, draft, chain)
+        token_ids = self._answer(turn, draft, chain)
         seconds = time.perf_counter() - begin
         llama_cpp.llama_sampler_free(chain)
-        return Said(seconds, said)
+        return Said(seconds, token_ids)
 
     def _answer(self, turn: Turn, draft: Drafter, chain: Any) -> list[int]:
-        prompt, said, known = list(turn.prompt), list[int](), 0
+        prompt, output, num_read = list(turn.prompt), list[int](), 0
         self._full.forget()
-        while len(said) < turn.tokens and not self._end_ids & set(said[-1:]):
-            text = prompt + said
-            rest, guesses = text[known:], draft(text)[: turn.tokens - len(said) - 1]
-            self._full.run(known, rest + guesses, 1 + len(guesses))
+        while len(output) < turn.tokens and not self._end_ids & set(output[-1:]):
+            text = prompt + output
+            rest, guesses = text[num_read:], draft(text)[: turn.tokens - len(output) - 1]
+            self._full.run(num_read, rest + guesses, 1 + len(guesses))
             for place, guess in enumerate([*guesses, None], len(rest) - 1):
-                said.append(self._full.choose(chain, place))
-                if said[-1] != guess or said[-1] in self._end_ids:
+                output.append(self._full.choose(chain, place))
+                if output[-1] != guess or output[-1] in self._end_ids:
                     break
-            known = len(prompt) + len(said) - 1
-            self._full.forget(known)
-        return said
+            num_read = len(prompt) + len(output) - 1
+            self._full.forget(num_read)
+        return output
 
     def close(self) -> None: ...
 

@@ -41,19 +41,19 @@ class Ours:
         handling = Handling(cache_salt=str(next(self._salts)))  # no prompt is known, as none is to the others
         speculation = MODES[without_dtype(turn.mode)]
         begin = time.perf_counter()
-        said = self._cascade.generate(list(turn.prompt), params, speculation, handling)
+        completion = self._cascade.generate(list(turn.prompt), params, speculation, handling)
         seconds = time.perf_counter() - begin
-        assert isinstance(said, Completion)
-        return Said(seconds, with_end(said, self._end_ids))
+        assert isinstance(completion, Completion)
+        return Said(seconds, with_end(completion, self._end_ids))
 
     def close(self) -> None:
         self._cascade.close()
 
 
-def with_end(said: Completion, end_ids: Sequence[int]) -> list[int]:
+def with_end(completion: Completion, end_ids: Sequence[int]) -> list[int]:
     """All tokens of an answer: the one that ended it is counted, and not handed out."""
-    ended = said.stats.completion_tokens > len(said.token_ids)
-    return [*said.token_ids, *(end_ids[:1] if ended else ())]
+    ended = completion.stats.completion_tokens > len(completion.token_ids)
+    return [*completion.token_ids, *(end_ids[:1] if ended else ())]
 
 
 def without_dtype(mode: str) -> str:

@@ -110,14 +110,14 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
+@pytest.mark.parametrize("kind", ASKED.values(), ids=ASKED)
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.3])
-def test_texts_are_valid_and_the_full_models(cascades: list[Cascade], asked: dict[str, Any], temperature: float) -> None:
+def test_texts_are_valid_and_the_full_models(cascades: list[Cascade], kind: dict[str, Any], temperature: float) -> None:
     """Guards validity and losslessness at once, and the order of masks: no bias makes a text that was not asked for."""
-    params = SamplingParams(max_tokens=480, temperature=temperature, seed=1, **asked)
+    params = SamplingParams(max_tokens=480, temperature=temperature, seed=1, **kind)
     alone = cascades[0].generate(PROMPT, params, Speculation("off"))
     assert alone.finish_reason == "stop"
-    assert valid(asked["structured"], alone.text)
+    assert valid(kind["structured"], alone.text)
     assert len(alone.logprobs) == (len(alone.token_ids) if params.logprobs else 0)
     for cascade in cascades:
         for tiers, window in ((("tiny",), 6), (("tiny", "medium"), 4)):
@@ -194,11 +194,11 @@ def test_enforced_words_may_be_those_of_added_tokens(special: bool, tmp_path: Pa
     tokenizer = Tokenizer.from_pretrained(str(tmp_path))
     grammars = Grammars(tokenizer)
     for structured in SPELT:
-        matcher, said = grammars.matcher(structured), list[int]()
-        while plain.eos_token_id not in said:
-            assert len(said) < 40
-            said.append(int(matcher.allowed(said, (), len(plain))[0].nonzero()[0][-1]))
-        assert plain.decode(said[:-1]) == (json.dumps(MARKED) if structured.json_schema else MARKED)
+        matcher, written = grammars.matcher(structured), list[int]()
+        while plain.eos_token_id not in written:
+            assert len(written) < 40
+            written.append(int(matcher.allowed(written, (), len(plain))[0].nonzero()[0][-1]))
+        assert plain.decode(written[:-1]) == (json.dumps(MARKED) if structured.json_schema else MARKED)
     with pytest.raises(InvalidRequest, match="no end-of-text token"):
         Grammars(replace(tokenizer, end_ids=frozenset())).check(SPELT[0])
 
@@ -278,7 +278,7 @@ def test_only_the_last_grammars_are_remembered(tokenizer: Tokenizer, monkeypatch
     grammars, compiled = Grammars(tokenizer), list[Structured]()
     original = grammars._compile
     monkeypatch.setattr(grammars, "_compile", lambda structured: compiled.append(structured) or original(structured))
-    asked = [Structured(regex=f"a{{{number}}}") for number in range(1, 5)]
-    for structured in (*asked, asked[1], asked[0]):
+    regexes = [Structured(regex=f"a{{{number}}}") for number in range(1, 5)]
+    for structured in (*regexes, regexes[1], regexes[0]):
         grammars.matcher(structured)
-    assert compiled == [*asked, asked[0]]
+    assert compiled == [*regexes, regexes[0]]

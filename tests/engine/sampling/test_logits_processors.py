@@ -91,15 +91,15 @@ def test_every_position_sees_the_guesses_before_it(params: SamplingParams, seed:
         start = rng.randint(0, min(kept, len(text) - 1))
         guesses = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 4))]
         if rng.random() < 0.2:  # a chunk that ends before the text
-            shaped, known = shape(torch.empty(0, VOCAB), [Row(None, start, text[start:], 0, params, state)])
-            assert (len(shaped), known) == (0, [0])
+            shaped, num_known = shape(torch.empty(0, VOCAB), [Row(None, start, text[start:], 0, params, state)])
+            assert (len(shaped), num_known) == (0, [0])
             kept = len(text)
         logits = torch.randn(1 + len(guesses), VOCAB, generator=generator) * 3
         row = Row(None, start, text[start:] + guesses, len(logits), params, state)
         untouched = logits.clone()
-        for found, raw, i in zip(shape(logits, [row])[0], logits, itertools.count()):
+        for shaped_row, raw, i in zip(shape(logits, [row])[0], logits, itertools.count()):
             expected = reference(raw, params, PROMPT, text[len(PROMPT) :] + guesses[:i], set(spec.ends))
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(shaped_row, expected, rtol=1e-5, atol=1e-5)
         assert torch.equal(logits, untouched)
         kept = len(text)
         text += guesses[: rng.randint(0, len(guesses))]
@@ -116,10 +116,10 @@ def test_companions_keep_their_logits() -> None:
     plain, biased = SamplingParams(temperature=0, seed=1), SamplingParams(logit_bias={3: 1.0}, seed=1)
     state = SequenceState(opening_of(biased).spec, list(PROMPT))
     rows = [Row(None, 0, PROMPT, 2, plain), Row(None, 0, PROMPT, 1, biased, state), Row(None, 0, PROMPT, 1, plain)]
-    found, known = shape(logits, rows)
-    assert known == [2, 1, 1]
-    assert torch.equal(found[[0, 1, 3]], logits[[0, 1, 3]].float())
-    assert found[2, 3] == logits[2, 3].float() + 1
+    shaped, num_known = shape(logits, rows)
+    assert num_known == [2, 1, 1]
+    assert torch.equal(shaped[[0, 1, 3]], logits[[0, 1, 3]].float())
+    assert shaped[2, 3] == logits[2, 3].float() + 1
     assert shape(logits, [rows[0], rows[0]])[0] is logits
 
 

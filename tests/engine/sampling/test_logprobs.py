@@ -16,8 +16,8 @@ from cascade.scorer import Row
 from cascade.session.session import MAX_PROMPT_SCORED
 from tests import small
 from tests.cases import crossed
-from tests.doors import House, serving
 from tests.http.test_http import PROMPT
+from tests.in_process import House, serving
 from tests.tier.test_tier import alone, opening, written
 from tests.toys import ToyModel
 
@@ -55,10 +55,10 @@ def full() -> Any:
     return AutoModelForCausalLM.from_pretrained(small.paths()[-1], dtype=torch.float32)
 
 
-def assert_logprob(said: Any, token: int, expected: torch.Tensor) -> None:
-    assert said.logprob == pytest.approx(float(expected[token]), abs=1e-3)
-    assert [value for _, value in said.top] == pytest.approx(expected.topk(len(said.top)).values.tolist(), abs=1e-3)
-    assert all(value == pytest.approx(float(expected[id]), abs=1e-3) for id, value in said.top)
+def assert_logprob(entry: Any, token: int, expected: torch.Tensor) -> None:
+    assert entry.logprob == pytest.approx(float(expected[token]), abs=1e-3)
+    assert [value for _, value in entry.top] == pytest.approx(expected.topk(len(entry.top)).values.tolist(), abs=1e-3)
+    assert all(value == pytest.approx(float(expected[id]), abs=1e-3) for id, value in entry.top)
 
 
 @pytest.mark.parametrize(("chosen", "prompt"), crossed(CHOSEN, {"long": LONG, "short": PROMPT}))
@@ -77,8 +77,8 @@ def test_they_equal_a_plain_forward(cascade: Cascade, full: Any, chosen: dict[st
         for token, expected in zip(answer.prompt[1:], logs, strict=False):
             assert_logprob(token, token.id, expected)
         assert len(answer.logprobs) == (12 if "logprobs" in chosen else 0)
-        for said, id, expected in zip(answer.logprobs, answer.token_ids, logs[len(ids) - 1 :], strict=False):
-            assert_logprob(said, id, expected)
+        for entry, id, expected in zip(answer.logprobs, answer.token_ids, logs[len(ids) - 1 :], strict=False):
+            assert_logprob(entry, id, expected)
     assert plain.prompt == ()
 
 
@@ -89,27 +89,27 @@ def test_every_protocol_says_the_same(served: House, tokenized: bool) -> None:
     prompt = ids if tokenized else PROMPT
     with Client(served.grpc) as client:
         params = SamplingParams(max_tokens=8, seed=3, logprobs=2, prompt_logprobs=2)
-        told = client.generate(prompt, params)
-        assert [token.id for token in told.prompt] == ids
-        assert [chunk.prompt for chunk in client.stream(PROMPT, params) if chunk.prompt] == [told.prompt]
-    asked: dict[str, Any] = {"model": served.model, "prompt": prompt, "n": 2, "seed": 3, "max_tokens": 8}
+        answer = client.generate(prompt, params)
+        assert [token.id for token in answer.prompt] == ids
+        assert [chunk.prompt for chunk in client.stream(PROMPT, params) if chunk.prompt] == [answer.prompt]
+    request: dict[str, Any] = {"model": served.model, "prompt": prompt, "n": 2, "seed": 3, "max_tokens": 8}
     with OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
-        choices = client.completions.create(echo=True, logprobs=2, **asked).choices
-        pieces = list(client.completions.create(echo=True, logprobs=2, stream=True, **asked))
+        choices = client.completions.create(echo=True, logprobs=2, **request).choices
+        pieces = list(client.completions.create(echo=True, logprobs=2, stream=True, **request))
     for choice in choices:
-        said: Any = choice.logprobs
-        assert said.token_logprobs[0] is None
-        assert said.top_logprobs[0] is None
-        assert said.token_logprobs[1 : len(ids)] == pytest.approx([token.logprob for token in told.prompt[1:]])
-        assert "".join(said.tokens[: len(ids)]) == PROMPT == choice.text[: len(PROMPT)]
-        places = list(zip(said.text_offset, said.tokens, strict=True))[: len(ids)]
-        assert all(choice.text.startswith(one, begin) for begin, one in places)
-        assert len(said.tokens) == len(ids) + 8
+        logprobs: Any = choice.logprobs
+        assert logprobs.token_logprobs[0] is None
+        assert logprobs.top_logprobs[0] is None
+        assert logprobs.token_logprobs[1 : len(ids)] == pytest.approx([token.logprob for token in answer.prompt[1:]])
+        assert "".join(logprobs.tokens[: len(ids)]) == PROMPT == choice.text[: len(PROMPT)]
+        places = list(zip(logprobs.text_offset, logprobs.tokens, strict=True))[: len(ids)]
+        assert all(choice.text.startswith(token, begin) for begin, token in places)
+        assert len(logprobs.tokens) == len(ids) + 8
         mine = [piece.choices[0] for piece in pieces if piece.choices[0].index == choice.index]
         for name in ("tokens", "token_logprobs", "text_offset"):
-            assert [value for one in mine for value in getattr(one.logprobs, name)] == getattr(said, name)
-    assert choices[0].logprobs.token_logprobs[len(ids) :] == pytest.approx([one.logprob for one in told.logprobs])
-    assert choices[0].text == PROMPT + told.text
+            assert [value for part in mine for value in getattr(part.logprobs, name)] == getattr(logprobs, name)
+    assert choices[0].logprobs.token_logprobs[len(ids) :] == pytest.approx([entry.logprob for entry in answer.logprobs])
+    assert choices[0].text == PROMPT + answer.text
 
 
 @pytest.mark.parametrize("prompt_logprobs", [None, 0])

@@ -216,11 +216,11 @@ def test_bounds_change_no_bit(
     number = min(number, size - 1)
     drawn = torch.randn(sum(n for *_, n in rows), size, generator=torch.Generator().manual_seed(seed)) * spread
     logits = SHAPES[shape](drawn).to(dtype)
-    found = own_tokens_and_next(logits, rows, number)
+    tokens = own_tokens_and_next(logits, rows, number)
     expected, others = of_the_whole_vocabulary(logits, rows, number)
-    assert found[0].tolist() == own_tokens(logits, rows).tolist() == expected
+    assert tokens[0].tolist() == own_tokens(logits, rows).tolist() == expected
     for fewer in range(1, number + 1):
-        assert runner_ups(found.tolist(), fewer) == [ups[:fewer] for ups in others]
+        assert runner_ups(tokens.tolist(), fewer) == [ups[:fewer] for ups in others]
 
 
 def test_threads_change_no_token() -> None:

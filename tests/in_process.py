@@ -1,4 +1,4 @@
-"""A whole server in this process, without Ray: toy tiers joined by real links, and a router behind its own doors."""
+"""A whole server in this process, without Ray: toy tiers joined by real links, and a router with its own servers."""
 
 import asyncio
 import contextlib
@@ -168,7 +168,7 @@ def serving(env: Mapping[str, str] | None = None, scope: Any = "module", **optio
 
 
 async def _let_go(loop: Any) -> None:
-    """Until connections that the doors have closed have let go of their sockets, which a slow reader may put off."""
+    """Until connections that the servers have closed have let go of their sockets, which a slow reader may put off."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(5):
             # those that are closed stay until the garbage is collected

@@ -254,9 +254,8 @@ def series(place: str) -> str:
 def alerts(_: str) -> str:
     rules = yaml.safe_load((ROOT / "cluster" / "prometheus" / "rules.yaml").read_text())["groups"][0]["rules"]
     plain = re.compile(r"\{\{ \$(?:labels\.)?(\w+)[^}]*\}\}")
-    said = [(rule["alert"], rule["annotations"]) for rule in rules]
-    rows = [(f"`{name}`", plain.sub(r"*\1*", words["summary"]), words["description"]) for name, words in said]
-    return table(["alert", "what is wrong", "what to do"], rows)
+    rows = [(f"`{rule['alert']}`", plain.sub(r"*\1*", rule["annotations"]["summary"])) for rule in rules]
+    return table(["alert", "what is wrong"], rows)
 
 
 def errors(_: str) -> str:

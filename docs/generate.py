@@ -11,7 +11,7 @@ import re
 import textwrap
 import tokenize
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from pydoc import locate
 from types import MappingProxyType
@@ -287,16 +287,17 @@ def calls(_: str) -> str:
 
 
 def api(path: str) -> str:
-    """A class: what it is for, its fields or its constructor, its methods."""
+    """A class: what it is for, its constructor, its methods; of a result its fields, without defaults."""
     kind = locate(path)
     assert isinstance(kind, type), path
     name = kind.__name__
     parts = [f"## {name}", _prose(kind)]
     if is_dataclass(kind):
+        parts[1] = parts[1].split("\n\n")[0]
         meanings = comments(kind)
         shown = [field for field in fields(kind) if not field.name.startswith("_")]
         lines = (
-            _line(f"{field.name}: {_plain(field.type)}{_default(field)}".replace("'", '"'), meanings[field.name])
+            _line(f"{field.name}: {_plain(field.type)}".replace("'", '"'), meanings[field.name])
             for field in shown
         )
         parts.append("```python\n" + "\n".join(lines) + "\n```")
@@ -375,14 +376,6 @@ def _line(field: str, meaning: str) -> str:
     if len(field) + len(meaning) < WIDTH - 4:
         return f"{field}  # {meaning}" if meaning else field
     return textwrap.fill(meaning, WIDTH, initial_indent="# ", subsequent_indent="#   ") + f"\n{field}"
-
-
-def _default(field: "Field[Any]") -> str:
-    if field.default_factory is not MISSING:
-        return f" = {getattr(field.default_factory, '__name__', field.default_factory)}()"
-    if field.default is MISSING:
-        return ""
-    return f" = {type(field.default).__name__}()" if is_dataclass(field.default) else f" = {field.default!r}"
 
 
 BLOCKS: dict[str, Callable[[str], str]] = {

@@ -296,10 +296,7 @@ def api(path: str) -> str:
         parts[1] = parts[1].split("\n\n")[0]
         meanings = comments(kind)
         shown = [field for field in fields(kind) if not field.name.startswith("_")]
-        lines = (
-            _line(f"{field.name}: {_plain(field.type)}".replace("'", '"'), meanings[field.name])
-            for field in shown
-        )
+        lines = (_line(f"{field.name}: {_plain(field.type)}".replace("'", '"'), meanings[field.name]) for field in shown)
         parts.append("```python\n" + "\n".join(lines) + "\n```")
     elif (made := inspect.getattr_static(kind, "__init__")) is not object.__init__ and not hasattr(kind, "from_pretrained"):
         parts += [_signature("__init__", made), _prose(made)]

@@ -162,7 +162,7 @@ class Cascade:
     def demo(cls, *, dtype: str | None = None, device: str | None = None, drafter: Drafters = AUTO) -> Self:
         """The demonstration family: SmolLM2-135M-Instruct, and two models that this package ships below it.
 
-        Raises `ModelError` if the full one is nowhere, see `cascade.family.full`.
+        Raises `ModelError` if the full one is not found.
         """
         models, sampling = family.paths(), str(family.WEIGHTS / family.NAMES[-1])
         return cls.from_pretrained(models, dtype=dtype, device=device, drafter=drafter, generation_config=sampling)

@@ -104,7 +104,8 @@ def _section(place: str, section: type[BaseModel], places: dict[type[BaseModel],
         lines.append(_line(f"{name}: {'...' if needed else default}".rstrip(), _sentence("; ".join(marks))))
     if place:
         yield f"### {place.strip('.')}"
-        yield _prose(section).split("\n\n")[0]
+        if base is None:
+            yield _prose(section).split("\n\n")[0]
     if base is not None:
         yield f"Fields are those of [`{places[base]}`](#{_anchor(places[base])}); these have other defaults:"
     yield "```yaml\n" + "\n".join(lines) + "\n```"

@@ -49,7 +49,7 @@ class Row:
 @click.argument("model", required=False)
 @DRAFT
 def demo(model: str | None, drafts: tuple[str, ...]) -> None:
-    """Serve the models that ship, or MODEL with drafts, ask five questions, compare with the full model alone, shut down.
+    """Serve the models that ship, or MODEL with drafts, ask five questions, compare with no drafts, shut down.
 
     \b
     cascade demo Qwen/Qwen2.5-Coder-1.5B-Instruct --draft Qwen/Qwen2.5-Coder-0.5B-Instruct

@@ -44,7 +44,7 @@ def agreement(
     temperature: float,
     out: Path | None,
 ) -> None:
-    """Measure how often smaller models say what MODEL says, along MODEL's own answers.
+    """Measure how often smaller models agree with MODEL, along its own answers.
 
     \b
     cascade agreement Qwen/Qwen3-32B --draft Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --prompts mine.jsonl --out measured.json
@@ -92,7 +92,7 @@ def agreement(
 def layers(model: str, shares: tuple[float, ...], prompts: Path | None, max_tokens: int) -> None:
     """Find which layers of MODEL to keep for a share of its pass: as a tier they draft for MODEL without training.
 
-    Half of the prompts are searched by. How often the layers say what MODEL says is measured on the other half.
+    Half of the prompts are for the search; the other half measure how often the layers agree with MODEL.
 
     \b
     cascade layers Qwen/Qwen3-8B --share 0.5 --share 0.75 --prompts mine.jsonl
@@ -139,14 +139,13 @@ def plan(
     prompt_tokens: int,
     max_tokens: int,
 ) -> None:
-    """Predict what a cascade gives: tokens per second of MODEL alone, of pairs and of all tiers, without a device at hand.
+    """Predict tokens per second of MODEL without drafts, of pairs and of all tiers, without a device at hand.
 
     Each tier has devices of its own. Passes are priced from sizes of models and data sheets of devices, or given. No weight is
     loaded.
 
     \b
     cascade plan Qwen/Qwen3-32B --draft Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --device H100 --measured measured.json
-    cascade plan Qwen/Qwen3-32B --draft Qwen/Qwen3-4B --agreement 0.8 --device H100
     cascade plan --pass-ms 80 --pass-ms 20 --pass-ms 2 --agreement 0.88 --agreement 0.70
     """
     from cascade.simulation.plan import Traffic, predict, recorded_tiers, toy_tiers

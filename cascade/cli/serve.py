@@ -30,8 +30,7 @@ KEYS = "CASCADE_API_KEYS"  # a router's environment variable, NAME=KEY
 def serve(host: str | None, port: int | None, grpc_port: int | None, api_key: str | None, name: str, **models: Any) -> None:
     """Serve MODEL, a path or hub id, until Ctrl-C; smaller models of its family draft for it.
 
-    MODEL may also be a YAML file, which says everything (docs/reference/configuration.md). Without one the demonstration
-    family is served.
+    MODEL may also be a YAML file (docs/reference/configuration.md). Without one the demonstration family is served.
 
     \b
     cascade serve Qwen/Qwen3-32B --draft Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B

@@ -35,7 +35,7 @@ KEY_ENV = click.option("--key-env", help="Environment variable with the key of e
 @click.option("--max-len", type=click.IntRange(64), default=512, show_default=True, help="Tokens of a text at most.")
 @click.option("--device", help="Such as cuda:0; by default the GPU if there is one.")
 def distill(model: str, out: Path, layers: str | None, work: Path | None, device: str | None, **options: Any) -> None:
-    """Cut a student out of MODEL, and train it on text that MODEL writes by itself, until it says the same as often as it can.
+    """Cut a student out of MODEL, and train it on text that MODEL writes, until both agree as often as possible.
 
     It goes on where it was interrupted. Several students of one model share their text when they share --work.
 

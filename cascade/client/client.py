@@ -81,7 +81,7 @@ class Calls(Connection, ABC, Generic[Text, Texts, Reply, ReplyPieces, Info]):
         return self._pieces(ChatExchange(encode_chat(messages, params, speculation, handling, options)))
 
     def describe(self) -> Info:
-        """What is served. Where no server has ever answered this client, it is not waited for, as requests wait."""
+        """What is served. Fails at once where no server has ever answered this client."""
         return self._whole(Description(pb.DescribeRequest()))
 
     @abstractmethod

@@ -128,7 +128,7 @@ ALIGNMENT = (
     ),
     _gauge(
         "alignment_agreement",
-        "Share of held-out answers that a student says, before and after its last round.",
+        "Agreement of a student with its verifier on held-out answers, before and after its last round.",
         "student",
         "when",
     ),

@@ -4,7 +4,8 @@ How many guesses of an attached tier a pass scores is computed (`cascade.planner
 attached. A tier with processors of its own costs next to nothing while its guesses are not scored, so it drafts from the first
 token on, until it is seen not to pay. A tier that shares the verifier's processors slows its passes, which only shows while it
 works. So such tiers begin detached, and are explored when `EXPLORATION_SHARE` of the verifier's time covers the whole price.
-With few sessions the first try of a chain may also cost what text drafters have spared requests of the same kind.
+With few sessions the first try of a chain may also cost what text drafters have spared requests of the same kind. A chain that
+was slower than none at some load is not explored at higher ones, where guesses cost more.
 """
 
 import itertools
@@ -75,12 +76,13 @@ class Seen(NamedTuple):
 
 
 @dataclass(slots=True)
-class Budget:
-    """Seconds of a tier for requests of one kind: what exploring cost, all of them, and what drafters inside it have spared."""
+class Exploration:
+    """What all loads of one kind of request share."""
 
-    spent_s: float = 0.0
-    total_s: float = 0.0
-    gained_s: float = 0.0
+    spent_s: float = 0.0  # the tier's time that exploring cost
+    total_s: float = 0.0  # the tier's time
+    gained_s: float = 0.0  # the time that drafters inside the tier have spared
+    lost: dict[Chain, int] = field(default_factory=dict)  # the lowest load at which a chain was slower than the full model alone
 
 
 @dataclass(slots=True)
@@ -90,11 +92,12 @@ class Choice:
     The last two differ while a chain is explored.
     """
 
+    load: int  # see `load_bucket`
     estimates: dict[Chain, Estimate]  # in the order of exploration
     best: Chain
     used: Chain
     apart: Chain  # all tiers with processors of their own: scouts draft with them while others go alone
-    budget: Budget
+    exploration: Exploration
     price_s: dict[Chain, float] = field(default_factory=dict)  # the price of the next exploration, after one that was cut short
     passes: int = 0  # settled passes with the chain in use
     cost_s: float = 0.0  # what this exploration has cost so far
@@ -122,17 +125,17 @@ class Choice:
         for estimate in self.estimates.values():
             estimate.fade()
         self.passes += seen.settled
-        self.budget.total_s += share * seconds
+        self.exploration.total_s += share * seconds
         best = self.estimates[self.best].rate
         lost_s = seconds - tokens / best if best else 0.0
         if used == self.best == ALONE:
-            self.budget.gained_s += share * (tokens * seen.alone_s - seconds)
+            self.exploration.gained_s += share * (tokens * seen.alone_s - seconds)
         if used != self.best:
             self.cost_s += lost_s
-            self.budget.spent_s += share * lost_s
+            self.exploration.spent_s += share * lost_s
             self._judge()
         elif not seen.settled:  # slowed by tiers below that still work after an exploration
-            self.budget.spent_s += share * max(0.0, lost_s)
+            self.exploration.spent_s += share * max(0.0, lost_s)
         elif self.passes >= MIN_PASSES:
             self._seek(1 / seen.alone_s, EXPLORATION_PASSES * seconds + seen.reading_s, share, num_sessions)
 
@@ -141,13 +144,15 @@ class Choice:
         estimate, best = self.estimates[self.used], self.estimates[self.best].rate
         if self.passes >= MIN_PASSES and estimate.rate > BETTER * best:
             self.price_s.pop(self.used, None)
+            if self.exploration.lost.get(self.used, math.inf) <= self.load:
+                del self.exploration.lost[self.used]
             self.best = self.used
         elif self.passes >= MAX_PASSES or (self.passes >= FEW_PASSES and estimate.upper_bound < best):
             self.price_s.pop(self.used, None)
-            self._use(self.best)
+            self._give_up()
         elif self.cost_s > self.may_cost_s / 2:  # work that is left below may cost as much again
             self.price_s[self.used] = 2 * self.may_cost_s
-            self._use(self.best)
+            self._give_up()
 
     def _seek(self, alone: float, price_s: float, share: float, num_sessions: int) -> None:
         """Use a chain that is now known to be better than the best, else explore one that may be.
@@ -164,17 +169,28 @@ class Choice:
             self.best = fastest
             self._use(fastest)
             return
-        others = {chain: estimate.upper_bound for chain, estimate in self.estimates.items() if chain != self.best}
+        lost = self.exploration.lost
+        hopes = (item for item in self.estimates.items() if item[0] != self.best and lost.get(item[0], self.load) >= self.load)
+        others = {chain: estimate.upper_bound for chain, estimate in hopes}
         if ALONE in others and not self.estimates[ALONE].passes:
             others[ALONE] = alone * (1 + RATE_DOUBT / math.sqrt(MIN_PASSES))  # a prediction is worth as many
+        if not others:
+            return
         hopeful = max(others, key=lambda chain: others[chain])  # the first of equal ones
         price_s = max(price_s, self.price_s.get(hopeful, 0.0))
-        budget_s = EXPLORATION_SHARE * self.budget.total_s
+        budget_s = EXPLORATION_SHARE * self.exploration.total_s
         if num_sessions <= FEW_SESSIONS and not self.estimates[hopeful].passes:  # its first try
-            budget_s += max(0.0, self.budget.gained_s)
-        affordable = self.budget.spent_s + share * price_s <= budget_s
+            budget_s += max(0.0, self.exploration.gained_s)
+        affordable = self.exploration.spent_s + share * price_s <= budget_s
         if affordable and others[hopeful] > BETTER * best:
             self._use(hopeful, price_s)
+
+    def _give_up(self) -> None:
+        """The exploration has failed."""
+        if self.estimates[self.used].rate < self.estimates[ALONE].rate:
+            lost = self.exploration.lost
+            lost[self.used] = min(self.load, lost.get(self.used, self.load))
+        self._use(self.best)
 
     def _use(self, chain: Chain, price_s: float = 0.0) -> None:
         self.used, self.passes, self.cost_s, self.may_cost_s = chain, 0, 0.0, price_s
@@ -190,7 +206,7 @@ class Planner:
     def __init__(self, shared: Collection[str] = ()) -> None:
         """``shared`` names tiers below that compute on the processors of this one, as far as is known; see `locate`."""
         self.shared = self._sharing = frozenset(shared)
-        self._budgets: defaultdict[tuple[Chain, bool], Budget] = defaultdict(Budget)  # by kind: none pays for another
+        self._explorations: defaultdict[tuple[Chain, bool], Exploration] = defaultdict(Exploration)  # by kind: none pays for another
         self._choices: dict[tuple[Chain, bool], dict[int, Choice]] = {}  # by kind and load
 
     def chain(self, allowed: Chain, num_sessions: int, *, sampled: bool = False, scouts: bool = False) -> Chain:
@@ -250,7 +266,7 @@ class Planner:
             chains = [chain[::-1] for size in sizes for chain in itertools.combinations(allowed[::-1], size)]
             best = tuple(tier for tier in first[0] if tier in apart) if first else apart
             estimates = {chain: Estimate() for chain in dict.fromkeys(first + chains)}
-            choices[load] = Choice(estimates, best, best, apart, self._budgets[allowed, sampled])
+            choices[load] = Choice(load, estimates, best, best, apart, self._explorations[allowed, sampled])
         return choices[load]
 
 

@@ -191,6 +191,16 @@ def test_a_new_load_begins_with_what_is_best_at_the_nearest() -> None:
     assert set(used) <= {ALONE, ("tiny",)}
 
 
+@pytest.mark.parametrize("shared", [(), ALLOWED])
+def test_what_lost_at_a_low_load_is_not_tried_at_a_higher_one(shared: Collection[str]) -> None:
+    """Guards busy servers: what one request had shown to lose was tried again with eight and with 32, at the cost of all."""
+    planner, loses, gains = Planner(shared), paces(0.5, 0.6, 0.4), paces(0.5, 1.5, 0.4)
+    play(planner, loses, 3000)
+    assert set(play(planner, loses, 3000, sessions=8)) == {ALONE}
+    play(planner, gains, 3000)
+    assert ("medium",) in play(planner, loses, 3000, sessions=8)
+
+
 def test_loads_that_were_met_learn_where_a_tier_runs() -> None:
     """Guards tiers that turn out to run elsewhere: a load that had been met went on without them, and its scouts as well."""
     planner, speed = Planner(ALLOWED), paces(0.5, 2.0, 0.5)

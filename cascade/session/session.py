@@ -193,11 +193,8 @@ class Session:
             self.branches.hold(branch)
         return Work(branch.kv_len, branch.pending, 1, branch=branch)
 
-    def work(self, max_tokens: int, nodes: Sequence[int] | None = None) -> Work:
-        """The next row: at most ``max_tokens`` positions, own tokens that are missing first, then guesses.
-
-        Guesses are the draft's ``nodes``, none without its parent; without them the likeliest.
-        """
+    def work(self, max_tokens: int, nodes: Sequence[int] = ()) -> Work:
+        """The next row: at most ``max_tokens`` positions of the text, then the draft's ``nodes``, none without its parent."""
         assert 0 <= self.kv_len < len(self.text)
         assert not self.stalled
         if self.scoring_prompt:
@@ -206,10 +203,8 @@ class Session:
         pending = self.text[self.kv_len : self.kv_len + max_tokens]
         if self.kv_len + len(pending) < len(self.text):
             return Work(self.kv_len, pending, 0)
-        if nodes is not None and not nodes:
+        if not nodes:
             return Work(self.kv_len, pending, 1)
-        if nodes is None:
-            nodes, _ = self.candidates(max_tokens - len(pending))
         pool, size = self.guesses.pool, len(nodes)
         drafters = pool.drafters[:size]
         if drafters and nodes[-1] >= size:

@@ -85,7 +85,7 @@ def schedule(
     left = max_tokens - sum(len(work) for _, work in batch)
     if batch:
         left = min(left, readable)
-    return batch + _prefill_rows(prefills, left, policy.max_guesses), None
+    return batch + _prefill_rows(prefills, left), None
 
 
 def _start_at(slot: Slot[Any], policy: Policy, profile: Profile) -> float:
@@ -170,8 +170,11 @@ def _best(chances: Floats, sizes: Ints, own: float, tokens: int, cost: Floats) -
     return order[: affordable(chances[order], sizes[order], own, tokens, cost)]
 
 
-def _prefill_rows(slots: Sequence[Slot[U]], budget: int, max_guesses: int) -> Batch[U]:
-    """Half of the budget for the first to come, the rest for the shortest texts: neither waits for all of the other."""
+def _prefill_rows(slots: Sequence[Slot[U]], budget: int) -> Batch[U]:
+    """Half of the budget for the first to come, the rest for the shortest texts: neither waits for all of the other.
+
+    The pass after the last piece of a text is the first with guesses: they are priced beside those of all others.
+    """
     if not slots or budget <= 0:
         return []
     eldest = min(slots, key=rank)
@@ -180,7 +183,7 @@ def _prefill_rows(slots: Sequence[Slot[U]], budget: int, max_guesses: int) -> Ba
     first = max(budget - rest, -(-budget // 2))
     rows: Batch[U] = []
     for slot in (eldest, *others):
-        work = slot.session.work(min(first if slot is eldest else budget, slot.session.num_pending + max_guesses))
+        work = slot.session.work(first if slot is eldest else budget)
         budget -= len(work)
         rows.append((slot, work))
         if budget <= 0:

@@ -27,9 +27,14 @@ def fed(work: Work) -> list[int]:
     return [*work.tokens, *work.draft.tokens]
 
 
+def next_row(session: Session, most: int) -> Work:
+    """Of at most so many positions, with the likeliest guesses."""
+    return session.work(most, session.candidates(most - session.num_pending)[0])
+
+
 def write(session: Session) -> None:
     """A pass that says 7 everywhere."""
-    work = session.work(10)
+    work = next_row(session, 10)
     session.advance(work, Scored([7] * work.num_scored))
 
 
@@ -99,7 +104,7 @@ def test_commits_keep_the_guesses_that_foretold_them(
     """Guards the work of the tier below against news that it has foretold, and a text against guesses for another one."""
     session = drafting()
     if start > 3:
-        session.advance(session.work(10), Scored([4]))
+        session.advance(next_row(session, 10), Scored([4]))
     session.propose(Proposal("d", start, Draft(guess, bytes(len(guess)))))
     session.commit(3, commit)
     assert (session.text, session.guesses.draft.tokens) == ([1, 2, 3, *commit], left)
@@ -112,13 +117,13 @@ def test_guesses_that_were_not_scored_are_kept(num_own: int) -> None:
     """Guards rows whose last guesses could not be scored: they are neither accepted nor lost, and count as not proposed."""
     session = drafting()
     session.propose(Proposal("d", 3, Draft((4, 5, 6), bytes(3))))
-    assert session.advance(session.work(10), Scored([4, 5, 6, 7][:num_own])) == num_own
+    assert session.advance(next_row(session, 10), Scored([4, 5, 6, 7][:num_own])) == num_own
     assert session.news() == Commit("d", 3, (4, 5, 6, 7)[:num_own])
     assert (session.text[3:], list(session.guesses.draft.tokens)) == ([4, 5, 6, 7][:num_own], [4, 5, 6][num_own:])
     assert session.kv_len == len(session.text) - 1
     assert session.edges[0].proposed == session.edges[0].accepted == num_own - 1
     if session.guesses.draft:
-        assert fed(session.work(10)) == [session.text[-1], *session.guesses.draft.tokens]
+        assert fed(next_row(session, 10)) == [session.text[-1], *session.guesses.draft.tokens]
 
 
 @pytest.mark.parametrize(("start", "tokens"), [(-1, [1]), (2, [1]), (4, [1]), (3, [])])
@@ -156,9 +161,9 @@ def test_totals_of_two_drafters_are_kept_apart() -> None:
     session = drafting()
     session.propose(Proposal("d", 3, Draft((4,), bytes(1)), (Edge("", "tiny", passes=2, emitted=2),)))
     session.propose(Proposal("d", 3, Draft((4,), bytes(1)), (Edge("", "tiny", passes=1, emitted=1),)))
-    session.advance(session.work(10), Scored([4, 5]))
+    session.advance(next_row(session, 10), Scored([4, 5]))
     session.attach(("medium",), "e")
-    session.advance(session.work(10), Scored([6]))
+    session.advance(next_row(session, 10), Scored([6]))
     session.propose(Proposal("e", 3, Draft((4,), bytes(1)), (Edge("", "medium", passes=1, emitted=1),)))
     totals = {(edge.drafter, edge.verifier): (edge.passes, edge.accepted, edge.emitted) for edge in session.edges}
     assert totals == {
@@ -174,7 +179,7 @@ def test_totals_are_whole_at_the_end_of_a_text() -> None:
     session = Session(opening(max_tokens=20), "full", 0, VOCAB)
     sizes: list[int] = []
     while not session.stalled:
-        session.advance(session.work(10), Scored([4]))
+        session.advance(next_row(session, 10), Scored([4]))
         proposal = session.proposal()
         sizes += [edge.passes for edge in proposal.edges]
         session.commit(proposal.start, proposal.draft.tokens)
@@ -190,7 +195,7 @@ def test_agreement_does_not_depend_on_how_much_was_scored() -> None:
         session.propose(Proposal("d", 3, Draft((4, 5, 6, 7), bytes(4))))
         own, bare = [4, 5, 6, 8], 0
         while len(session.text) < 7:
-            work = session.work(most)
+            work = next_row(session, most)
             done = len(session.text) - 3
             bare += bool(work.num_own) and not work.draft
             session.advance(work, Scored(own[done : done + work.num_scored]))
@@ -204,10 +209,10 @@ def test_origins_tell_who_said_it_first() -> None:
     session = Session(opening(), "full", 2, VOCAB)
     session.attach(("medium",), "m")
     session.hint([Hint("suffix", Calibration(), Draft((4, 5), bytes([origin(0)] * 2)))])
-    session.advance(session.work(10), Scored([6]))
+    session.advance(next_row(session, 10), Scored([6]))
     session.propose(Proposal("m", 4, Draft((7, 8), bytes([origin(0), origin(1)]))))
-    session.advance(session.work(10), Scored([7, 9]))
-    session.advance(session.work(10), Scored([5]))
+    session.advance(next_row(session, 10), Scored([7, 9]))
+    session.advance(next_row(session, 10), Scored([5]))
     proposal = session.proposal()
     assert proposal.draft.tokens == (6, 7, 9, 5)
     assert list(proposal.draft.origins) == [origin(2, replaced=0), origin(0), origin(2, replaced=1), origin(2)]
@@ -229,9 +234,9 @@ def test_of_a_tree_the_likeliest_nodes_are_scored() -> None:
     """Guards trees in short passes: what is scored comes with its parents, the likeliest first, and keeps its shape."""
     session = drafting()
     session.propose(Proposal("d", 3, Draft((4, 5, 6, 7), bytes(4), bytes((255, 1, 16, 255)), parents=(-1, 0, 0, 2))))
-    assert session.work(10).draft == Draft((4, 5, 6, 7), bytes(4), bytes((255, 1, 16, 255)), (-1, 0, 0, 2))
-    assert fed(session.work(5)) == [1, 2, 3, 4, 5]
-    session.advance(session.work(10), Scored([4, 6, 0, 7, 8]))
+    assert next_row(session, 10).draft == Draft((4, 5, 6, 7), bytes(4), bytes((255, 1, 16, 255)), (-1, 0, 0, 2))
+    assert fed(next_row(session, 5)) == [1, 2, 3, 4, 5]
+    session.advance(next_row(session, 10), Scored([4, 6, 0, 7, 8]))
     assert session.text[3:] == [4, 6, 7, 8]
 
 
@@ -239,12 +244,12 @@ def test_of_a_tree_the_likeliest_nodes_are_scored() -> None:
 def test_what_a_drafter_inside_guesses_is_scored_next(left: bool) -> None:
     """Guards hints, which are void once the text has gone on, and counts of the tier below where it was left."""
     session = drafting()
-    session.advance(session.work(10), Scored([4]))
+    session.advance(next_row(session, 10), Scored([4]))
     session.hint([Hint("inside", Calibration(), Draft((5, 6), bytes(2)))])
     session.propose(Proposal("d", 4, Draft((5, 7), bytes(2))))
     if left:
         session.detach()
-    work = session.work(10)
+    work = next_row(session, 10)
     assert fed(work) == [4, 5, 7, 6]
     assert work.drafters == ("", "", "inside")
     session.advance(work, Scored([5, 6, 0, 9]))

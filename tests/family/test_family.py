@@ -8,10 +8,12 @@ from typing import Any
 
 import huggingface_hub.constants
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 
 from cascade import ModelError, family
-from cascade.family.packed import pack, unpacked
+from cascade.engine import draft_vocab
+from cascade.family.packed import EMBEDDING, pack, unpacked
 from cascade.settings.config import CascadeConfig
 from tests import small
 
@@ -100,18 +102,36 @@ def test_the_demo_is_the_family(small_demo: None) -> None:
 
 
 def test_packed_models_are_those_that_were_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards what ships in 8 bits: each number within half a step of its row, unpacked once, and whole after a kill."""
+    """Guards what ships in 8 bits: each number within half a step of its row, unpacked once, and whole after a kill.
+
+    Embeddings of tokens that are not predicted do not ship, and are the same map of the full model's.
+    """
     monkeypatch.setenv("CASCADE_CACHE", str(tmp_path / "cache"))
-    source = Path(small.paths()[0])
-    pack(source, tmp_path / "packed")
-    folder = unpacked(tmp_path / "packed", [source / "tokenizer.json"])
-    old, new = load_file(source / "model.safetensors"), load_file(folder / "model.safetensors")
+    tiny, full = Path(small.paths()[0]), Path(small.paths()[-1])
+    source = tmp_path / "tiny"
+    shutil.copytree(tiny, source)
+    old, wide = load_file(tiny / "model.safetensors"), load_file(full / "model.safetensors")[EMBEDDING].float()
+    ids = torch.arange(0, len(wide), 4)
+    mapped = wide @ torch.linalg.lstsq(wide, old[EMBEDDING].float()).solution
+    mapped[ids] = old[EMBEDDING][ids].float()
+    old[EMBEDDING] = mapped.bfloat16()
+    save_file(old, source / "model.safetensors")
+    draft_vocab.write(ids, source)
+    pack(source, full, tmp_path / "packed")
+    folder = unpacked(tmp_path / "packed", full)
+    new = load_file(folder / "model.safetensors")
     assert old.keys() == new.keys()
     for name, weight in old.items():
         step = weight.float().abs().amax(-1, keepdim=True) / 127
-        assert ((weight.float() - new[name].float()).abs() <= 0.51 * step + 0.005 * weight.float().abs()).all()
-    assert (folder / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+        close = (weight.float() - new[name].float()).abs() <= 0.51 * step + 0.005 * weight.float().abs()
+        assert (close[ids] if name == EMBEDDING else close).all()
+    assert (new[EMBEDDING].float() - mapped).norm() < 0.01 * mapped.norm()
+    assert load_file(tmp_path / "packed" / "model.safetensors")[EMBEDDING].shape == (len(ids), mapped.shape[1])
+    assert (folder / "tokenizer.json").read_bytes() == (full / "tokenizer.json").read_bytes()
     made = folder.stat().st_mtime_ns
-    assert unpacked(tmp_path / "packed", [source / "tokenizer.json"]) == folder
+    assert unpacked(tmp_path / "packed", full) == folder
     assert folder.stat().st_mtime_ns == made
     assert [path for path in folder.parent.iterdir() if path.is_dir() and path != folder] == []
+    monkeypatch.setenv("CASCADE_CACHE", str(tmp_path / "another"))
+    with pytest.raises(ModelError, match="the drafters that ship are for a model of"):
+        unpacked(tmp_path / "packed", tiny)

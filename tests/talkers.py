@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 from tokenizers import AddedToken
 
@@ -19,6 +20,7 @@ from cascade.simulation.toy_tier import fold
 from tests import small
 from tests.in_process import House, house
 from tests.tier.test_tier import CountingModel
+from tests.toys import Numbers
 
 # as the families write them; `{tools}` and `{call}` and `{result}` are theirs
 CHAT = (
@@ -82,11 +84,11 @@ class Parrot(CountingModel):
         super().__init__(**options, order=1 << 20)
         self.user = self.end = self.assistant = self.bracket = 0
 
-    def logits(self, context: tuple[int, ...]) -> tuple[float, ...]:
-        logits = [0.0] * self.vocab_size
+    def logits(self, context: tuple[int, ...]) -> Numbers:
+        logits = np.zeros(self.vocab_size)
         logits[self.end], logits[self.bracket] = 20.0, 10.0  # where it may not say what it wants to
         if self.assistant not in context:  # no conversation
-            return tuple(logits)
+            return logits
         begin, turn = _last(context, self.user), _last(context, self.assistant)
         written = context[begin + 1 :]
         spoken = written[: written.index(self.end)] if self.end in written else ()
@@ -94,7 +96,7 @@ class Parrot(CountingModel):
         right = spoken[place] if place < len(spoken) else self.end
         lot = fold(context[-8:], self.seed ^ hash(self.agreement)) / 2**64
         logits[right if lot < self.agreement else right ^ 1] = 40.0
-        return tuple(logits)
+        return logits
 
 
 # as Qwen3's and DeepSeek's: old thoughts are written, a variable opens or closes those of the new turn

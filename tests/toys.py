@@ -4,7 +4,6 @@
 >>> Cascade([tiny, full], tokenizer)
 """
 
-import heapq
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,6 +25,8 @@ from cascade.splitmix import GOLDEN, mix
 
 _SPREAD = 8.0  # logits are uniform from 0 to this: about 2.5 likely tokens at temperature 1
 _CACHED = 1 << 16  # contexts and positions remembered
+
+Numbers = npt.NDArray[np.float64]
 
 
 class ToyCache:
@@ -163,11 +164,11 @@ class ToyModel(ToyTier):
         assert end + row.draft.height <= self.context_len, f"a context of {self.context_len} ends before {end}"
         assert all(0 <= token < self.vocab_size for token in row.input_ids), "a token is not of the vocabulary"
 
-    def logits(self, context: tuple[int, ...]) -> tuple[float, ...]:
+    def logits(self, context: tuple[int, ...]) -> Numbers:
         """Of the token after ``context``, the last ``order`` tokens; the full model's, or these turned by one token."""
         logits = _language(self.seed, self.vocab_size, context)
         lot = mix(fold(context, self.seed ^ hash(self.agreement)) ^ GOLDEN)
-        return logits if lot < self.agreement * 2**64 else logits[1:] + logits[:1]
+        return logits if lot < self.agreement * 2**64 else np.roll(logits, -1)
 
     def own(self, context: tuple[int, ...], position: int, params: SamplingParams) -> int:
         """The own token at ``position``, after ``context``: argmax of logits / temperature + noise(seed, position)."""
@@ -179,11 +180,13 @@ class ToyModel(ToyTier):
         if params.temperature > 0:
             assert params.seed is not None
             noise = _gumbel(params.seed, position, self.vocab_size)
-            scores = tuple(x / params.temperature + g for x, g in zip(scores, noise, strict=True))
+            scores = scores / params.temperature + noise
         if count == 1:
-            return [RunnerUp(scores.index(max(scores)), 0.0)]
-        order = heapq.nsmallest(count, range(len(scores)), key=lambda token: -scores[token])
-        return [RunnerUp(token, scores[order[0]] - scores[token]) for token in order]
+            return [RunnerUp(int(scores.argmax()), 0.0)]
+        last = -min(count, len(scores))
+        near = np.flatnonzero(scores >= np.partition(scores, last)[last])
+        order = near[np.argsort(-scores[near], kind="stable")][:count].tolist()
+        return [RunnerUp(token, float(scores[order[0]] - scores[token])) for token in order]
 
     def _own(self, row: Row, contexts: Sequence[tuple[int, ...]], positions: Sequence[int]) -> Scored:
         return super()._own(row, contexts, positions) if row.state is None else self._shaped(row, contexts)
@@ -211,7 +214,7 @@ class ToyModel(ToyTier):
         own_at.update(zip((-1, *path), own, strict=False))
 
     def _shaped_line(self, row: Row, contexts: Sequence[tuple[int, ...]]) -> list[int]:
-        logits = torch.tensor([self.logits(context) for context in contexts]).reshape(-1, self.vocab_size)
+        logits = torch.from_numpy(np.array([self.logits(context) for context in contexts])).float().reshape(-1, self.vocab_size)
         position = row.start + len(row.input_ids) - row.num_scored + 1
         shaped, [num_known] = shape(logits, [row])
         own: list[int] = own_tokens(shaped, [(row.params, position, row.num_scored)]).tolist()[:num_known]
@@ -233,18 +236,18 @@ def full_text(model: ToyTier, spec: SessionSpec) -> list[int]:
 
 
 @lru_cache(_CACHED)
-def _language(seed: int, vocab_size: int, context: tuple[int, ...]) -> tuple[float, ...]:
-    return tuple((_SPREAD * _uniforms(fold(context, seed), vocab_size)).tolist())
+def _language(seed: int, vocab_size: int, context: tuple[int, ...]) -> Numbers:
+    return _SPREAD * _uniforms(fold(context, seed), vocab_size)
 
 
 @lru_cache(_CACHED)
-def _gumbel(seed: int, position: int, vocab_size: int) -> tuple[float, ...]:
+def _gumbel(seed: int, position: int, vocab_size: int) -> Numbers:
     """Standard Gumbel noise by a counter-based generator, as `cascade.engine.sampling.own_tokens.gumbel`."""
     key = mix(mix(position + GOLDEN) ^ mix(seed))
-    return tuple((-np.log(-np.log(_uniforms(key, vocab_size)))).tolist())
+    return np.asarray(-np.log(-np.log(_uniforms(key, vocab_size))))
 
 
-def _uniforms(key: int, count: int) -> npt.NDArray[np.float64]:
+def _uniforms(key: int, count: int) -> Numbers:
     """The first ``count`` numbers that `uniform` gives for a key, at once: servers in tests have a vocabulary of thousands."""
     z = np.uint64(key) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)  # `mix`, whose integers wrap here
     z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)

@@ -55,10 +55,7 @@ def test_conversations_go_through_the_chat_template(llm: LLM) -> None:
 
 def test_templates_that_refuse_are_told(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against errors of templates in place of ours."""
-    for template, words in (
-        ("{{ raise_exception('no') }}", "these messages: no"),
-        (None, "has no chat"),
-    ):
+    for template, words in (("{{ raise_exception('no') }}", "these messages: no"), (None, "has no chat")):
         monkeypatch.setattr(llm.cascade.tokenizer, "chat_template", template)
         with pytest.raises(InvalidRequest, match=words):
             llm.chat(CHATS[0])

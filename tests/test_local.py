@@ -12,16 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cascade import (
-    Cascade,
-    Completion,
-    ConfigError,
-    InvalidRequest,
-    ModelError,
-    SamplingParams,
-    Speculation,
-    Unavailable,
-)
+from cascade import Cascade, Completion, ConfigError, InvalidRequest, ModelError, SamplingParams, Speculation, Unavailable
 from cascade.drafters import DrafterSpec
 from cascade.engine import models
 from cascade.engine.model import Model

@@ -13,13 +13,7 @@ from tests.waiting import LONG_S
 COUNTS = {"passes": 2, "proposed": 3, "accepted": 1, "emitted": 3, "mean_accepted_len": 1.5, "waited_s": 0.25}
 EDGE = pb.Edge(drafter="tiny", verifier="full", accepted_by_position=[1], **COUNTS)
 FINISH = pb.Finish(
-    reason="length",
-    seed=7,
-    prompt_tokens=4,
-    completion_tokens=3,
-    edges=[EDGE],
-    first_token_s=0.125,
-    undrafted="late",
+    reason="length", seed=7, prompt_tokens=4, completion_tokens=3, edges=[EDGE], first_token_s=0.125, undrafted="late"
 )
 TOKENS = [
     pb.Token(id=11, level=0, end=1, logprob=-0.5, top=[pb.TopToken(id=11, logprob=-0.5), pb.TopToken(id=9, logprob=-1.0)]),

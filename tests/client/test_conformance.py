@@ -51,11 +51,7 @@ HANDLED: dict[str, dict[str, Any]] = {
     "cache_salt": {"cache_salt": "mine"},
     "train": {"train": False},
 }
-DRAFTED: dict[str, dict[str, Any]] = {
-    "tiers": {"tiers": ("tiny",)},
-    "window": {"window": 3},
-    "branches": {"branches": 0},
-}
+DRAFTED: dict[str, dict[str, Any]] = {"tiers": {"tiers": ("tiny",)}, "window": {"window": 3}, "branches": {"branches": 0}}
 SILENT = {"logprobs", "prompt_logprobs", *HANDLED, *DRAFTED}  # never change a text
 
 

@@ -150,17 +150,6 @@ async def test_broken_turns_go_on(connect: Any, parrots: House) -> None:
     assert essence(turn.completion) == essence(expected.completion)
 
 
-async def test_whole_answers_are_asked_for_again(connect: Any, served: House) -> None:
-    """Guards answers that come whole: the second connection holds."""
-    rooms = iter([100, 2**60])
-    way = Torn(served.grpc, lambda: next(rooms))
-    async with connect(way.address) as client:
-        assert (await client.generate(PROMPT, SamplingParams(max_tokens=50, seed=8))).text
-    assert way.num_torn == 1
-    way.close()
-    served.settle()
-
-
 async def test_clients_take_turns_among_addresses(connect: Any, served: House) -> None:
     """Guards clusters without a balancer: all servers are asked, and a dead one, at the start or later, costs no answer."""
     params = SamplingParams(max_tokens=60, seed=8, ignore_eos=True)

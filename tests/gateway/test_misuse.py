@@ -44,10 +44,13 @@ def test_heads_have_to_come(served: House) -> None:
     """Guards file descriptors: connections that never sent a whole head, the first or a later one, stayed for ever."""
     host, port = served.url.removeprefix("http://").split(":")
     whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-    for start in (b"", whole[:-2], b"GET"):
-        with socket.create_connection((host, int(port))) as connection:
+    with contextlib.ExitStack() as stack:
+        starts = {
+            start: stack.enter_context(socket.create_connection((host, int(port)))) for start in (b"", whole[:-2], b"GET")
+        }
+        for start, connection in starts.items():
             connection.sendall(start)
-            assert ends(connection)
+        assert all(map(ends, starts.values()))
     with socket.create_connection((host, int(port))) as connection:
         body = b'{"prompt": "x", "max_tokens": 60, "ignore_eos": true}'  # an answer may take longer than a head
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"

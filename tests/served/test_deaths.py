@@ -10,10 +10,9 @@ import psutil
 from ray import serve
 
 from cascade import Cascade, Completion, SamplingParams, Speculation
-from cascade.cli.scrape import scrape
 from cascade.client import AsyncClient, Client
 from deployments.ops.launch import APPLICATION, Server
-from tests.served.test_serve import PROMPT, settle
+from tests.served.test_serve import PROMPT, pages, settle
 from tests.waiting import LONG_S, wait_until
 
 CHAINS = (None, ("tiny",), ("tiny", "medium"))
@@ -47,15 +46,7 @@ def num_routers() -> int:
 
 def resumed(url: str) -> dict[str, float]:
     """Answers that clients went on with, as each of two routers counts them."""
-    counts: dict[str, float] = {}
-
-    def both() -> bool:
-        page = scrape(url)
-        counts[page.router] = page.total("resumed_answers_total")
-        return len(counts) == 2
-
-    wait_until(both)
-    return counts
+    return {page.router: page.total("resumed_answers_total") for page in pages(url)}
 
 
 def essence(answer: Completion) -> tuple[object, ...]:

@@ -11,12 +11,12 @@ import ray
 from prometheus_client.parser import text_string_to_metric_families
 
 from cascade import Completion, SamplingParams, Speculation
-from cascade.cli.scrape import Scrape, scrape
+from cascade.cli.scrape import Scrape
 from cascade.client import Client
 from deployments.ops.launch import APPLICATION, Server
 from deployments.ops.metrics.series import ALIGNMENT, COMMON, ROUTER, SERIES
 from tests import small
-from tests.served.test_serve import settle
+from tests.served.test_serve import pages, settle
 from tests.waiting import LONG_S, wait_until
 
 PROMPT = list(range(20, 60))
@@ -71,19 +71,6 @@ def when(condition: Callable[[Shown], bool]) -> Shown:
         holds, lambda: json.dumps({name: sum(value for _, value in series) for name, series in shown.items()}), every_s=0.5
     )
     return shown
-
-
-def pages(url: str) -> list[Scrape]:
-    """The pages of both routers."""
-    by_router: dict[str, Scrape] = {}
-
-    def both() -> bool:
-        page = scrape(url)
-        by_router[page.router] = page
-        return len(by_router) == 2
-
-    wait_until(both)
-    return [*by_router.values()]
 
 
 def caught_up(shown: Shown, page: Scrape) -> bool:

@@ -14,7 +14,7 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 
 from cascade import Cascade, Completion, SamplingParams, Speculation, Structured
-from cascade.cli.scrape import scrape
+from cascade.cli.scrape import Scrape, scrape
 from cascade.client import Client
 from cascade.client.exchange import encode_request
 from cascade.client.rpc import stub_of
@@ -89,6 +89,19 @@ def settle() -> None:
         return [session for session in held if any(session[1:])]
 
     wait_until(lambda: not left(), lambda: f"left behind (tier, sessions, leases, drafting): {left()}", every_s=0.1)
+
+
+def pages(url: str) -> list[Scrape]:
+    """The pages of metrics of both routers."""
+    by_router: dict[str, Scrape] = {}
+
+    def both() -> bool:
+        page = scrape(url)
+        by_router[page.router] = page
+        return len(by_router) == 2
+
+    wait_until(both)
+    return [*by_router.values()]
 
 
 def alone(reference: Cascade, params: SamplingParams) -> Completion:
@@ -178,14 +191,7 @@ def test_any_router_aborts_for_all(server: Server, client: Client) -> None:
             with pytest.raises(grpc.RpcError) as caught:
                 list(call)
             assert caught.value.code() is grpc.StatusCode.ABORTED
-    counted: dict[str, float] = {}
-
-    def both() -> bool:
-        page = scrape(server.url)
-        counted[page.router] = page.total("answers_total")
-        return len(counted) == 2 and sum(counted.values()) >= 8
-
-    wait_until(both)
+    wait_until(lambda: sum(page.total("answers_total") for page in pages(server.url)) >= 8)
 
 
 def test_prompts_that_begin_alike_are_read_once(server: Server, client: Client) -> None:

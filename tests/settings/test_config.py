@@ -117,10 +117,7 @@ WRONG: list[tuple[Any, str]] = [
         r"model_source is 'embedded:nonsense': .*embedded:tiny, embedded:medium, embedded:full",
     ),
     ([tier()], r"mapping"),
-    (
-        single(placement_group_config={"bundle": [{"CPU": 1}]}),
-        r"placement_group_config\.bundles is missing",
-    ),
+    (single(placement_group_config={"bundle": [{"CPU": 1}]}), r"placement_group_config\.bundles is missing"),
     (deploying(request_router_config={"backoff": 1}), r"request_router_config of tier full has the unknown key 'backoff'"),
     (deploying(num_replicas=2, autoscaling_config={"max_replicas": 3}), r"tier full.*num_replicas.*autoscaling_config"),
     (deploying(autoscaling_config={"max_replicas": -3}), r"tier full.*max_replicas"),
@@ -223,11 +220,7 @@ def deployments(config: CascadeConfig | dict[str, Any]) -> list[serve.Deployment
 
 @pytest.mark.parametrize(
     ("deployment", "router", "prefers"),
-    [
-        ({}, {}, False),
-        ({"num_replicas": 2}, {}, True),
-        ({"num_replicas": 2}, {"prefix_affinity": False}, False),
-    ],
+    [({}, {}, False), ({"num_replicas": 2}, {}, True), ({"num_replicas": 2}, {"prefix_affinity": False}, False)],
 )
 def test_only_full_tiers_of_several_replicas_are_preferred(
     deployment: dict[str, Any], router: dict[str, Any], prefers: bool

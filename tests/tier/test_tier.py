@@ -193,19 +193,6 @@ def test_companions_share_passes(tiers: list[Tier], models: list[CountingModel])
     assert models[-1].passes - before < 24 * 30 / 4
 
 
-@pytest.mark.parametrize("dropped", [False, True])
-def test_leaving_in_the_middle_frees_every_tier(tiers: list[Tier], dropped: bool) -> None:
-    """Guards against work that goes on after a client has left, or the process that asked for it has died."""
-    requests, inbox = [opening(seed, 1.0, 2000) for seed in (7, 8)], Inbox()
-    tiers[-1].post(requests, inbox)
-    wait_until(lambda: tiers[0].num_sessions)
-    if dropped:
-        tiers[-1].drop(inbox)
-    else:
-        tiers[-1].post([Close(request.session) for request in requests])
-    settle(tiers)
-
-
 def test_poisonous_row_harms_only_itself(tiers: list[Tier], models: list[CountingModel]) -> None:
     """Guards companions of a request whose row breaks the pass."""
     good = opening(1, 0.0, 20)

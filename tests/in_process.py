@@ -80,6 +80,10 @@ class House:
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(LONG_S)
 
+    def draft_in_time(self, patch: pytest.MonkeyPatch) -> None:
+        """From now on a pass of the full tier takes so long that guesses come in time on a busy machine, too."""
+        patch.setattr(self.net.nodes["full"].model, "pass_s", 0.02)
+
     def settle(self) -> None:
         """Wait until nothing is left of any request, on any tier or at the router."""
 

@@ -52,10 +52,11 @@ def test_free_choice_is_read(served: tuple[House, str]) -> None:
 
 
 @pytest.mark.usefixtures("always_draft")
-def test_drafts_of_calls_are_used(served: tuple[House, str]) -> None:
+def test_drafts_of_calls_are_used(served: tuple[House, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards speed where tools are shown: the full tier accepts guesses of a call."""
     house, name = served
     drafted = Speculation(tiers=("tiny", "medium"))
+    house.draft_in_time(monkeypatch)
     with Client(house.grpc) as client:
         first(lambda: client.chat(user(SAID[name]), params({}), drafted, tools=TOOLS).completion.stats.drafted.accepted, bool)
 

@@ -86,8 +86,9 @@ served = serving()
 
 
 @pytest.mark.usefixtures("always_draft")
-def test_once_shows_tiers_edges_and_requests(served: House) -> None:
+def test_once_shows_tiers_edges_and_requests(served: House, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the frame: every tier, the edges that worked, the answers there were."""
+    served.draft_in_time(monkeypatch)
     with Client(served.grpc) as client:
         edges: set[tuple[str, str]] = set()
         first(  # every tier has had its part

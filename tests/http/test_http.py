@@ -219,9 +219,10 @@ def test_every_piece_may_have_the_usage_so_far(served: House) -> None:
 
 
 @pytest.mark.usefixtures("always_draft")
-def test_drafts_are_summed_up_as_vllm_does(served: House) -> None:
+def test_drafts_are_summed_up_as_vllm_does(served: House, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards `metrics.speculative_decoding`, which AIPerf reads: on the body and with the usage, of one answer alone."""
     body = {"prompt": PROMPT, "max_tokens": 24, "seed": 3, "speculation": {"tiers": ["tiny", "medium"]}}
+    served.draft_in_time(monkeypatch)
     answer = first(lambda: ask(served, "/v1/completions", body)[2], lambda answer: "metrics" in answer)
     edges = [edge for edge in answer["choices"][0]["cascade"]["edges"] if edge["verifier"] == "full" and edge["drafter"]]
     proposed, accepted = (sum(edge[name] for edge in edges) for name in ("proposed", "accepted"))

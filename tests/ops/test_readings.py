@@ -110,7 +110,7 @@ def test_lost_sessions_are_failovers(served: House) -> None:
 
 
 @pytest.mark.usefixtures("always_draft")
-def test_vllms_benchmark_finds_what_drafters_did(served: House) -> None:
+def test_vllms_benchmark_finds_what_drafters_did(served: House, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the series that `vllm bench serve` reads: they add up to the answers' edges, whatever else begins like them."""
 
     def counted() -> dict[str, float]:
@@ -119,6 +119,7 @@ def test_vllms_benchmark_finds_what_drafters_did(served: House) -> None:
         return {name: float(value) for name, value in (line.split() for line in lines if line.startswith("vllm:spec_decode"))}
 
     before = counted()
+    served.draft_in_time(monkeypatch)
     with Client(served.grpc) as client:
         answers: list[Edge] = []
 

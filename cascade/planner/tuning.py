@@ -2,7 +2,7 @@
 
 # Chains: which tiers below draft (`cascade.planner.chains`, `cascade.tier.drafting`)
 
-EXPLORATION_SHARE = 0.02  # the share of a tier's time that exploration may cost: what "never slower" may lose to find out
+EXPLORATION_SHARE = 0.01  # the share of a tier's time that exploration may cost: half of what "never slower" may lose
 FEW_SESSIONS = 2  # with more of them a try costs all of them, and draft tiers on the same processors rarely pay
 EXPLORATION_PASSES = 12.0  # what one exploration may cost, beside the prefill of the tiers below
 RATE_MEMORY = 0.99  # weight of a chain's rate after the next pass: loads change within some hundred passes
@@ -31,6 +31,8 @@ MIN_RUN_AHEAD = 2  # tokens that a tier runs ahead of the tier above at least
 # Passes: what they cost and score (`cascade.planner.cost`, `cascade.planner.choice`, `cascade.tier.scheduler`)
 
 GUESS_PRICE = 1.15  # guesses must pay this many times their price: the best-looking ones are the most overestimated
+USELESS_PASSES = 16  # passes that scored no guess of a session, after which its drafters inside the tier are asked seldom
+SELDOM = 4  # then they are asked before one of so many passes: asking takes a few microseconds of every pass
 LIKELY = 0.5  # chance from which on a guess spares the wait for others
 MIN_RUNNER_UP_CHANCE = 0.02  # a runner-up with less chance of being right is not offered
 MIN_BRANCH_CHANCE = 0.05  # a pass may start for a branch alone if the branch is of use with this chance

@@ -220,7 +220,7 @@ class Loop(Generic[U]):
         queries: dict[str, list[Asked[U]]] = {drafter.name: [] for drafter in self._drafters}
         for slot in slots:
             session = slot.session
-            if slot.drafters and not session.stalled:
+            if slot.asks_drafters and not session.stalled:
                 most = min(session.max_depth, policy.max_guesses, session.spec.draft_window)
                 for drafter in slot.drafters:
                     query = drafter.guesser, session.text, session.changed_from, most
@@ -280,6 +280,7 @@ class Loop(Generic[U]):
             num_new = slot.session.advance(work, result)
             if num_new:
                 progress.append(Progress(slot, work, num_new, seconds))
+                slot.unscored = 0 if work.draft else slot.unscored + 1
                 if slot.drafters:
                     self._observe(slot, work, result)
                 if slot.drafters or slot.attached:

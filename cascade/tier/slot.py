@@ -6,6 +6,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from cascade.messages import NO_ROUTING, Routing
 from cascade.planner.acceptance import Calibration
 from cascade.planner.chains import ALONE, Chain
+from cascade.planner.tuning import SELDOM, USELESS_PASSES
 from cascade.scorer import UNREAD, Guesser, RowState, Store
 from cascade.session.branches import Branch
 from cascade.session.session import Session
@@ -54,6 +55,7 @@ class Slot(Generic[U]):
     settling: int = 0  # passes to come that say nothing yet about a new drafter
     forks: dict[Branch, Fork] = field(default_factory=dict)
     drafters: tuple[InnerDrafter, ...] = ()
+    unscored: int = 0  # passes since one last scored a guess
 
     @property
     def cache(self) -> Store:
@@ -64,6 +66,11 @@ class Slot(Generic[U]):
     def awaits_guesses(self) -> bool:
         """A tier below that writes in turns with this one is to write now."""
         return 0 < self.least_chance <= 1
+
+    @property
+    def asks_drafters(self) -> bool:
+        """Drafters inside the tier are to guess now: seldom where their guesses do not pay."""
+        return bool(self.drafters) and (self.unscored < USELESS_PASSES or self.unscored % SELDOM == 0)
 
     @property
     def planned(self) -> bool:

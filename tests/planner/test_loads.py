@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from cascade.draft import Draft
+from cascade.draft import NO_DRAFT, Draft
 from cascade.params import SamplingParams
+from cascade.planner.tuning import SELDOM, USELESS_PASSES
 from cascade.scorer import Guesser, gap_byte
 from cascade.simulation.scenario import Outcome, PassCost, Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
@@ -24,13 +25,14 @@ LEAST = 0.98  # of the full tier's speed alone
 class Foresight:
     """Guesses as a tier that agrees with the full one in a share of tokens, and takes no time.
 
-    With ``gaps`` it knows when it is likely to be wrong.
+    With ``gaps`` it knows when it is likely to be wrong. Before ``begins`` tokens of an answer are written it knows nothing.
     """
 
     name, level = "suffix", 0
+    asked = 0  # times that it guessed
 
-    def __init__(self, share: float, *, gaps: bool) -> None:
-        self.model, self.gaps = ToyTier(VOCAB, (share,)), gaps
+    def __init__(self, share: float, *, gaps: bool, begins: int = 0) -> None:
+        self.model, self.gaps, self.begins = ToyTier(VOCAB, (share,)), gaps, begins
 
     def begin(self, tenant: str) -> "Foreseer":
         return Foreseer(self)
@@ -41,6 +43,9 @@ class Foreseer(Guesser):
         self._drafter = drafter
 
     def guess(self, text: Sequence[int], since: int, most: int) -> Draft:
+        self._drafter.asked += 1
+        if len(text) < PROMPT + self._drafter.begins:
+            return NO_DRAFT
         model, line, gaps = self._drafter.model, [*text[-4:]], bytearray()
         for position in range(len(text), len(text) + most):
             own, near = model.ranked(tuple(line[-model.order :]), position, TEXTS, 2)
@@ -87,3 +92,14 @@ def test_never_slower_at_any_load(name: str, share: float, gaps: bool, load: int
     alone, drafted = (MACHINES[name].outcome(load, answers, *also) for also in ((), (Foresight(share, gaps=gaps),)))
     assert drafted.texts == alone.texts
     assert alone.elapsed_s / drafted.elapsed_s >= LEAST
+
+
+@pytest.mark.parametrize("load", [1, 16])
+def test_drafters_are_asked_seldom_where_their_guesses_do_not_pay(load: int) -> None:
+    """Guards passes of many sessions, which took longer for guesses that no pass scored; and texts that begin to repeat."""
+    useless, late = Foresight(0.0, gaps=True), Foresight(1.0, gaps=True, begins=ANSWER // 2)
+    machine = MACHINES["cores"]
+    machine.outcome(load, 4, useless)
+    assert useless.asked < (USELESS_PASSES + (ANSWER - USELESS_PASSES) / SELDOM + SELDOM) * load * 4
+    passes = machine.outcome(1, 4, late).usage[-1].passes / 4
+    assert passes < ANSWER / 2 + SELDOM + ANSWER / 2 / 10

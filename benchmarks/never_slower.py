@@ -39,7 +39,7 @@ class Size:
     tokens: int = 48  # of an answer
     rounds: int = 5  # of each mode
     loads: tuple[tuple[int, int], ...] = ((1, 5), (8, 2), (32, 1))  # requests at once, answers of each client that count
-    temperatures: tuple[float, ...] = (0.0, 0.7)
+    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
 
 
 QUICK = Size(tokens=8, rounds=1, loads=((1, 2), (2, 2)), temperatures=(0.0,))

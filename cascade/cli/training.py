@@ -25,6 +25,11 @@ KEY_ENV = click.option("--key-env", help="Environment variable with the key of e
     "--data", multiple=True, type=click.Path(path_type=Path), help="Text to learn from; repeat. By default MODEL writes it."
 )
 @click.option(
+    "--prompts",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Prompts that MODEL answers in place of its own: one a line, text or JSON as in Spec-Bench.",
+)
+@click.option(
     "--start", type=click.Path(exists=True, file_okay=False, path_type=Path), help="An earlier student, to go on with it."
 )
 @click.option("--hours", type=float, default=8.0, show_default=True, help="Time for all of it.")

@@ -27,6 +27,7 @@ from cascade.engine.loading import Network, find_device, load_trainable, network
 from cascade.engine.model import Model
 from cascade.engine.published_tokenizer import pretrained
 from cascade.errors import ConfigError
+from cascade.prompts import read_prompts
 from cascade.training.distillation import CAUSAL, Run, Schedule, distil
 from cascade.training.student import Shape, cost, cut
 from cascade.training.text import SHARD_TOKENS, Shard, batches, held_out, likelihood, padded, read, score
@@ -54,6 +55,7 @@ class Plan:
     max_len: int = 512  # tokens of a text
     rows: int = 128  # texts written at a time
     data: tuple[Path, ...] = ()  # files of text to learn from, in place of the teacher's own
+    prompts: Path | None = None  # a file of prompts that the teacher answers, in place of its own
     start: Path | None = None  # an earlier student, to go on with it
 
     def __post_init__(self) -> None:
@@ -63,6 +65,8 @@ class Plan:
             raise ConfigError(
                 f"cost is {self.cost:g}: it is the share of the model's pass that the student's takes, such as 0.1"
             )
+        if self.data and self.prompts is not None:
+            raise ConfigError("give either data, text to learn from, or prompts, which the model is to answer")
         if not self.hours > 0:
             raise ConfigError(f"hours is {self.hours:g}: it must be more than 0")
 
@@ -114,10 +118,22 @@ class Distillation:
         number = len(self._files(self._texts))
         first = number * 1009  # far behind those of an earlier run
         if not self.plan.data:
-            texts = self._written(self.teacher, own_prompts(self.turns, skip=first), seed=first)
+            beginnings = own_prompts(self.turns, skip=first) if self.plan.prompts is None else self._prompts(skip=first)
+            texts = self._written(self.teacher, beginnings, seed=first)
             self._store(self._texts, texts, "writing", WRITING, 0.0, tell)
         elif not number:
             self._store(self._texts, self._given(), "reading", WRITING, 0.0, tell)
+
+    def _prompts(self, skip: int) -> Iterator[Written]:
+        """The prompts of the file, over and over but for the first ``skip``. Raises `ConfigError` if all are too long."""
+        path, turns, most = self.plan.prompts, self.turns, self.plan.max_len - SHORTEST_ANSWER
+        assert path is not None
+        texts = (self.tokenizer.encode(prompt.text, add_special_tokens=False) for prompt in read_prompts(path))
+        prompts = [[*turns.opening, *text, *turns.answering] for text in texts]
+        short = [prompt for prompt in prompts if len(prompt) <= most]
+        if not short:
+            raise ConfigError(f"The prompts in {path} have more than {most} tokens each: give shorter ones, or more max_len")
+        return given_prompts(itertools.islice(itertools.cycle(short), skip, None))
 
     def _given(self) -> Iterator[Written]:
         """The text of files, cut into pieces. Raises `ConfigError` if there is not enough to judge and to learn."""
@@ -287,7 +303,7 @@ Made by `cascade distill` to guess what {Path(name).name} says. It is no assista
 | tokens that it says | {shape.vocab_size:,} of {config.vocab_size:,} |
 | width, neurons, layers | {config.hidden_size}, {config.intermediate_size}, {config.num_hidden_layers} |
 | it began as | {"an earlier student" if self.plan.start else f"layers {', '.join(map(str, shape.layers))} of the teacher"} |
-| text | {written:,} tokens {"of the given files" if self.plan.data else "that the teacher wrote itself"} |
+| text | {written:,} tokens {self._origin} |
 | tokens learnt, repetitions included | {run.tokens:,} |
 | steps, hours of training | {run.step:,}, {run.seconds / 3600:.2f} |
 
@@ -297,6 +313,13 @@ Share of positions of held-out answers at which both say the same, by the temper
 |---|---|
 {figures}
 """
+
+    @property
+    def _origin(self) -> str:
+        """Of the text, for the model card."""
+        if self.plan.data:
+            return "of the given files"
+        return "that the teacher wrote itself" if self.plan.prompts is None else "of given prompts and the teacher's answers"
 
     # bookkeeping
 

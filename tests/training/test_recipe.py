@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -85,6 +86,21 @@ def test_an_earlier_student_goes_on_with_given_text(teacher: str, tmp_path: Path
     assert "of the given files" in card
     first, second = (AutoModelForCausalLM.from_pretrained(tmp_path / name).config for name in ("one", "two"))
     assert (first.hidden_size, first.num_hidden_layers) == (second.hidden_size, second.num_hidden_layers)
+
+
+def test_given_prompts_are_answered(teacher: str, tmp_path: Path) -> None:
+    """Guards drafts for known traffic: prompts that are left out, lose their turns, or are the only thing that is learnt."""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "def f"}\nreturn x\n' + "x " * 999)
+    distill(teacher, tmp_path / "s", "--hours", "0.0003", "--prompts", str(tmp_path / "prompts.jsonl"))
+    texts = Shard.load(tmp_path / "s.work" / "text" / "00000.npz")
+    tokenizer = AutoTokenizer.from_pretrained(teacher)
+    begun = {tokenizer.decode(texts.tokens[texts.span(n)][:prompt]) for n, prompt in enumerate(texts.prompts)}
+    assert begun == {f"<|user|>{text}\n<|assistant|>" for text in ("def f", "return x")}
+    assert (np.diff(texts.starts) > texts.prompts).all()
+    assert "of given prompts and the teacher's answers" in (tmp_path / "s" / "README.md").read_text()
+    (tmp_path / "prompts.jsonl").write_text("x " * 999)
+    refused = distill(teacher, tmp_path / "t", "--prompts", str(tmp_path / "prompts.jsonl"), code=1)
+    assert "have more than 60 tokens each" in " ".join(refused.split())
 
 
 def test_layers_are_healed(teacher: str, tmp_path: Path, data: str) -> None:

@@ -4,12 +4,11 @@
 
 Alone and auto take turns through a server as `cascade serve` starts it. At each load a round without drafts comes first, which
 does not count. All rounds with drafts do: in the first one the planner finds out what pays, and those who ask then pay for its
-tries. As many clients as there are requests at once ask again as soon as they are answered; then all are broken off. Tokens are
-counted from the first request on until the middle of an answer. Without drafts all clients read and write in step: a count that
-ended with an answer would leave out the reading of the next one, which with drafts is partly done by then. A slow machine makes
-a round longer, not smaller. The ratio is that of the seconds that all rounds took; its error comes from the ratios of rounds
-that followed each other. All texts must be the same in both modes, as far as they came, else the run fails. The last line is
-one JSON document.
+tries. As many clients as there are requests at once ask again as soon as they are answered; then all are broken off. Answers
+differ in length. Tokens are counted from the first request on until the middle of an answer: a count that ended with an answer
+would leave out the reading of the next one, part of which is done by then. A slow machine makes a round longer, not smaller.
+The ratio is that of the seconds that all rounds took; its error comes from the ratios of rounds that followed each other. All
+texts must be the same in both modes, as far as they came, else the run fails. The last line is one JSON document.
 """
 
 import asyncio
@@ -36,7 +35,7 @@ QUIET_S = 0.3  # until requests that were broken off are over
 class Size:
     """How much is asked."""
 
-    tokens: int = 48  # of an answer
+    tokens: int = 48  # of an answer in the mean
     rounds: int = 5  # of each mode
     loads: tuple[tuple[int, int], ...] = ((1, 5), (8, 2), (32, 1))  # requests at once, answers of each client that count
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)

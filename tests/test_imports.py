@@ -13,7 +13,7 @@ from tests import small
 ROOT = Path(__file__).parent.parent
 FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those of one floor do not know each other
     ("cascade.errors", "cascade.v1"),
-    ("cascade.params", "cascade.draft", "cascade.splitmix"),
+    ("cascade.params", "cascade.draft", "cascade.splitmix", "cascade.prompts"),
     ("cascade.messages",),
     ("cascade.scorer", "cascade.answer", "cascade.capabilities"),
     ("cascade.cpu", "cascade.planner"),
@@ -23,7 +23,7 @@ FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those 
     ("cascade.family", "cascade.training", "cascade.simulation"),
     ("cascade.settings",),
     ("cascade.local",),
-    ("cascade.llm", "cascade.prompts"),
+    ("cascade.llm",),
     ("cascade.agreement",),
     ("cascade.layer_search",),
     ("deployments.ray_compat", "deployments.replica", "deployments.versions"),

@@ -144,9 +144,7 @@ class Choice:
         estimate, best = self.estimates[self.used], self.estimates[self.best].rate
         if self.passes >= MIN_PASSES and estimate.rate > BETTER * best:
             self.price_s.pop(self.used, None)
-            if self.exploration.lost.get(self.used, math.inf) <= self.load:
-                del self.exploration.lost[self.used]
-            self.best = self.used
+            self._prefer(self.used)
         elif self.passes >= MAX_PASSES or (self.passes >= FEW_PASSES and estimate.upper_bound < best):
             self.price_s.pop(self.used, None)
             self._give_up()
@@ -166,7 +164,7 @@ class Choice:
         rates[ALONE] = rates[ALONE] or alone / (1 + EXPLORATION_SHARE)
         fastest = max(rates, key=lambda chain: rates[chain])
         if rates[fastest] > (1.0 if fastest == ALONE else BETTER) * best:
-            self.best = fastest
+            self._prefer(fastest)
             self._use(fastest)
             return
         lost = self.exploration.lost
@@ -184,6 +182,12 @@ class Choice:
         affordable = self.exploration.spent_s + share * price_s <= budget_s
         if affordable and others[hopeful] > BETTER * best:
             self._use(hopeful, price_s)
+
+    def _prefer(self, chain: Chain) -> None:
+        """The chain is now the best, so what it lost at this load or a lower one no longer counts."""
+        self.best = chain
+        if self.exploration.lost.get(chain, math.inf) <= self.load:
+            del self.exploration.lost[chain]
 
     def _give_up(self) -> None:
         """The exploration has failed."""

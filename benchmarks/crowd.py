@@ -65,9 +65,9 @@ class Crowd:
         return self.prompts[seed % len(self.prompts)]
 
     def _length(self, seed: int) -> int:
-        """Of that request's answer, in tokens."""
-        longest = self.params.max_tokens
-        return longest // 2 + seed * 7919 % (longest + 1) if self.uneven else longest
+        """Of that request's answer, in tokens. A large prime scatters the lengths of neighbouring seeds."""
+        mean = self.params.max_tokens
+        return mean // 2 + seed * 7919 % (mean + 1) if self.uneven else mean
 
     async def _send(self, number: int) -> None:
         for place in itertools.count():

@@ -18,15 +18,15 @@ LOOK_S = 0.01  # between two looks at what has come
 class Crowd:
     """Clients that send requests of one mode, one after another, until they are told to stop.
 
-    Who asks what is the same in every crowd, by the seeds of the requests. With ``uneven`` answers are half to one and a half
-    times as long as ``params`` say: else clients without drafts would read and write in step for ever, as no users do.
+    Who asks what is the same in every crowd with the same ``first`` seed. Answers are half to one and a half times as long as
+    ``params`` say: else clients without drafts would read and write in step for ever, as no users do.
     """
 
     stream: Stream
     mode: Mode
     params: SamplingParams
     prompts: Sequence[Sequence[int]]
-    uneven: bool = False
+    first: int = 0  # the seed of the first client's first request
     tokens: int = 0  # that have come
     texts: dict[int, list[int]] = field(default_factory=dict)  # by seed, as far as they have come
     _tasks: list["asyncio.Task[None]"] = field(default_factory=list)
@@ -67,11 +67,11 @@ class Crowd:
     def _length(self, seed: int) -> int:
         """Of that request's answer, in tokens. A large prime scatters the lengths of neighbouring seeds."""
         mean = self.params.max_tokens
-        return mean // 2 + seed * 7919 % (mean + 1) if self.uneven else mean
+        return mean // 2 + seed * 7919 % (mean + 1)
 
     async def _send(self, number: int) -> None:
         for place in itertools.count():
-            seed = number + 1000 * place
+            seed = self.first + number + 1000 * place
             text = self.texts.setdefault(seed, [])
             params = replace(self.params, seed=seed, max_tokens=self._length(seed))
             answer = self.stream(list(self.prompt(seed)), params, self.mode.speculation, isolated())

@@ -3,10 +3,10 @@
     make bench-never-slower
 
 Alone and auto take turns through a server as `cascade serve` starts it. At each load a round without drafts comes first, which
-does not count. All rounds with drafts do: in the first one the planner finds out what pays, and those who ask then pay for its
-tries. As many clients as there are requests at once ask again as soon as they are answered; then all are broken off. Answers
-differ in length. Tokens are counted from the first request on until the middle of an answer: a count that ended with an answer
-would leave out the reading of the next one, part of which is done by then. A slow machine makes a round longer, not smaller.
+does not count. All rounds with drafts do: in the first ones the planner finds out what pays, and those who ask then pay for its
+tries. In a round as many clients as there are requests at once ask, and ask again as soon as they are answered; after one and a
+half answers each all are broken off. A round that ended with an answer would leave out the reading of the next one, part of
+which is done by then. Rounds are short and many, for machines change their speed within seconds. Answers differ in length.
 The ratio is that of the seconds that all rounds took; its error comes from the ratios of rounds that followed each other. All
 texts must be the same in both modes, as far as they came, else the run fails. The last line is one JSON document.
 """
@@ -36,12 +36,11 @@ class Size:
     """How much is asked."""
 
     tokens: int = 48  # of an answer in the mean
-    rounds: int = 5  # of each mode
-    loads: tuple[tuple[int, int], ...] = ((1, 5), (8, 2), (32, 1))  # requests at once, answers of each client that count
+    loads: tuple[tuple[int, int], ...] = ((1, 40), (8, 16), (32, 6))  # requests at once, rounds of each mode
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
 
 
-QUICK = Size(tokens=8, rounds=1, loads=((1, 2), (2, 2)), temperatures=(0.0,))
+QUICK = Size(tokens=8, loads=((1, 2), (2, 2)), temperatures=(0.0,))
 
 
 @dataclass(slots=True)
@@ -58,21 +57,20 @@ async def measure(stream: Stream, prompts: Sequence[list[int]], size: Size, tell
     for temperature in size.temperatures:
         cells = results[at(temperature)] = {}
         params = SamplingParams(max_tokens=size.tokens, temperature=temperature)
-        for load, answers in size.loads:
+        for load, rounds in size.loads:
             modes = {mode.name: Given() for mode in MODES}
-            await _round(Crowd(stream, ALONE, params, prompts), load, answers, Given())
-            for number in range(size.rounds):
+            await _round(Crowd(stream, ALONE, params, prompts), load, Given())
+            for number in range(rounds):
                 for mode in rotated(MODES, number):
-                    await _round(Crowd(stream, mode, params, prompts), load, answers, modes[mode.name])
+                    await _round(Crowd(stream, mode, params, prompts, first=load * number), load, modes[mode.name])
             cell = cells[str(load)] = figures(modes)
             tell(f"{at(temperature)}, {load} at once: auto over alone {cell['ratio']:.3f} ± {cell['error']:.3f}")
     return results
 
 
-async def _round(clients: Crowd, load: int, answers: int, given: Given) -> None:
-    whole = load * clients.params.max_tokens
+async def _round(clients: Crowd, load: int, given: Given) -> None:
     clients.grow(load)
-    given.speeds.append(await clients.rate_of(whole * answers + whole // 2))
+    given.speeds.append(await clients.rate_of(load * clients.params.max_tokens * 3 // 2))
     await clients.stop()
     for seed, text in clients.texts.items():
         given.texts[seed] = max(given.texts.get(seed, text), text, key=len)

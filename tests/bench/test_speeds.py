@@ -41,7 +41,7 @@ def test_results_say_of_what_they_are(path: Path) -> None:
 def test_crowds_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards `make bench-never-slower`: a ratio with its error for each load, and an alarm where texts differ."""
     monkeypatch.setattr(never_slower, "QUIET_S", 0.0)
-    size = never_slower.Size(tokens=8, rounds=2, loads=((1, 2), (3, 1)))
+    size = never_slower.Size(tokens=8, loads=((1, 2), (3, 2)))
     cells = asyncio.run(never_slower.measure(stream, [[1, 2], [3]], size, lambda line: None))
     assert document.lossless(cells)
     assert cells["t0"]["3"]["rounds"] == 2

@@ -72,7 +72,8 @@ class Seen(NamedTuple):
     seconds: float
     alone_s: float  # predicted seconds of the pass without drafts
     settled: bool = True  # guesses had time to arrive; before that a chain costs time but is not judged
-    reading_s: float = 0.0  # seconds of this tier for the prefill of these rows, which a new drafter has to do
+    share: float = 1.0  # of the tier's sessions, which the rows stand for: those of their kind that still read are among them
+    reading_s: float = 0.0  # seconds of this tier for the texts of these sessions, which a new drafter has to read
 
 
 @dataclass(slots=True)
@@ -117,7 +118,7 @@ class Choice:
         if seen.seconds <= 0 or not (used == self.used or scouts):
             return  # these sessions have yet to change over
         tokens, seconds = seen.tokens / seen.rows, seen.seconds / seen.rows
-        share = seen.rows / num_sessions
+        share = seen.share
         if seen.settled:
             self.estimates[used].add(tokens, seconds)
         if used != self.used:

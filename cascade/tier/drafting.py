@@ -1,5 +1,6 @@
 """Which tiers below draft for the sessions of a tier: as planned, and around those that failed until they are due again."""
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Generic, NamedTuple
@@ -154,16 +155,24 @@ class Drafting(Generic[U]):
         """
         reading_s = profile.token_s * num_read
         alone_s = profile.turn(len(rows), sum(row.work.start for row in rows))
-        totals: dict[tuple[Chain, bool, Chain, bool], list[tuple[int, float, int]]] = {}
+        totals: dict[tuple[Chain, bool, Chain, bool], list[tuple[int, float]]] = {}
         for slot, work, num_new, seconds in rows:
             settled = not slot.settling
             slot.settling -= not settled
             if slot.planned and work.num_read < PREFILL_TOKENS:
                 key = (slot.allowed, slot.sampled, slot.chain, settled)
-                totals.setdefault(key, []).append((num_new, seconds - min(reading_s, MAX_READING_SHARE * seconds), work.start))
+                totals.setdefault(key, []).append((num_new, seconds - min(reading_s, MAX_READING_SHARE * seconds)))
+        num_rows, lengths = Counter[tuple[Chain, bool]](), defaultdict[tuple[Chain, bool], list[int]](list)
+        for (allowed, sampled, *_), had in totals.items():
+            num_rows[allowed, sampled] += len(had)
+        for slot in slots if totals else ():
+            if slot.planned:
+                lengths[slot.allowed, slot.sampled].append(len(slot.session.text))
         for (allowed, sampled, chain, settled), had in totals.items():
-            tokens, seconds, held = map(sum, zip(*had, strict=True))
-            seen = Seen(len(had), tokens, seconds, alone_s, settled, profile.token_s * held)
+            tokens, seconds = map(sum, zip(*had, strict=True))
+            part, of_kind = len(had) / num_rows[allowed, sampled], lengths[allowed, sampled]
+            share = part * min(1.0, len(of_kind) / num_sessions)
+            seen = Seen(len(had), tokens, seconds, alone_s, settled, share, part * profile.token_s * sum(of_kind))
             self._planner.record(allowed, chain, num_sessions, seen, sampled=sampled)
         self._plan(slots, len(slots))
         for slot in slots:

@@ -14,11 +14,11 @@ from cascade.planner.choice import Policy
 from cascade.planner.cost import Profile
 from cascade.planner.tuning import EXPLORATION_SHARE, MAX_READING_SHARE, MIN_PASSES, PREFILL_TOKENS, SCOUTS, SETTLING_PASSES
 from cascade.scorer import Scored
-from cascade.session.session import Session
+from cascade.session.session import Session, Work
 from cascade.simulation.scenario import NO_FAULTS, Death, Faults, Outcome, PassCost, Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
 from cascade.simulation.toy_tier import ToyTier
-from cascade.tier.drafting import FIRST_BACKOFF_S, Drafting
+from cascade.tier.drafting import FIRST_BACKOFF_S, Drafting, Progress
 from cascade.tier.kv_admission import KVAdmission
 from cascade.tier.loop import Limits, Loop
 from cascade.tier.slot import Slot
@@ -370,6 +370,16 @@ def test_some_sessions_go_on_drafting_where_that_is_free(shared: Sequence[str], 
     assert planner.chain(ALLOWED, 16) == apart
 
 
+def test_exploring_costs_sessions_that_read_their_prompts_too() -> None:
+    """Guards bursts: while one session wrote and all others read, a try seemed to cost a 32nd of its price, and was made."""
+    planner = Planner(ALLOWED)
+    below, slots, sent = drafting(planner, 32)
+    play(planner, dict.fromkeys(CHAINS, 1.0), 300, 32)  # pays for three passes
+    for _ in range(2 * MIN_PASSES):
+        below.passed(slots, 32, [Progress(slots[0], Work(50, [1], 1), 1, PASS_S)], Profile(((1, PASS_S),)), 0, 0.0)
+    assert not sent
+
+
 def test_tiers_that_were_left_out_stand_in_for_one_that_died() -> None:
     """Guards degradation: the planner has chosen tiny alone, tiny dies, and medium, which is well, must not stand idle."""
     planner = Planner(ALLOWED)
@@ -425,5 +435,6 @@ def test_reading_for_others_says_nothing_of_who_drafts(reading_s: float) -> None
         loop.settle(now)
     left_s = max(PASS_S, (1 - MAX_READING_SHARE) * (PASS_S + reading_s))  # an estimate may be too long, no pass took no time
     assert planner.rate == pytest.approx(1 / left_s)
-    assert planner.reading_s == pytest.approx(profile.token_s)  # the row held one token: what reading it would take a drafter
+    held = sum(len(slot.session.text) for slot in loop.slots.values())  # a new drafter has to read all of it
+    assert planner.reading_s == pytest.approx(profile.token_s * held)
     assert not down

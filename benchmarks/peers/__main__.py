@@ -34,14 +34,14 @@ LAST_LINE = ("family", *PARTS)
 PROMPTS, TOKENS = 6, 48  # of one request at a time, kinds in turn; of an answer at most
 TEMPERATURES = (0.0, 0.7, 1.0)  # of one request
 SERVED_TEMPERATURE = 0.7  # of requests over HTTP
-AT_ONCE = {1: 6, 8: 24, 32: 96, 64: 128}  # requests in all
-SERVED_S = 180.0  # that the served part is given of the minutes
+AT_ONCE = {1: 12, 8: 48, 32: 192, 64: 384}  # requests in all, so that most of a round is as many at once
+SERVED_S = 600.0  # that the served part is given of the minutes
 HEADLINE = ("alone", "auto", "best", "vllm_alone", "vllm_best", "llama_alone", "llama_best", "generate")
 
 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     made = parser("peers", "This project against other engines.", PARTS)
-    made.add_argument("--minutes", type=float, default=10, help="after which fewer prompts are asked (%(default)g)")
+    made.add_argument("--minutes", type=float, default=20, help="after which fewer prompts are asked (%(default)g)")
     chosen = parsed(made, arguments)
     chosen.prompts, chosen.tokens = (2, 8) if chosen.quick else (PROMPTS, TOKENS)
     name = contest.WORK / "peers-quick.json" if chosen.quick else RESULTS / "peers.json"  # each part is kept

@@ -83,7 +83,7 @@ class Arena:
         self._stack = stack
         self._prompts = contest.WORK / "prompts.jsonl"
         contest.WORK.mkdir(exist_ok=True)
-        self._prompts.write_text("".join(json.dumps({"prompt": prompt.text}) + "\n" for prompt in plan.prompts))
+        self._prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in _texts(plan)))
         try:
             python = python or environments.VLLM.python
             command = [python, "-m", "benchmarks.peers.client"]
@@ -150,6 +150,13 @@ class Arena:
             del self.modes[mode]
             console.print(f"{mode}: failed: {error}")
             return None
+
+
+def _texts(plan: Plan) -> list[str]:
+    """Prompts of a round, none of which begins as another: each one that comes again has a number before it."""
+    places = range(max(len(plan.prompts), max(plan.requests.values()) // ROUNDS))
+    texts = [plan.prompts[place % len(plan.prompts)].text for place in places]
+    return [text if place < len(plan.prompts) else f"{place}. {text}" for place, text in zip(places, texts, strict=True)]
 
 
 def measure(arena: Arena, plan: Plan, tell: Callable[[int, Mapping[str, Any]], None]) -> dict[str, dict[str, Any]]:

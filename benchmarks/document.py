@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from cascade.engine.model_config import read_config
 
 RESULTS = Path(__file__).parent / "results"
 LEAF = re.compile(r"[\[{][^\[\]{}]*[\]}]")  # of JSON: what holds no other list or object
+STAMPS = {"dates": "date", "processors": "processor"}  # what a document says of single parts, and of all others
 console = Console(stderr=True, highlight=False)
 T = TypeVar("T")
 
@@ -73,6 +74,13 @@ def stamp(models: object = None) -> dict[str, Any]:
         "processor": f"{processor()}, {os.cpu_count()} cores",
         "family": models or dict(zip(family.NAMES, map(shape, family.paths()), strict=True)),
     }
+
+
+def dated(document: dict[str, Any], parts: Iterable[str]) -> dict[str, Any]:
+    """The document, which says when and where these parts were measured: others may be of other runs."""
+    here = stamp(document["family"])
+    own = {name: {**document.get(name, {}), **dict.fromkeys(parts, here[of])} for name, of in STAMPS.items()}
+    return document | own
 
 
 def titled(beginning: str) -> list[int]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.cluster import crowd, placed, single
 from benchmarks.cluster.devices import Setup, table
-from benchmarks.document import console, finish, parsed, parser, stamp, timed
+from benchmarks.document import STAMPS, console, dated, finish, parsed, parser, stamp, timed
 from benchmarks.family.agreement import recorded
 from benchmarks.family.models import MODEL, path
 from benchmarks.prompts import by_category
@@ -33,7 +33,6 @@ WORK = Path(__file__).parents[1] / ".work"
 RECORDING, PAIR = WORK / "recording.json", recorded(0.0)
 PARTS = ("one", "scale", "map", "pair")
 # each part has its own date and processor, for others may run later and elsewhere
-STAMPS = {"dates": "date", "processors": "processor"}
 QUICK_STRETCH = 1.0
 PROMPTS, TOKENS = 2, 96  # of each category that are recorded; of a text
 DTYPE = "float32"  # of what is recorded
@@ -68,11 +67,9 @@ def measure(parts: Sequence[str], *, quick: bool) -> dict[str, Any]:
     if "pair" in parts:
         figures["pair"] = timed("The published pair", lambda: _pair(size, console.print))
         console.print(single.table(figures["pair"]))
-    made = stamp()
-    dates = {name: dict.fromkeys(figures, made[of]) for name, of in STAMPS.items()}
     sizes = {"stretch": {"one": size.stretch, "scale": many.stretch, "map": mapped.stretch, "pair": size.stretch}}
     devices = {model: table(load) for model, load in TRIO.items()}
-    return {"head": head(figures)} | figures | sizes | {"devices": devices} | made | dates
+    return dated({"head": head(figures)} | figures | sizes | {"devices": devices} | stamp(), figures)
 
 
 def _pair(size: single.Size, report: Callable[[str], object]) -> dict[str, Any]:

@@ -4,8 +4,8 @@
 
 Parts: ``agreement`` of 0.5B with 1.5B along its answers; ``devices``: what follows from it with a device for each, simulated;
 ``modes``: one request at a time, every way to draft in turns; ``vllm``, ``llama``: the same beside vLLM and llama.cpp, which
-draft with the same pair; ``long`` prompts. All modes must give the same text. A part or a temperature that is not run keeps
-what an earlier run on the same processor gave. The last line is JSON; the whole document is kept in
+draft with the same pair; ``long`` prompts. All modes must give the same text. A part that is not run keeps what an earlier run
+gave, a temperature what one on the same processor gave. The last line is JSON; the whole document is kept in
 ``benchmarks/results/family.json``.
 """
 
@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.document import RESULTS, finish, keep, parsed, parser, shape, stamp
+from benchmarks.document import RESULTS, dated, finish, keep, parsed, parser, shape, stamp
 from benchmarks.family import agreement, devices, long, speed
 from benchmarks.family.models import MODEL, PAIR, WORK, name, path
 from benchmarks.family.prompts import human_eval, prompts_of
@@ -43,11 +43,10 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def begun(place: Path, models: Sequence[str]) -> dict[str, Any]:
-    """What earlier runs of these models on this processor gave."""
+    """What earlier runs of these models gave."""
     document = {"model": MODEL} | stamp({name(size): shape(source) for size, source in zip(PAIR, models, strict=True)})
     earlier: dict[str, Any] = json.loads(place.read_text(encoding="utf-8")) if place.exists() else {}
-    same = all(earlier.get(key) == document[key] for key in ("family", "processor"))
-    return {**earlier, **document} if same else document
+    return {**earlier, **document} if earlier.get("family") == document["family"] else document
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -72,8 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def added(place: Path, models: Sequence[str], part: str, how: Mapping[str, Any], measured: Mapping[str, Any]) -> None:
     """Keep what was measured of a part."""
     document = begun(place, models)
-    cells = document.get(part, {}).get("cells", {}) | measured["cells"]
-    keep(document | {part: {**how, **measured, "cells": cells}}, place)
+    here = document.get("processors", {}).get(part) == document["processor"]
+    cells = (document[part]["cells"] if here else {}) | measured["cells"]
+    keep(dated(document | {part: {**how, **measured, "cells": cells}}, [part]), place)
 
 
 def headline(part: str, cells: dict[str, Any]) -> dict[str, Any]:

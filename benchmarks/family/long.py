@@ -17,7 +17,7 @@ from cascade.local import Cascade
 from cascade.params import Handling, SamplingParams, Speculation
 from cascade.prompts import Prompt
 
-LENGTHS = (1024, 4096)  # tokens of a prompt, at most
+LENGTHS = (1024, 4096, 16384)  # tokens of a prompt, at most
 WAYS = {"alone": Speculation("off"), "tiny": Speculation(tiers=("tiny",)), "auto": Speculation()}
 
 

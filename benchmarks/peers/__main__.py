@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.document import RESULTS, console, keep, parsed, parser, stamp
+from benchmarks.document import RESULTS, console, dated, keep, parsed, parser, stamp
 from benchmarks.peers import contest, report, served
 from benchmarks.peers.contract import Models, num_threads
 from benchmarks.turns import at
@@ -156,8 +156,7 @@ def serve(document: dict[str, Any], chosen: argparse.Namespace, subject: Subject
     document["missing"] = kept | {f"served {mode}": why for mode, why in arena.missing.items()}
     about = {"temperature": plan.temperature, "tokens": plan.tokens, "requests": requests, "vllm_drafter": drafter}
     document["how"]["served"] = about
-    for name, of in {"dates": "date", "processors": "processor"}.items():  # this part may be of another run than the other
-        document[name] = {"served": document[of]}
+    document |= dated(document, ["served"])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

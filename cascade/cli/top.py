@@ -155,17 +155,17 @@ def _edges(now: Scrape, earlier: Scrape | None, seconds: float | None) -> Table:
 def _alignment(now: Scrape) -> Table:
     """Drafters that learn: the round that runs, those before, and what the last one changed."""
     title = f"Learning, from {now.total('alignment_answers'):,.0f} answers"
-    table = Table("student", "round", "kept", "dropped", "agreement before", "after", "swaps", title=title)
-    for student in sorted(dict(labels)["student"] for name, labels in now.samples if name == "alignment_progress"):
-        progress = now.value("alignment_progress", student=student)
-        rounds = [now.value("alignment_rounds", student=student, outcome=outcome) for outcome in ("kept", "dropped")]
-        shares = [now.value("alignment_agreement", student=student, when=when) for when in ("before", "after")]
+    table = Table("drafter", "round", "kept", "dropped", "agreement before", "after", "swaps", title=title)
+    for drafter in sorted(dict(labels)["drafter"] for name, labels in now.samples if name == "alignment_progress"):
+        progress = now.value("alignment_progress", drafter=drafter)
+        rounds = [now.value("alignment_rounds", drafter=drafter, outcome=outcome) for outcome in ("kept", "dropped")]
+        shares = [now.value("alignment_agreement", drafter=drafter, when=when) for when in ("before", "after")]
         table.add_row(
-            student,
+            drafter,
             f"{progress:.0%}" if progress else "-",
             *(f"{count or 0:,.0f}" for count in rounds),
             *("-" if share is None else f"{share:.3f}" for share in shares),
-            f"{now.value('alignment_swaps', student=student) or 0:,.0f}",
+            f"{now.value('alignment_swaps', drafter=drafter) or 0:,.0f}",
         )
     return table
 

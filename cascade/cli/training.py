@@ -114,16 +114,16 @@ def align(
 
 
 @click.command()
-@click.argument("student")
+@click.argument("drafter")
 @FOLDER
-def rollback(student: str, folder: Path) -> None:
-    """Let STUDENT, a drafter that learns, go back to the weights before its latest; a running server does so in seconds."""
+def rollback(drafter: str, folder: Path) -> None:
+    """Let DRAFTER, a tier that learns, go back to the weights before its latest; a running server does so in seconds."""
     from cascade.training.versions import Versions
 
-    if not (folder / student).is_dir():
-        raise ConfigError(f"{student} has no weights in {folder}: it never learnt there")
-    version = Versions(folder / student).rollback()
-    console.print(f"{student} goes back to {version or 'the weights that it began with'}.", soft_wrap=True)
+    if not (folder / drafter).is_dir():
+        raise ConfigError(f"{drafter} has no weights in {folder}: it never learnt there")
+    version = Versions(folder / drafter).rollback()
+    console.print(f"{drafter} goes back to {version or 'the weights that it began with'}.", soft_wrap=True)
 
 
 @click.command()

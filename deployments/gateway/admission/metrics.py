@@ -135,14 +135,14 @@ class RouterMetrics:
         """The learner tells its progress, see `deployments.ops.learner.Learner.progress`."""
         gauges = self.gauges
         gauges["alignment_answers"].set(progress["answers"])
-        for name, student in progress["students"].items():
-            gauges["alignment_progress"].labels(name).set(student["share"])
-            gauges["alignment_swaps"].labels(name).set(student["swaps"])
+        for name, record in progress["students"].items():
+            gauges["alignment_progress"].labels(name).set(record["share"])
+            gauges["alignment_swaps"].labels(name).set(record["swaps"])
             for outcome in ("kept", "dropped"):
-                gauges["alignment_rounds"].labels(name, outcome).set(student[outcome])
+                gauges["alignment_rounds"].labels(name, outcome).set(record[outcome])
             for when in ("before", "after"):
-                if student[when] is not None:
-                    gauges["alignment_agreement"].labels(name, when).set(student[when])
+                if record[when] is not None:
+                    gauges["alignment_agreement"].labels(name, when).set(record[when])
 
     def replicas(self, tier: str, count: int) -> None:
         """A tier has so many replicas."""

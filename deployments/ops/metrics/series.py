@@ -123,17 +123,15 @@ CASCADE = (
 )
 ALIGNMENT = (
     _gauge("alignment_answers", "Answers that the learner keeps."),
-    _gauge(
-        "alignment_rounds", "Rounds that a student has learnt in, by whether their weights were kept.", "student", "outcome"
-    ),
+    _gauge("alignment_rounds", "Rounds in which a drafter learnt, by whether its weights were kept.", "drafter", "outcome"),
     _gauge(
         "alignment_agreement",
-        "Agreement of a student with its verifier on held-out answers, before and after its last round.",
-        "student",
+        "Agreement of a drafter with its verifier on held-out answers, before and after its last round.",
+        "drafter",
         "when",
     ),
-    _gauge("alignment_progress", "Share of the round that runs; 0 if none does.", "student"),
-    _gauge("alignment_swaps", "Times that a replica went on with other weights.", "student"),
+    _gauge("alignment_progress", "Share of the round that runs; 0 if none does.", "drafter"),
+    _gauge("alignment_swaps", "Times that a replica went on with other weights.", "drafter"),
 )
 BETWEEN = (
     _gauge("sessions_below", "Sessions that this process holds a lease for at tiers below.", places=ALL),

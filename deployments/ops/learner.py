@@ -131,8 +131,12 @@ class Rollout:
         behind = next((state for state in states if state.version != wanted), None)
         if behind is None:
             return
-        if wanted and wanted != self.good and not any(state.version == wanted for state in states):
-            self.canary = Canary(wanted, behind.replica, time.monotonic(), {state.replica: state for state in states})
+        if wanted != self.good and wanted >= max(state.version for state in states):  # older ones have served before
+            begun = next((state for state in states if state.version == wanted), None)  # by a learner that died
+            replica = (begun or behind).replica
+            self.canary = Canary(wanted, replica, time.monotonic(), {state.replica: state for state in states})
+            if begun is not None:
+                return
         source = self.config.beginning(self.student) if current is None else str(current)
         if any(await ask_all(self.tier, "renew", behind.replica, wanted, source, timeout_s=RENEW_TIMEOUT_S)):
             self.record.swaps += 1

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,15 +11,18 @@ import pytest
 from cascade.answer import Completion, Stats
 from cascade.messages import Edge, Routing, SessionSpec
 from cascade.params import SamplingParams
+from cascade.settings.config import CascadeConfig
 from cascade.settings.router import KeyLimits
 from cascade.training.reservoir import Sample
+from cascade.training.versions import Versions
 from deployments.gateway.admission.access import Account
 from deployments.gateway.admission.metrics import RouterMetrics
 from deployments.gateway.admission.places import Places
-from deployments.ops import collector
+from deployments.ops import collector, learner
 from deployments.ops.collector import Collector
 from deployments.ops.drift import BATCH_S, WARM
-from deployments.ops.learner import Canary, Weights
+from deployments.ops.learner import Canary, Record, Rollout, Weights
+from tests import small
 from tests.waiting import until
 
 WAIT_S = 60.0
@@ -52,6 +56,47 @@ def test_a_canary_is_believed_when_it_has_seen_enough(
     """Guards replicas against weights that are right less often than others at the same time, or than the same one before."""
     canary = Canary("000002", "a", 100.0, {state.replica: state for state in before})
     assert canary.verdict(after, 100.0 + seconds, WAIT_S) == verdict
+
+
+class Replicas:
+    """Replicas of a tier, which take the weights that they are told to."""
+
+    def __init__(self, version: str) -> None:
+        self.versions = dict.fromkeys("abc", version)
+
+    async def ask(self, tier: Any, method: str, *args: str, timeout_s: float) -> list[Any]:
+        if method == "renew":
+            replica, self.versions[replica], _ = args
+            return [True]
+        return [Weights(*state, 0, 0) for state in self.versions.items()]
+
+    def rollout(self, config: CascadeConfig) -> Rollout:
+        return Rollout("tiny", config, None, Record())  # type: ignore[arg-type]  # it is asked here
+
+
+async def test_weights_are_tried_before_all_take_them_but_not_on_the_way_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Guards replicas against weights that nobody judged, also if the learner dies meanwhile; and `rollback` against a wait."""
+    values = small.config().model_dump(mode="json")
+    config = CascadeConfig.parse(values | {"alignment": {"folder": str(tmp_path), "students": ["tiny"], "canary_s": 60.0}})
+    versions, replicas = Versions(tmp_path / "tiny"), Replicas("000001")
+    monkeypatch.setattr(learner, "ask_all", replicas.ask)
+    versions.add(lambda folder: None)
+    versions.choose(versions.add(lambda folder: None))
+    for _ in range(2):  # learners, of which the first dies
+        rollout = replicas.rollout(config)
+        for _ in range(5):
+            await rollout.step()
+        assert sorted(replicas.versions.values()) == ["000001", "000001", "000002"]
+    versions.rollback()
+    for _ in range(3):
+        await rollout.step()
+    assert {*replicas.versions.values()} == {"000001"}
+    replicas.versions = dict.fromkeys("abc", "000002")
+    for _ in range(3):
+        await rollout.step()
+    assert {*replicas.versions.values()} == {"000001"}
 
 
 class Away:

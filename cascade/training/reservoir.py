@@ -8,7 +8,6 @@ were corrected (weighted reservoir sampling, Efraimidis and Spirakis 2006).
 import gzip
 import heapq
 import json
-import os
 import random
 import time
 import zlib
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cascade.errors import ConfigError, reason
+from cascade.training.versions import replacing
 
 ROWS = "rows.jsonl.gz"
 SEALED = "rows.sealed"  # the same, encrypted
@@ -126,13 +126,10 @@ class Reservoir:
         if not self._on_disk:
             return
         rows = [*self.older, *self._newest]
-        self._folder.mkdir(parents=True, exist_ok=True)
         content = gzip.compress("".join(json.dumps(asdict(row)) + "\n" for row in rows).encode())
         name = ROWS if self._seal is None else SEALED
-        partial = self._folder / f"{name}.partial"
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        with replacing(self._folder / name, 0o600) as file:
             file.write(content if self._seal is None else self._seal.encrypt(content))
-        os.replace(partial, self._folder / name)
         if self._seal is not None:
             (self._folder / ROWS).unlink(missing_ok=True)
 

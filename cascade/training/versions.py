@@ -66,11 +66,14 @@ class Versions:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to, which at the end takes the place of ``path``: a kill meanwhile leaves what was there before."""
+def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """A file to write to, which at the end takes the place of ``path``: a kill meanwhile leaves what was there before.
+
+    Users of the machine may do with it what is in ``mode`` and not in the process's umask.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
-    with partial.open("wb") as file:
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, cycle
+from itertools import accumulate, cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from cascade import SamplingParams, Speculation, family
 from cascade.agreement import chat_ids
 from cascade.client import AsyncClient
 from cascade.engine.devices import processor
-from cascade.engine.loading import load_trainable
+from cascade.engine.generation import configured_ends
 from cascade.engine.model import Model
 from cascade.engine.published_tokenizer import pretrained
 from cascade.engine.tokenizer import Tokenizer
@@ -40,7 +40,7 @@ from cascade.settings.config import CascadeConfig
 from cascade.training.alignment import Outcome, Student, align, record, shards
 from cascade.training.reservoir import Sample
 from cascade.training.versions import Versions
-from cascade.training.writing import Turns, end_tokens, given_prompts, write
+from cascade.training.writing import Turns, given_prompts, write
 from deployments.ops.launch import APPLICATION, Server
 
 WAYS = ("Write a short text about {}.", "Explain {} to a child.", "Give me three facts about {}.", "Why is {} useful?")
@@ -88,11 +88,10 @@ def code(tokenizer: Tokenizer) -> list[list[int]]:
 
 def answers(prompts: Callable[[Tokenizer], list[list[int]]], size: Size) -> list[Sample]:
     """What the full model answers, at temperatures 0, 0.7 and 1."""
-    tokenizer, network = Tokenizer.from_pretrained(family.path("full")), load_trainable(family.path("full"))
-    published = pretrained(family.path("full"))
-    turns = Turns.of(published, end_tokens(network, published))
-    beginnings = given_prompts(iter(prompts(tokenizer)[: size.answers]))
-    written = write(Model(network), turns, beginnings, rows=size.answers, max_len=size.tokens)
+    source = family.path("full")
+    turns = Turns.of(pretrained(source), configured_ends(source))
+    beginnings = islice(given_prompts(prompts(Tokenizer.from_pretrained(source))), size.answers)
+    written = write(Model.from_pretrained(source), turns, beginnings, rows=size.answers, max_len=size.tokens)
     return [Sample(tuple(text.tokens), text.prompt_len, text.temperature, "", 1, time.time()) for text in written]
 
 

@@ -4,7 +4,6 @@ import json
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing
-from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,13 +11,13 @@ import numpy as np
 
 from benchmarks.gpu.step import Notes
 from cascade import family
-from cascade.engine.loading import load_trainable
+from cascade.engine.generation import configured_ends
+from cascade.engine.model import Model
 from cascade.engine.published_tokenizer import pretrained
 from cascade.engine.vllm.model import VllmModel
-from cascade.training.distillation import CAUSAL
 from cascade.training.recipe import SPENT, Distillation, Plan
-from cascade.training.text import SHARD_TOKENS, Shard, score
-from cascade.training.writing import Turns, Written, end_tokens, own_prompts, write
+from cascade.training.text import SHARD_TOKENS, Shard, Text, score
+from cascade.training.writing import Turns, own_prompts, write
 
 ROWS, LONGEST = 512, 512  # texts at a time, and tokens of one
 FILE_TOKENS = 4_000_000  # 8 MB
@@ -29,12 +28,10 @@ def text(notes: Notes) -> None:
     """vLLM writes conversations of the full model; they are kept as 16-bit token ids."""
     rows, longest, seconds, wanted = (8, 48, 20.0, 400) if notes.small else (ROWS, LONGEST, 25.0, 2 * LEAST)
     source = family.full()
-    tokenizer = pretrained(source)
-    turns = Turns.of(tokenizer, end_tokens(load_trainable(source, dtype="float32", device="cpu"), tokenizer))
-    further: dict[str, Any] = {} if notes.small else {"max_num_batched_tokens": 16_384}  # so many begin in one pass
-    options = notes.options(max_model_len=longest, **further)
+    turns = Turns.of(pretrained(source), configured_ends(source))
+    options = notes.options(max_model_len=longest)
     with closing(VllmModel(source, cache_tokens=rows * (longest + 64), options=options)) as model:  # and part of a block each
-        begin, total, kept = time.perf_counter(), 0, list[Written]()
+        begin, total, kept = time.perf_counter(), 0, list[Text]()
         files = 0
         for written in write(cast(Any, model), turns, own_prompts(turns), rows=rows, max_len=longest):
             kept.append(written)
@@ -49,10 +46,10 @@ def text(notes: Notes) -> None:
                 break
 
 
-def _keep(path: Path, texts: list[Written]) -> None:
+def _keep(path: Path, texts: list[Text]) -> None:
     shard = Shard.of(texts)
-    ids = shard.tokens.astype(np.uint16)
-    np.savez_compressed(path, tokens=ids, starts=shard.starts, prompts=shard.prompts, temperatures=shard.temperatures)
+    names = ("starts", "prompts", "temperatures", "held_out")
+    np.savez_compressed(path, tokens=shard.tokens.astype(np.uint16), **{name: getattr(shard, name) for name in names})
 
 
 def train(notes: Notes) -> None:
@@ -64,8 +61,7 @@ def train(notes: Notes) -> None:
         raise SystemExit("There is no text: run the step text before this one, with the same folder")
     work = notes.folder / "train.work"
     (work / "text").mkdir(parents=True, exist_ok=True)
-    teacher = load_trainable(family.full(), dtype=notes.dtype, device=device).requires_grad_(False).eval()
-    teacher.set_attn_implementation(CAUSAL)
+    teacher = Model.from_pretrained(family.full(), dtype=notes.dtype, device=device)  # vLLM's passes tell no logits
     begin, total = time.perf_counter(), 0
     for number, shard in enumerate(_shards(kept)):
         score(teacher, shard).save(work / "text" / f"{number:05d}.npz")
@@ -77,7 +73,6 @@ def train(notes: Notes) -> None:
     (work / SPENT).write_text(json.dumps({"text": 1e9}), encoding="utf-8")  # enough is written
     for name in ("medium", "tiny"):
         plan = Plan(
-            cost=0.1,
             hours=learning_s / 3600 / 0.6,
             rows=8 if notes.small else 256,
             max_len=128 if notes.small else LONGEST,
@@ -96,13 +91,16 @@ def _shards(files: Iterable[Path]) -> Iterator[Shard]:
         with np.load(path) as kept:
             parts = {name: kept[name] for name in kept.files}
         whole = Shard(parts.pop("tokens").astype(np.int32), **parts)
-        texts = iter(range(whole.num_texts))
-        mean = max(1, len(whole.tokens) // whole.num_texts)
-        while some := list(islice(texts, max(1, SHARD_TOKENS // mean))):
-            spans = [whole.span(text) for text in some]
+        many = max(1, SHARD_TOKENS * whole.num_texts // len(whole.tokens))  # texts of a shard
+        for begin in range(0, whole.num_texts, many):
             yield Shard.of(
                 [
-                    Written(whole.tokens[span].tolist(), int(whole.prompts[text]), float(whole.temperatures[text]))
-                    for text, span in zip(some, spans, strict=True)
+                    Text(
+                        whole.tokens[whole.span(text)].tolist(),
+                        int(whole.prompts[text]),
+                        float(whole.temperatures[text]),
+                        bool(whole.held_out[text]),
+                    )
+                    for text in range(begin, min(begin + many, whole.num_texts))
                 ]
             )

@@ -22,15 +22,17 @@ KEY_ENV = click.option("--key-env", help="Environment variable with the key of e
 @click.option("--cost", type=float, help="Share of the model's pass that the result takes, such as 0.1.")
 @click.option("--layers", help="In place of a cost, layers to keep, such as 0-11,20-31.")
 @click.option(
+    "--start",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="In place of a cost, an earlier result, to go on with it.",
+)
+@click.option(
     "--data", multiple=True, type=click.Path(path_type=Path), help="Text to learn from; repeat. By default MODEL writes it."
 )
 @click.option(
     "--prompts",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Prompts that MODEL answers in place of its own: one a line, text or JSON as in Spec-Bench.",
-)
-@click.option(
-    "--start", type=click.Path(exists=True, file_okay=False, path_type=Path), help="An earlier student, to go on with it."
 )
 @click.option("--hours", type=float, default=8.0, show_default=True, help="Time for all of it.")
 @click.option(
@@ -40,9 +42,9 @@ KEY_ENV = click.option("--key-env", help="Environment variable with the key of e
 @click.option("--max-len", type=click.IntRange(64), default=512, show_default=True, help="Tokens of a text at most.")
 @click.option("--device", help="Such as cuda:0; by default the GPU if there is one.")
 def distill(model: str, out: Path, layers: str | None, work: Path | None, device: str | None, **options: Any) -> None:
-    """Cut a student out of MODEL, and train it on text that MODEL writes, until both agree as often as possible.
+    """Cut a draft model out of MODEL, and train it on text that MODEL writes, until both agree as often as possible.
 
-    It goes on where it was interrupted. Several students of one model share their text when they share --work.
+    It goes on where it was interrupted. Several draft models of one model share their text when they share --work.
 
     \b
     cascade distill --model HuggingFaceTB/SmolLM2-1.7B-Instruct --out tiny --cost 0.1

@@ -12,15 +12,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from cascade.engine import draft_vocab
 from cascade.engine.loading import load_trainable
+from cascade.engine.model import Model
 from cascade.engine.model_config import NEEDED as FAMILY
 from cascade.errors import ConfigError
 from cascade.training import group
-from cascade.training.distillation import CAUSAL, Run, Schedule
+from cascade.training.distillation import Run, Schedule
 from cascade.training.reservoir import Sample
-from cascade.training.text import Shard, batches, score
+from cascade.training.text import Shard, Text, batches, score
 from cascade.training.versions import Versions
 
 LEAST = 200  # positions of held-out answers that a judgement needs
@@ -48,14 +50,15 @@ class Student:
 
         Raises `ModelError` if one cannot be loaded, `ConfigError` if the student cannot learn.
         """
-        teacher = load_trainable(verifier, device=device).requires_grad_(False).eval()
+        teacher = Model.from_pretrained(  # it needs no more memory, and no other threads, than a step's
+            verifier, device=device, draft=True, cache_tokens=TOKENS, num_threads=torch.get_num_threads()
+        )
         student = load_trainable(source, dtype="float32", device=str(teacher.device))
         if student.config.model_type not in FAMILY:
             raise ConfigError(f"{source!r} is a {student.config.model_type}: drafters that learn are {', '.join(FAMILY)}")
-        sizes = [network.config.get_text_config().vocab_size for network in (student, teacher)]
+        sizes = student.config.vocab_size, teacher.vocab_size
         if sizes[0] != sizes[1]:
             raise ConfigError(f"{source!r} has {sizes[0]} tokens and its verifier {sizes[1]}: it cannot learn from that")
-        teacher.set_attn_implementation(CAUSAL)
         self._verifier, self._scored = teacher, dict[bytes, Shard]()  # shards by their tokens: each is scored once
         self._run = Run(student.train(), draft_vocab.tokens(student.config, source), SCHEDULE)
 
@@ -217,11 +220,11 @@ def _agrees(student: Student, texts: Sequence[Shard], on_step: Callable[[], obje
 
 def shards(samples: Sequence[Sample], tokens: int) -> list[Shard]:
     """Answers in batches of similar length, at most ``tokens`` each, padding included; each batch is a shard."""
-    samples = [sample for sample in samples if len(sample.tokens) >= SHORTEST]
-    if not samples:
+    texts = [Text([*s.tokens[:-1]], s.prompt_len, s.temperature) for s in samples if len(s.tokens) >= SHORTEST]
+    if not texts:
         return []
-    rows = batches(Shard.of(samples), range(len(samples)), tokens)
-    return [Shard.of([samples[number] for number in numbers]) for numbers in rows]
+    rows = batches(Shard.of(texts), range(len(texts)), tokens)
+    return [Shard.of([texts[number] for number in numbers]) for numbers in rows]
 
 
 def _in_turns(pools: Sequence[Sequence[Shard]]) -> Iterator[Shard]:

@@ -17,7 +17,7 @@ from cascade.engine import draft_vocab
 from cascade.engine.devices import product_dtype
 from cascade.errors import ConfigError
 from cascade.training import group
-from cascade.training.text import Shard, batches, held_out, padded
+from cascade.training.text import Shard, batches, padded
 from cascade.training.versions import replacing
 
 POSITIONS = 512  # positions whose logits are in memory at a time
@@ -120,15 +120,15 @@ class Run:
         head = self.student.get_output_embeddings().weight[self.predicted].float()
         for row, text in enumerate(texts):
             span, first = shard.span(text), max(int(shard.prompts[text]) - 1, opening - 1)
-            logits = states[row, first : span.stop - span.start - 1].float() @ head.T
-            correct.append(self.predicted[logits.argmax(-1)].cpu().numpy() == shard.ids[span][first:-1, 0])
+            logits = states[row, first : span.stop - span.start].float() @ head.T
+            correct.append(self.predicted[logits.argmax(-1)].cpu().numpy() == shard.ids[span][first:, 0])
         return correct
 
     def agreement(self, shards: Sequence[Shard], opening: int) -> dict[float, float]:
         """The share of positions of held-out answers at which student and teacher agree, by temperature of the text."""
         equal: dict[float, list[np.ndarray]] = {}
         for shard in shards:
-            for rows in batches(shard, [t for t in range(shard.num_texts) if held_out(t)], self.schedule.tokens):
+            for rows in batches(shard, shard.numbers(held_out=True), self.schedule.tokens):
                 for text, correct in zip(rows, self.agrees(shard, rows, opening), strict=True):
                     equal.setdefault(round(float(shard.temperatures[text]), 2), []).append(correct)
         return {temperature: float(np.concatenate(correct).mean()) for temperature, correct in sorted(equal.items())}
@@ -227,14 +227,15 @@ def top_cross_entropy(states: Tensor, weight: Tensor, ids: Tensor, wanted: Tenso
 
 
 def epochs(shards: Sequence[Shard], tokens: int, seed: int) -> Iterator[tuple[Shard, list[int]]]:
-    """Batches without end: every text that is not held out once an epoch, in random order."""
+    """Batches without end: every text that is not held out once an epoch, in random order.
+
+    Raises `ConfigError` if there is none.
+    """
     rng = np.random.default_rng(seed)
     while True:
-        order = [
-            (shard, rows)
-            for shard in shards
-            for rows in batches(shard, [t for t in range(shard.num_texts) if not held_out(t)], tokens)
-        ]
+        order = [(shard, rows) for shard in shards for rows in batches(shard, shard.numbers(held_out=False), tokens)]
+        if not order:
+            raise ConfigError("There is no text to learn from, since all of it judges: give more prompts")
         for index in rng.permutation(len(order)):
             yield order[index]
 

@@ -8,31 +8,33 @@ text.
 """
 
 import copy
-import itertools
 import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 from cascade.engine import draft_vocab
 from cascade.engine.devices import product_dtype
-from cascade.engine.loading import Network, find_device, load_trainable, network_of
+from cascade.engine.generation import GENERATION_CONFIG, configured_ends, read_json
+from cascade.engine.loading import find_device, load_trainable, network_of
 from cascade.engine.model import Model
+from cascade.engine.model_config import read_config
 from cascade.engine.published_tokenizer import pretrained
 from cascade.errors import ConfigError
 from cascade.prompts import read_prompts
-from cascade.training.distillation import CAUSAL, Run, Schedule, distil
+from cascade.training.distillation import Run, Schedule, distil
 from cascade.training.student import Shape, cost, cut
-from cascade.training.text import SHARD_TOKENS, Shard, batches, held_out, likelihood, padded, read, score
+from cascade.training.text import HELD_OUT, SHARD_TOKENS, Shard, Text, batches, likelihood, padded, read, score
 from cascade.training.versions import replacing
-from cascade.training.writing import Turns, Written, end_tokens, given_prompts, own_prompts, write
+from cascade.training.writing import Turns, given_prompts, own_prompts, write
 
 WRITING, LEARNING, ANSWERING = 0.35, 0.6, 0.05  # shares of the hours
 BEFORE_ANSWERS = 2 / 3  # the share of the learning that is done before answers are learnt
@@ -41,6 +43,7 @@ JUDGED_SHARDS = 4  # shards whose held-out texts tell the agreement
 SHORTEST_ANSWER = 4  # tokens
 # for students that have learnt before, or are layers of their teacher: larger steps, and Muon, made them worse (docs/log.md)
 TRAINED_ON = Schedule(adam_lr=1e-4, muon_lr=0.0, tokens=1024, warmup_steps=10, decay_share=0.6)
+FORM = 2  # of what lies in a work folder: it changes with it
 SPENT = "spent.json"  # seconds of writing into each folder of the work folder
 
 
@@ -48,19 +51,23 @@ SPENT = "spent.json"  # seconds of writing into each folder of the work folder
 class Plan:
     """What is made, and in how much time. Raises `ConfigError`."""
 
-    cost: float | None = None  # share of the teacher's pass
-    # the teacher's layers that the student keeps, as wide and with all tokens, in place of a share
+    # one of these: the share of the teacher's pass that the student's takes; the teacher's layers that it keeps, as wide and
+    # with all tokens; or an earlier student, to go on with it
+    cost: float | None = None
     layers: tuple[int, ...] = ()
+    start: Path | None = None
     hours: float = 8.0
     max_len: int = 512  # tokens of a text
     rows: int = 128  # texts written at a time
     data: tuple[Path, ...] = ()  # files of text to learn from, in place of the teacher's own
     prompts: Path | None = None  # a file of prompts that the teacher answers, in place of its own
-    start: Path | None = None  # an earlier student, to go on with it
 
     def __post_init__(self) -> None:
-        if (self.cost is None) != bool(self.layers):
-            raise ConfigError("give either cost, the share of the model's pass, or layers, which the student is to be made of")
+        if [self.cost is not None, bool(self.layers), self.start is not None].count(True) != 1:
+            raise ConfigError(
+                "give one of cost, the share of the model's pass, layers, which the draft model is made of, and start, an "
+                "earlier draft model"
+            )
         if self.cost is not None and not 0 < self.cost < 1:
             raise ConfigError(
                 f"cost is {self.cost:g}: it is the share of the model's pass that the student's takes, such as 0.1"
@@ -78,7 +85,7 @@ class Progress:
     phase: str
     share: float  # the share of the run's time that has passed
     tokens: int  # written, or learnt
-    agreement: float | None = None  # agreement with the teacher on held-out answers at temperature 0, once it is known
+    agreement: float | None = None  # with the teacher on held-out answers at the lowest temperature, once it is known
 
 
 Tell = Callable[[Progress], object]
@@ -88,16 +95,17 @@ class Distillation:
     """One run: a teacher, its text in ``work``, a student in ``out``."""
 
     def __init__(self, source: str, out: Path, plan: Plan, *, work: Path, device: str | None = None) -> None:
-        self.tokenizer = pretrained(source)
-        dtype = str(product_dtype(find_device(source, device))).removeprefix("torch.")
-        self.teacher = load_trainable(source, dtype=dtype, device=device).requires_grad_(False).eval()
-        self.teacher.set_attn_implementation(CAUSAL)
         self.plan, self._out, self._work, self._source = plan, out, work, source
+        self.tokenizer = pretrained(source)
+        self._config: Any = read_config(source, published=True)
         self.shape = self._shape()
         self._texts, self._answers = work / "text", work / f"{out.name}.answers"
         self._checkpoint = work / f"{out.name}.pt"
         self._check_work()
-        self.turns = Turns.of(self.tokenizer, end_tokens(self.teacher, self.tokenizer))
+        place = find_device(source, device)
+        self._loading: dict[str, Any] = {"dtype": str(product_dtype(place)).removeprefix("torch."), "device": str(place)}
+        self.teacher = Model.from_pretrained(source, **self._loading)
+        self.turns = Turns.of(self.tokenizer, configured_ends(source))
         self.agreement: dict[float, float] = {}  # shares by the text's temperature
 
     def run(self, tell: Tell = lambda progress: None) -> dict[float, float]:
@@ -118,59 +126,58 @@ class Distillation:
         number = len(self._files(self._texts))
         first = number * 1009  # far behind those of an earlier run
         if not self.plan.data:
-            beginnings = own_prompts(self.turns, skip=first) if self.plan.prompts is None else self._prompts(skip=first)
+            given = self.plan.prompts is not None
+            beginnings = given_prompts(self._prompts(), first) if given else own_prompts(self.turns, first)
             texts = self._written(self.teacher, beginnings, seed=first)
             self._store(self._texts, texts, "writing", WRITING, 0.0, tell)
         elif not number:
             self._store(self._texts, self._given(), "reading", WRITING, 0.0, tell)
 
-    def _prompts(self, skip: int) -> Iterator[Written]:
-        """The prompts of the file, over and over but for the first ``skip``. Raises `ConfigError` if all are too long."""
+    def _prompts(self) -> list[list[int]]:
+        """Those of the file, each once. Raises `ConfigError` if there are not enough short ones to judge and to learn."""
         path, turns, most = self.plan.prompts, self.turns, self.plan.max_len - SHORTEST_ANSWER
         assert path is not None
-        texts = (self.tokenizer.encode(prompt.text, add_special_tokens=False) for prompt in read_prompts(path))
-        prompts = [[*turns.opening, *text, *turns.answering] for text in texts]
+        texts = dict.fromkeys(prompt.text for prompt in read_prompts(path))
+        prompts = [[*turns.opening, *self.tokenizer.encode(text, add_special_tokens=False), *turns.answering] for text in texts]
         short = [prompt for prompt in prompts if len(prompt) <= most]
-        if not short:
-            raise ConfigError(f"The prompts in {path} have more than {most} tokens each: give shorter ones, or more max_len")
-        return given_prompts(itertools.islice(itertools.cycle(short), skip, None))
+        if len(short) < 2:
+            raise ConfigError(f"{path} has {len(short)} prompts of at most {most} tokens: give two or more, or more max_len")
+        return short
 
-    def _given(self) -> Iterator[Written]:
+    def _given(self) -> Iterator[Text]:
         """The text of files, cut into pieces. Raises `ConfigError` if there is not enough to judge and to learn."""
-        most, pieces = self.plan.max_len, list[Written]()
+        most, pieces = self.plan.max_len, list[list[int]]()
         for tokens in read(self.tokenizer, self.plan.data):
-            pieces += [Written(tokens[begin : begin + most], 1, 0.0) for begin in range(0, len(tokens) - SHORTEST_ANSWER, most)]
+            pieces += [tokens[begin : begin + most] for begin in range(0, len(tokens) - SHORTEST_ANSWER, most)]
         if len(pieces) < 2:
             raise ConfigError(f"data has too little text: give more than {most} tokens")
-        yield from pieces
+        yield from (Text(piece, 1, 0.0, number % HELD_OUT == 0) for number, piece in enumerate(pieces))
 
     def _answer(self, run: Run, tell: Tell) -> None:
         """Let the student answer prompts of the text, and score its answers. Files have no prompts."""
         if not self.turns.answering or self.plan.data:
             return
         network = network_of(copy.deepcopy(run.student).to(self.teacher.dtype).requires_grad_(False), run.draft_ids)
-        prompts = (
+        prompts = [
             shard.tokens[shard.span(text)][: int(shard.prompts[text])].tolist()
-            for shard in itertools.cycle(self._shards(self._texts))
-            for text in range(shard.num_texts)
-            if not held_out(text)
-        )
-        texts = self._written(network, given_prompts(prompts), seed=run.step)
+            for shard in self._shards(self._texts)
+            for text in shard.numbers(held_out=False)
+        ]
+        texts = self._written(Model(network), given_prompts(prompts), seed=run.step)
         self._store(self._answers, texts, "answering", ANSWERING, WRITING + LEARNING * BEFORE_ANSWERS, tell)
 
-    def _written(self, network: Network | PreTrainedModel, beginnings: Iterator[Written], seed: int) -> Iterator[Written]:
-        plan = self.plan
-        yield from write(Model(network), self.turns, beginnings, rows=plan.rows, max_len=plan.max_len, seed=seed)
+    def _written(self, model: Model, beginnings: Iterator[Text], seed: int) -> Iterator[Text]:
+        plan, score = self.plan, model is self.teacher
+        return write(model, self.turns, beginnings, rows=plan.rows, max_len=plan.max_len, seed=seed, score=score)
 
-    def _store(self, folder: Path, texts: Iterator[Written], phase: str, share: float, before: float, tell: Tell) -> None:
-        """Score ``texts`` and keep them in ``folder``, a file for every `SHARD_TOKENS`.
+    def _store(self, folder: Path, texts: Iterator[Text], phase: str, share: float, before: float, tell: Tell) -> None:
+        """Keep ``texts``, scored, in ``folder``, a file for every `SHARD_TOKENS`.
 
-        Ends with the texts, when the disk is full, or after ``share`` of the hours; ``before`` is the share of earlier phases.
+        Ends with the texts, after `MAX_SHARDS`, or after ``share`` of the hours; ``before`` is the share of earlier phases.
         """
-        folder.mkdir(parents=True, exist_ok=True)
-        number, kept, total = len(self._files(folder)), list[Written](), 0
+        number, kept, total = len(self._files(folder)), list[Text](), 0
         whole, spent = self.plan.hours * 3600, self._spent().get(folder.name, 0.0)
-        if spent >= whole * share and number:
+        if number and (number >= MAX_SHARDS or spent >= whole * share):
             return
         begin = time.monotonic() - spent
         for text in texts:
@@ -178,27 +185,23 @@ class Distillation:
                 kept.append(text)
                 total += len(text.tokens)
             seconds = time.monotonic() - begin
-            enough = number > 0 or len(kept) > 1  # one judges, one is learnt
-            over = number >= MAX_SHARDS or (seconds >= whole * share and enough)
-            if sum(len(answer.tokens) for answer in kept) >= SHARD_TOKENS or (over and number == 0):
-                self._keep(folder / f"{number:05d}.npz", kept)
-                number, kept = number + 1, []
-                self._spend(folder, time.monotonic() - begin)
             tell(Progress(phase, min(1.0, before + seconds / whole), total))
-            if over:
+            if seconds >= whole * share and (number or len({text.held_out for text in kept}) == 2):  # there are both kinds
                 break
-        else:
-            if kept:
+            if sum(len(each.tokens) for each in kept) >= SHARD_TOKENS:
                 self._keep(folder / f"{number:05d}.npz", kept)
+                self._spend(folder, time.monotonic() - begin)
+                number, kept = number + 1, []
+                if number >= MAX_SHARDS:
+                    break
+        if kept:
+            self._keep(folder / f"{number:05d}.npz", kept)
         self._spend(folder, time.monotonic() - begin)
 
-    def _keep(self, path: Path, texts: Sequence[Written]) -> None:
+    def _keep(self, path: Path, texts: Sequence[Text]) -> None:
         """Write texts to a file, with what the teacher says of them."""
         shard = Shard.of(texts)
-        implementation = self.teacher.config._attn_implementation  # the implementation that writing goes on with
-        self.teacher.set_attn_implementation(CAUSAL)
-        score(self.teacher, shard).save(path)
-        self.teacher.set_attn_implementation(implementation)
+        (shard if len(shard.ids) else score(self.teacher, shard)).save(path)
 
     def _shards(self, folder: Path) -> list[Shard]:
         return [Shard.load(path) for path in self._files(folder)]
@@ -214,15 +217,14 @@ class Distillation:
 
     def _begin(self) -> Run:
         shards = self._judged()
-        layers, device = self.plan.layers, str(self.teacher.device)
+        layers, device = self.plan.layers, self._loading["device"]
         if self.plan.start is not None:
             student = load_trainable(str(self.plan.start), dtype="float32", device=device)
         elif layers:
             student = load_trainable(self._source, dtype="float32", device=device, layers=layers)
         else:
             texts = next(batches(shards[0], range(shards[0].num_texts), 16_384))
-            self.teacher.set_attn_implementation(CAUSAL)
-            student = cut(self.teacher, self.shape, padded(shards[0], texts).to(self.teacher.device))
+            student = cut(load_trainable(self._source, **self._loading), self.shape, padded(shards[0], texts).to(device))
         predicted = self._predicted_tokens() if self.shape.vocab_size < student.config.vocab_size else None
         if predicted is not None:
             student.config.draft_vocab_size = len(predicted)
@@ -234,16 +236,16 @@ class Distillation:
 
     def _shape(self) -> Shape:
         """The student's. Which layers an earlier student began as cannot be told any more."""
-        start, cost = self.plan.start, self.plan.cost
-        if start is None and cost is not None:
-            return Shape.costing(self.teacher.config, cost)
+        start = self.plan.start
+        if self.plan.cost is not None:
+            return Shape.costing(self._config, self.plan.cost)
         if start is None:
-            return replace(Shape.whole(self.teacher.config), layers=self.plan.layers)
-        config = AutoConfig.from_pretrained(start)
-        if config.model_type != "llama" or config.vocab_size != self.teacher.config.vocab_size:
+            return replace(Shape.whole(self._config), layers=self.plan.layers)
+        config: Any = read_config(str(start), published=True)
+        if config.vocab_size != self._config.vocab_size:
             raise ConfigError(
-                f"start is {str(start)!r}, a {config.model_type} of {config.vocab_size} tokens: "
-                f"give a student of {self._source!r}, a llama of {self.teacher.config.vocab_size}"
+                f"start is {str(start)!r}, a model of {config.vocab_size} tokens: give a draft model of {self._source!r}, "
+                f"which has {self._config.vocab_size}"
             )
         predicted = getattr(config, "draft_vocab_size", None) or config.vocab_size
         return Shape(config.hidden_size, config.intermediate_size, tuple(range(config.num_hidden_layers)), predicted)
@@ -254,7 +256,7 @@ class Distillation:
         if self.plan.start is not None:
             path = self.plan.start / draft_vocab.FILE
         elif not path.exists():
-            often = likelihood(self._shards(self._texts), self.teacher.config.vocab_size)
+            often = likelihood(self._shards(self._texts), self._config.vocab_size)
             often[[*self.turns.ends]] = np.inf
             chosen = np.sort(np.argsort(-often, kind="stable")[: self.shape.vocab_size])
             path.write_text(json.dumps(chosen.tolist()), encoding="utf-8")
@@ -270,7 +272,7 @@ class Distillation:
             if now.seconds - last > max(60.0, seconds / 20):  # judging takes seconds
                 self.agreement, last = now.agreement(judged, opening), now.seconds
             passed = WRITING + LEARNING * now.seconds / seconds + (ANSWERING if share == 1.0 else 0.0)
-            tell(Progress("learning", min(1.0, passed), now.tokens, self.agreement.get(0.0)))
+            tell(Progress("learning", min(1.0, passed), now.tokens, next(iter(self.agreement.values()), None)))
 
         shards = [*self._shards(self._answers), *self._shards(self._texts)]
         distil(run, shards, opening, seconds * share, self._checkpoint, whole=seconds, tell=report)
@@ -278,7 +280,8 @@ class Distillation:
     def _export(self, run: Run) -> None:
         """An ordinary folder of Transformers, in bfloat16, with a model card."""
         partial = self._out.with_name(self._out.name + ".partial")
-        run.student.generation_config = GenerationConfig.from_dict(self.teacher.generation_config.to_dict())
+        if values := read_json(self._source, GENERATION_CONFIG):
+            run.student.generation_config = GenerationConfig.from_dict(values)
         run.write(partial)
         self.tokenizer.save_pretrained(partial)
         (partial / "README.md").write_text(self._card(run), encoding="utf-8")
@@ -291,15 +294,15 @@ class Distillation:
         shape, config = self.shape, run.student.config
         written = sum(len(shard.tokens) for shard in self._shards(self._texts))
         figures = "\n".join(f"| {temperature:g} | {share:.3f} |" for temperature, share in self.agreement.items())
-        name = getattr(self.teacher.config, "_name_or_path", None) or self._source
-        return f"""# A draft model for {Path(name).name}
+        name = Path(self._source).name
+        return f"""# A draft model for {name}
 
-Made by `cascade distill` to guess what {Path(name).name} says. It is no assistant of its own.
+Made by `cascade distill` to guess what {name} says. It is no assistant of its own.
 
 | | |
 |---|---|
 | parameters | {run.student.num_parameters():,} |
-| share of the teacher's weights that a pass reads | {cost(self.teacher.config, shape):.3f} |
+| share of the teacher's weights that a pass reads | {cost(self._config, shape):.3f} |
 | tokens that it says | {shape.vocab_size:,} of {config.vocab_size:,} |
 | width, neurons, layers | {config.hidden_size}, {config.intermediate_size}, {config.num_hidden_layers} |
 | it began as | {"an earlier student" if self.plan.start else f"layers {', '.join(map(str, shape.layers))} of the teacher"} |
@@ -325,11 +328,12 @@ Share of positions of held-out answers at which both say the same, by the temper
 
     def _check_work(self) -> None:
         self._work.mkdir(parents=True, exist_ok=True)
-        about = {"model": self._source, "vocab_size": self.teacher.config.vocab_size, "max_len": self.plan.max_len}
+        about = {"model": self._source, "vocab_size": self._config.vocab_size, "form": FORM}
         path = self._work / "teacher.json"
         if path.exists() and (earlier := json.loads(path.read_text(encoding="utf-8"))) != about:
             raise ConfigError(
-                f"{self._work} is the work of {earlier['model']!r}: choose another folder with --work, or remove it"
+                f"{self._work} is the work of {earlier['model']!r} or of another version: choose another folder with --work, "
+                "or remove it"
             )
         path.write_text(json.dumps(about), encoding="utf-8")
 

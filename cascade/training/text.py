@@ -3,30 +3,54 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
+from cascade.engine.model import Model
 from cascade.errors import ConfigError
+from cascade.params import SamplingParams
+from cascade.scorer import Row
 from cascade.training.versions import replacing
 
 TOP = 32  # likeliest tokens of the teacher that are kept for a position
 SHARD_TOKENS = 50_000  # tokens of a file
-HELD_OUT = 16  # one text in so many is never learnt from
+HELD_OUT = 17  # one prompt in so many only judges; a prime, so that these have all temperatures and beginnings
+AT_ONCE = 1024  # tokens that a pass scores: it holds their logits
 
 
-class Text(Protocol):
-    """One text with an answer."""
+class Likeliest(NamedTuple):
+    """A model's likeliest next tokens after each of some tokens."""
+
+    ids: npt.NDArray[np.int32]  # [num_tokens, TOP], the likeliest first
+    logprobs: npt.NDArray[np.float16]  # [num_tokens, TOP], nats
+
+    @classmethod
+    def of(cls, logits: Tensor) -> "Likeliest":
+        """Those of ``logits`` ``[num_tokens, vocab_size]``."""
+        logits = logits.float()
+        values, ids = logits.topk(TOP, -1)
+        logprobs = values - logits.logsumexp(-1, keepdim=True)
+        return cls(ids.int().cpu().numpy(), logprobs.half().cpu().numpy())
+
+
+@dataclass(slots=True)
+class Text:
+    """One text, without the token that ended it: after all of its tokens there is something to learn."""
+
+    tokens: list[int]
+    prompt_len: int  # tokens before the answer; 0 while the prompt is written
+    temperature: float  # of the answer
+    held_out: bool = False  # whether it only judges; texts with the same prompt agree in that
+    likeliest: list[Likeliest] = field(default_factory=list)  # the teacher's after all tokens, if its passes have told them
 
     @property
-    def tokens(self) -> Sequence[int]: ...
-    @property
-    def prompt_len(self) -> int: ...
-    @property
-    def temperature(self) -> float: ...
+    def answered(self) -> bool:
+        return 0 < self.prompt_len < len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +61,25 @@ class Shard:
     starts: npt.NDArray[np.int64]  # [num_texts + 1]
     prompts: npt.NDArray[np.int64]  # [num_texts]: length of what stands before the answer
     temperatures: npt.NDArray[np.float32]  # [num_texts]: of the answer
+    held_out: npt.NDArray[np.bool_]  # [num_texts]: whether a text is never learnt from
     # the teacher's likeliest next tokens and their nats, both [num_tokens, TOP]; empty until `score`
     ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, TOP), np.int32))
     logprobs: npt.NDArray[np.float16] = field(default_factory=lambda: np.zeros((0, TOP), np.float16))
 
     @classmethod
     def of(cls, texts: Sequence[Text]) -> "Shard":
-        tokens = np.concatenate([np.asarray(text.tokens, np.int32) for text in texts])
-        starts, prompts = np.cumsum([0, *(len(text.tokens) for text in texts)]), np.array([text.prompt_len for text in texts])
-        return cls(tokens, starts, prompts, np.array([text.temperature for text in texts], np.float32))
+        """With what is known of the teacher's distribution, which is that of all ``texts`` or of none."""
+        shard = cls(
+            tokens=np.concatenate([np.asarray(text.tokens, np.int32) for text in texts]),
+            starts=np.cumsum([0, *(len(text.tokens) for text in texts)]),
+            prompts=np.array([text.prompt_len for text in texts]),
+            temperatures=np.array([text.temperature for text in texts], np.float32),
+            held_out=np.array([text.held_out for text in texts]),
+        )
+        if not (parts := [part for text in texts for part in text.likeliest]):
+            return shard
+        ids, logprobs = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        return replace(shard, ids=ids, logprobs=logprobs)
 
     def save(self, path: Path) -> None:
         """Write it to a file, whole or not at all."""
@@ -61,6 +95,10 @@ class Shard:
     def num_texts(self) -> int:
         return len(self.prompts)
 
+    def numbers(self, *, held_out: bool) -> list[int]:
+        """Numbers of the texts that judge, or of those that are learnt from."""
+        return [int(text) for text in np.flatnonzero(self.held_out == held_out)]
+
     def span(self, text: int) -> slice:
         return slice(int(self.starts[text]), int(self.starts[text + 1]))
 
@@ -74,27 +112,17 @@ def read(tokenizer: PreTrainedTokenizerBase, files: Iterable[Path]) -> Iterator[
             raise ConfigError(f"{path} cannot be read: {error}") from None
 
 
-def held_out(number: int) -> bool:
-    """Whether the text of that number in a shard only judges."""
-    return number % HELD_OUT == 0
-
-
 @torch.inference_mode()
-def score(teacher: PreTrainedModel, shard: Shard, *, tokens_at_once: int = 4096) -> Shard:
-    """The shard with the teacher's ``TOP`` likeliest tokens after every token, and their log-probabilities."""
-    ids = np.zeros((len(shard.tokens), TOP), np.int32)
-    logprobs = np.zeros((len(shard.tokens), TOP), np.float16)
-    head = teacher.get_output_embeddings()
-    for rows in batches(shard, range(shard.num_texts), tokens_at_once):
-        batch = padded(shard, rows).to(teacher.device)
-        states = teacher.base_model(batch, use_cache=False).last_hidden_state
-        for row, text in enumerate(rows):
-            span = shard.span(text)
-            # as PyTorch multiplies: a `Model` that shares the teacher has put a kernel for few rows there
-            logits = type(head).forward(head, states[row, : span.stop - span.start]).float()
-            top, best = logits.topk(TOP, -1)
-            ids[span] = best.cpu().numpy()
-            logprobs[span] = (top - logits.logsumexp(-1, keepdim=True)).cpu().numpy()
+def score(model: Model, shard: Shard) -> Shard:
+    """The shard with the likeliest tokens of ``model`` after every token."""
+    ids, logprobs = np.zeros((len(shard.tokens), TOP), np.int32), np.zeros((len(shard.tokens), TOP), np.float16)
+    for texts in batches(shard, range(shard.num_texts), AT_ONCE):
+        spans, plain = [shard.span(text) for text in texts], SamplingParams()
+        rows = [Row(model.new_cache(), 0, shard.tokens[span].tolist(), span.stop - span.start, plain) for span in spans]
+        where = np.r_[tuple(spans)]
+        ids[where], logprobs[where] = Likeliest.of(model.logits(rows))
+        for row in rows:
+            row.cache.free()
     return replace(shard, ids=ids, logprobs=logprobs)
 
 

@@ -4,24 +4,28 @@ A chat model that is given the opening of a user's turn writes that turn too, an
 2406.08464). So prompts come from the model, like those it was tuned on, and no data are needed. A base model has no turns: it
 continues its start token.
 
-The engine that serves writes the text, too: each pass advances all texts by a token, and one that ends is replaced at once, so
-that passes stay full.
+The engine that serves writes the text, too: each pass advances all texts by a token, and one that ends is replaced, so that
+passes stay full. The passes of a teacher also say its likeliest tokens at each position.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+import torch
+from transformers import PreTrainedTokenizerBase
 
 from cascade.engine.model import Model
+from cascade.engine.scoring import scored
 from cascade.params import SamplingParams
 from cascade.scorer import Row, Store
+from cascade.training.text import HELD_OUT, Likeliest, Text
 
 USERS_TEXT = "\ue000"  # stands for the user's text: a private character, which no template has
 CANDIDATES = 64  # likeliest tokens that are sampled from
 PROMPT_MIN_P = 0.1  # keeps users' turns sensible at temperature 1
 TEMPERATURES = (0.0, 0.7, 1.0)  # answers take them in turn
+BEGUN = 8  # texts that begin in one pass, which reads their prompts whole: this bounds its memory
 STARTS = (  # beginnings of users' turns: half are the model's own from the first word on, the others cover frequent tasks
     *[""] * 8,
     "Write a Python function",
@@ -45,9 +49,13 @@ class Turns:
     starts: tuple[tuple[int, ...], ...] = ((),)  # beginnings of users' turns
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> "Turns":
-        """From the tokenizer's chat template, or the start token if it has no turns; ``ends`` are the model's end tokens."""
-        start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else ends[0]
+    def of(cls, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> "Turns":
+        """From the tokenizer's chat template, or the start token if it has no turns.
+
+        ``ends`` are the end tokens that the model's configuration names, see `configured_ends`.
+        """
+        ends = ends or {tokenizer.eos_token_id}
+        start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else min(ends)
         base = cls((int(start),), (), frozenset(ends))
         if not tokenizer.chat_template:
             return base
@@ -60,78 +68,71 @@ class Turns:
         return cls(tuple(opening), tuple(answering), frozenset({*ends, answering[0]}), tuple(map(tuple, starts)))
 
 
-def end_tokens(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    end = network.generation_config.eos_token_id
-    return [end] if isinstance(end, int) else list(end or [tokenizer.eos_token_id])
+def own_prompts(turns: Turns, skip: int = 0) -> Iterator[Text]:
+    """Beginnings of conversations whose user's turn the model writes, without end; the first ``skip`` are left out.
+
+    A base model answers from its start token on, and not at temperature 0, where it would write the same text every time.
+    """
+    begun, temperatures = (0, TEMPERATURES) if turns.answering else (1, TEMPERATURES[1:])
+    for number in count(skip):
+        turn, place = divmod(number, len(temperatures))
+        start = turns.starts[turn % len(turns.starts)]
+        yield Text([*turns.opening, *start], begun, temperatures[place], number % HELD_OUT == 0)
 
 
-@dataclass(slots=True)
-class Written:
-    """One text: its token ids, the number of them before the answer (0 while the prompt is written), and its temperature."""
+def given_prompts(prompts: Sequence[Sequence[int]], skip: int = 0) -> Iterator[Text]:
+    """Beginnings of conversations whose prompts are given, over and over: only the answers are written.
 
-    tokens: list[int]
-    prompt_len: int
-    temperature: float
-
-    def advance(self, token: int, turns: Turns, max_len: int) -> bool:
-        """Append the next token; returns whether the text has ended."""
-        ended, writes_prompt = token in turns.ends, not self.prompt_len
-        if ended and writes_prompt:
-            self.tokens += turns.answering
-            self.prompt_len = len(self.tokens)
-        else:
-            self.tokens.append(token)
-        return (ended and not writes_prompt) or len(self.tokens) >= max_len
-
-    @property
-    def answered(self) -> bool:
-        return 0 < self.prompt_len < len(self.tokens)
-
-    def params(self, seed: int) -> SamplingParams:
-        """Of the next token."""
-        if self.prompt_len:
-            return SamplingParams(temperature=self.temperature, top_k=CANDIDATES, seed=seed)
-        return SamplingParams(temperature=1.0, top_k=CANDIDATES, min_p=PROMPT_MIN_P, seed=seed)
-
-
-def own_prompts(turns: Turns, skip: int = 0) -> Iterator[Written]:
-    """Beginnings of conversations whose user's turn the model writes, without end; the first ``skip`` are left out."""
-    number = skip
-    while True:
-        start = turns.starts[number // len(TEMPERATURES) % len(turns.starts)]
-        begun = 0 if turns.answering else 1  # a base model answers from its start token on
-        yield Written([*turns.opening, *start], begun, TEMPERATURES[number % len(TEMPERATURES)])
-        number += 1
-
-
-def given_prompts(prompts: Iterator[Sequence[int]]) -> Iterator[Written]:
-    """Beginnings of conversations whose prompts are given: only the answers are written."""
-    for number, tokens in enumerate(prompts):
-        yield Written(list(tokens), len(tokens), TEMPERATURES[number % len(TEMPERATURES)])
+    The first ``skip`` are left out. A prompt is answered at each temperature in turn, but only once at 0, where its answer is
+    always the same.
+    """
+    for number in count(skip):
+        turn, place = divmod(number, len(prompts))
+        temperature = TEMPERATURES[(place + turn) % len(TEMPERATURES)]
+        if temperature or number - skip < len(TEMPERATURES) * len(prompts):
+            yield Text([*prompts[place]], len(prompts[place]), temperature, place % HELD_OUT == 0)
 
 
 def write(
-    model: Model, turns: Turns, beginnings: Iterator[Written], *, rows: int = 128, max_len: int = 512, seed: int = 0
-) -> Iterator[Written]:
+    model: Model,
+    turns: Turns,
+    beginnings: Iterator[Text],
+    *,
+    rows: int = 128,
+    max_len: int = 512,
+    seed: int = 0,
+    score: bool = False,
+) -> Iterator[Text]:
     """Write ``rows`` texts at a time, and yield each when it ends, until no beginning is left.
 
     A text has at most ``max_len`` tokens. One that is cut off is yielded only if its answer had begun. ``seed`` is the first
-    text's; those of others follow.
+    text's; those of others follow. With ``score`` the passes also tell the likeliest tokens after each of a text's.
     """
-    numbered = enumerate(beginnings, seed)
-    live = [_Row(number, text, model.new_cache()) for number, text in islice(numbered, rows)]
-    while live:
-        going: list[_Row] = []
-        for row, scored in zip(live, model.run([row.next() for row in live]), strict=True):
-            row.cached = len(row.text.tokens)
-            if not row.text.advance(scored.own[0], turns, max_len):
+    numbered, going = enumerate(beginnings, seed), list[_Row]()
+    while live := [*going, *(_Row(*begun, model.new_cache()) for begun in islice(numbered, min(BEGUN, rows - len(going))))]:
+        asked, going = [row.next(score) for row in live], []
+        passed = _scored(model, asked) if score else [(result.own[-1], []) for result in model.run(asked)]
+        for row, (token, likeliest) in zip(live, passed, strict=True):
+            row.text.likeliest += likeliest
+            if row.advance(token, turns, max_len):
                 going.append(row)
                 continue
             row.cache.free()
             if row.text.answered:
                 yield row.text
-            going += [_Row(number, text, model.new_cache()) for number, text in islice(numbered, 1)]
-        live = going
+
+
+@torch.inference_mode()
+def _scored(model: Model, rows: Sequence[Row]) -> list[tuple[int, list[Likeliest]]]:
+    """A pass: of each row the own token after it, and the model's likeliest after each of its tokens."""
+    logits = model.logits(rows)
+    ids, logprobs = Likeliest.of(logits)
+    passed, begin = list[tuple[int, list[Likeliest]]](), 0
+    for row, result in zip(rows, scored(logits, rows), strict=True):
+        part = slice(begin, begin + row.num_scored)
+        passed.append((result.own[-1], [Likeliest(ids[part], logprobs[part])]))
+        begin = part.stop
+    return passed
 
 
 @dataclass(slots=True)
@@ -139,10 +140,26 @@ class _Row:
     """A text that is being written."""
 
     seed: int
-    text: Written
+    text: Text
     cache: Store
     cached: int = 0  # tokens whose keys and values are in the cache
 
-    def next(self) -> Row:
-        """What the next pass scores."""
-        return Row(self.cache, self.cached, self.text.tokens[self.cached :], 1, self.text.params(self.seed))
+    def next(self, score: bool) -> Row:
+        """What the next pass reads; it picks one token, or with ``score`` one after each that it reads."""
+        new, text = self.text.tokens[self.cached :], self.text
+        if text.prompt_len:
+            params = SamplingParams(temperature=text.temperature, top_k=CANDIDATES, seed=self.seed)
+        else:
+            params = SamplingParams(temperature=1.0, top_k=CANDIDATES, min_p=PROMPT_MIN_P, seed=self.seed)
+        return Row(self.cache, self.cached, new, len(new) if score else 1, params)
+
+    def advance(self, token: int, turns: Turns, max_len: int) -> bool:
+        """Go on with the token that a pass picked; returns whether the text goes on."""
+        text, ended = self.text, token in turns.ends
+        self.cached = len(text.tokens)
+        if self.cached >= max_len or (ended and text.prompt_len):
+            return False
+        text.tokens += turns.answering if ended else [token]
+        if ended:
+            text.prompt_len = len(text.tokens)
+        return True

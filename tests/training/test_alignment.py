@@ -1,5 +1,7 @@
 """Drafters that learn from answers: what is kept, who is forgotten, what is published, what a server takes."""
 
+import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -8,8 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from cryptography.fernet import Fernet
 
+from cascade.engine import draft_vocab
 from cascade.engine.model import Model
 from cascade.errors import ConfigError, ModelError
 from cascade.params import SamplingParams
@@ -64,10 +68,11 @@ def test_a_tenant_is_forgotten_in_memory_and_on_disk(tmp_path: Path) -> None:
 
 
 def test_answers_are_on_disk_as_told(tmp_path: Path) -> None:
-    """Guards privacy: an encrypted file is read with its key alone, and without ``on_disk`` there is none."""
+    """Guards privacy: nobody else reads a file, an encrypted one is read with its key alone, and it is there if told so."""
     plain = Reservoir(LIMITS, tmp_path)
     plain.add([sample(1)])
     plain.save()
+    assert (tmp_path / ROWS).stat().st_mode & 0o777 == 0o600
     key = Fernet.generate_key().decode()
     Reservoir(LIMITS, tmp_path, key).save()
     assert [path.name for path in tmp_path.iterdir()] == [SEALED]
@@ -199,6 +204,22 @@ def test_a_student_learns_and_its_weights_are_taken(tmp_path: Path, answers: lis
     model.renew(str(version))
     assert score_of(model, text) == score_of(fresh, text)
     assert score_of(model, text) != own
+
+
+def test_a_student_learns_what_its_verifier_says(tmp_path: Path, answers: list[Sample]) -> None:
+    """Guards drafts for a drafter: a verifier says only its draft vocabulary, and what follows an end token is not asked."""
+    source, folder = small.paths()[0], tmp_path / "verifier"
+    shutil.copytree(source, folder)
+    ids = torch.arange(0, small.VOCAB, 2)
+    draft_vocab.write(ids, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"draft_vocab_size": len(ids)}))
+    pool = shards(answers, 512)
+    assert sum(len(shard.tokens) for shard in pool) == sum(len(answer.tokens) - 1 for answer in answers)
+    whole, part = (Student(str(verifier), source, device="cpu") for verifier in (source, folder))
+    same, said = (np.concatenate([student.agrees(shard) for shard in pool]) for student in (whole, part))
+    assert same.mean() > 0.95  # its verifier has the same weights
+    assert 0.2 < said.mean() < 0.8
 
 
 def test_passes_go_on_while_weights_are_renewed() -> None:

@@ -80,7 +80,8 @@ def test_an_earlier_student_goes_on_with_given_text(teacher: str, tmp_path: Path
     sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 12}
     tokens = {name: getattr(whole, name) for name in ("vocab_size", "bos_token_id", "eos_token_id")}
     LlamaForCausalLM(LlamaConfig(**sizes, **tokens, num_key_value_heads=2)).save_pretrained(tmp_path / "one")
-    distill(teacher, tmp_path / "two", "--hours", "0.0003", "--start", str(tmp_path / "one"), "--data", data)
+    start = ("--start", str(tmp_path / "one"))
+    distill(teacher, tmp_path / "two", "--hours", "0.0003", "--data", data, size=start)
     card = (tmp_path / "two" / "README.md").read_text()
     assert "an earlier student" in card
     assert "of the given files" in card
@@ -94,13 +95,14 @@ def test_given_prompts_are_answered(teacher: str, tmp_path: Path) -> None:
     distill(teacher, tmp_path / "s", "--hours", "0.0003", "--prompts", str(tmp_path / "prompts.jsonl"))
     texts = Shard.load(tmp_path / "s.work" / "text" / "00000.npz")
     tokenizer = AutoTokenizer.from_pretrained(teacher)
-    begun = {tokenizer.decode(texts.tokens[texts.span(n)][:prompt]) for n, prompt in enumerate(texts.prompts)}
-    assert begun == {f"<|user|>{text}\n<|assistant|>" for text in ("def f", "return x")}
+    prompts = [tokenizer.decode(texts.tokens[texts.span(n)][:prompt]) for n, prompt in enumerate(texts.prompts)]
+    judging = {f"<|user|>{text}\n<|assistant|>": judges for text, judges in (("def f", True), ("return x", False))}
+    assert {*zip(prompts, texts.held_out.tolist(), strict=True)} == {*judging.items()}
     assert (np.diff(texts.starts) > texts.prompts).all()
     assert "of given prompts and the teacher's answers" in (tmp_path / "s" / "README.md").read_text()
     (tmp_path / "prompts.jsonl").write_text("x " * 999)
     refused = distill(teacher, tmp_path / "t", "--prompts", str(tmp_path / "prompts.jsonl"), code=1)
-    assert "have more than 60 tokens each" in " ".join(refused.split())
+    assert "has 0 prompts of at most 60 tokens" in " ".join(refused.split())
 
 
 def test_layers_are_healed(teacher: str, tmp_path: Path, data: str) -> None:
@@ -118,5 +120,6 @@ def test_layers_are_healed(teacher: str, tmp_path: Path, data: str) -> None:
 def test_what_cannot_be_meant_is_refused(teacher: str, tmp_path: Path) -> None:
     """Guards against a cost that layers overrule, and text of one teacher against being learnt as another's."""
     (tmp_path / "teacher.json").write_text(json.dumps({"model": "other"}))
-    assert "give either cost" in distill(teacher, tmp_path / "s", size=("--layers", "0-1", "--cost", "1"), code=1)
+    for size in ((), ("--layers", "0-1", "--cost", "1"), ("--start", str(tmp_path), "--cost", "0.1")):
+        assert "give one of cost" in distill(teacher, tmp_path / "s", size=size, code=1)
     assert "is the work of 'other'" in distill(teacher, tmp_path / "s", "--work", str(tmp_path), code=1)

@@ -13,22 +13,25 @@ from cascade.errors import ConfigError
 from cascade.training.distillation import Run, Schedule, distil, epochs, top_cross_entropy
 from cascade.training.recipe import Plan
 from cascade.training.student import Shape, cost, cut, spread
-from cascade.training.text import HELD_OUT, Shard, batches, held_out, padded, score
-from cascade.training.writing import Turns, Written, given_prompts, own_prompts, write
+from cascade.training.text import HELD_OUT, Shard, Text, batches, padded, score
+from cascade.training.writing import TEMPERATURES, Turns, given_prompts, own_prompts, write
 from tests import small
 from tests.training.teacher import CHAT, CONFIG, teacher
 
 TURNS = Turns(opening=(1, 7), answering=(2, 9, 9), ends=frozenset({2}))
+NO_TURNS = Turns((1,), (), frozenset({2}))
 
 
 def shard(texts: int = 2 * HELD_OUT, length: int = 24) -> Shard:
     tokens = torch.randint(3, CONFIG.vocab_size, (texts, length), generator=torch.Generator().manual_seed(1))
-    return Shard.of([Written(row[: length - n % 7].tolist(), 4, (0.0, 0.7, 1.0)[n % 3]) for n, row in enumerate(tokens)])
+    return Shard.of(
+        [Text(row[: length - n % 7].tolist(), 4, TEMPERATURES[n % 3], n % HELD_OUT == 0) for n, row in enumerate(tokens)]
+    )
 
 
 @pytest.fixture(scope="module")
 def scored() -> Shard:
-    return score(teacher(), shard())
+    return score(Model(teacher(), num_threads=1), shard())
 
 
 def test_loss_and_gradients_are_those_of_the_plain_formula() -> None:
@@ -66,10 +69,11 @@ def test_shards_come_back_from_disk_as_they_were(tmp_path: Path, scored: Shard) 
 def test_an_epoch_has_every_text_once_but_those_held_out() -> None:
     """Guards the judge: a text that it judges by was learnt from; and memory: a batch takes no more than it may."""
     texts = shard()
-    kept = [text for text in range(texts.num_texts) if not held_out(text)]
+    kept = texts.numbers(held_out=False)
     batches_of_one = len(list(batches(texts, kept, 128)))
     rows = [rows for _, rows in islice(epochs([texts], 128, seed=0), batches_of_one)]
     assert sorted(text for some in rows for text in some) == kept
+    assert sorted([*kept, *texts.numbers(held_out=True)]) == [*range(texts.num_texts)]
     assert all(padded(texts, some).numel() <= 128 for some in rows)
 
 
@@ -94,7 +98,7 @@ def test_student_learns_and_goes_on_where_it_was(tmp_path: Path, scored: Shard) 
     assert (resumed.step, resumed.tokens, resumed.seconds, resumed.loss) == (run.step, run.tokens, run.seconds, run.loss)
     for weight, expected in zip(resumed.student.parameters(), run.student.parameters(), strict=True):
         assert torch.equal(weight, expected)
-    assert {0.0, 0.7} == set(run.agreement([scored], 2))
+    assert set(run.agreement([scored], 2)) == {0.0, 1.0}  # of the texts that are held out
 
 
 def test_a_part_of_the_tokens_is_learnt_as_the_formula_says(scored: Shard) -> None:
@@ -113,7 +117,8 @@ def test_writing_is_what_the_model_would_say() -> None:
     """Guards rows against each other: answers at temperature 0 are greedy text, whichever share a batch and begin when."""
     model = teacher()
     prompts = [[1, 7, 30 + n, *range(40, 40 + n % 5)] for n in range(30)]
-    answers = list(write(Model(teacher(), num_threads=1), TURNS, given_prompts(iter(prompts)), rows=4, max_len=24))
+    beginnings = islice(given_prompts(prompts), len(prompts))
+    answers = list(write(Model(teacher(), num_threads=1), TURNS, beginnings, rows=4, max_len=24))
     greedy = [text for text in answers if text.temperature == 0.0]
     assert len(greedy) == 10
     for text in greedy:
@@ -126,14 +131,36 @@ def test_writing_is_what_the_model_would_say() -> None:
 
 def test_conversations_follow_the_template() -> None:
     """Guards turns: a student that has learnt from other ones than it will meet. Without turns a whole text is an answer."""
-    for turns, rows, max_len in ((TURNS, 8, 200), (Turns((1,), (), frozenset({2})), 4, 32)):
-        texts = islice(write(Model(teacher(), num_threads=1), turns, own_prompts(turns), rows=rows, max_len=max_len), 4)
+    for turns, rows, max_len in ((TURNS, 8, 200), (NO_TURNS, 4, 32)):
+        texts = [*islice(write(Model(teacher(), num_threads=1), turns, own_prompts(turns), rows=rows, max_len=max_len), 4)]
+        assert len({tuple(text.tokens) for text in texts}) == 4
         for text in texts:
             assert tuple(text.tokens[: len(turns.opening)]) == turns.opening
             assert (*text.tokens[text.prompt_len - len(turns.answering) : text.prompt_len],) == turns.answering
             assert text.answered or not turns.answering
             assert turns.answering or text.prompt_len == 1
             assert len(text.tokens) <= max_len
+
+
+def test_passes_that_write_say_what_a_pass_over_the_whole_text_says() -> None:
+    """Guards what is learnt: the teacher's likeliest tokens of a position that are those of another one, text or row."""
+    model, prompts = Model(teacher(), num_threads=1), [[1, 7, *range(30, 30 + n)] for n in range(1, 20)]
+    cases = ((TURNS, own_prompts(TURNS)), (TURNS, given_prompts(prompts)), (NO_TURNS, own_prompts(NO_TURNS)))
+    for turns, beginnings in cases:
+        shard = Shard.of([*islice(write(model, turns, beginnings, rows=12, max_len=40, score=True), 12)])
+        again = score(model, shard)
+        assert len(shard.ids) == len(shard.tokens)
+        assert np.array_equal(shard.ids, again.ids)
+        assert np.array_equal(shard.logprobs, again.logprobs)
+
+
+def test_given_prompts_come_at_every_temperature_and_judge_or_teach() -> None:
+    """Guards the judge against prompts that were learnt from, and hours against greedy answers that are there already."""
+    texts = [*islice(given_prompts([[1], [2], [3]], skip=5), 40)]
+    asked = [(text.tokens[0], text.temperature) for text in texts]
+    assert {*asked} == {(prompt, temperature) for prompt in (1, 2, 3) for temperature in TEMPERATURES}
+    assert all(asked.count((prompt, 0.0)) == 1 for prompt in (1, 2, 3))
+    assert all(text.held_out == (text.tokens == [1]) for text in texts)
 
 
 # students cut out of a teacher

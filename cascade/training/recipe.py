@@ -115,7 +115,7 @@ class Distillation:
         self._learn(run, BEFORE_ANSWERS, tell)
         self._answer(run, tell)
         self._learn(run, 1.0, tell)
-        self.agreement = run.agreement(self._judged(), len(self.turns.opening))
+        self.agreement = run.agreement(self._shards(self._texts, JUDGED_SHARDS), len(self.turns.opening))
         self._export(run)
         return self.agreement
 
@@ -203,28 +203,25 @@ class Distillation:
         shard = Shard.of(texts)
         (shard if len(shard.ids) else score(self.teacher, shard)).save(path)
 
-    def _shards(self, folder: Path) -> list[Shard]:
-        return [Shard.load(path) for path in self._files(folder)]
+    def _shards(self, folder: Path, most: int = MAX_SHARDS) -> list[Shard]:
+        return [Shard.load(path) for path in self._files(folder)[:most]]
 
     @staticmethod
     def _files(folder: Path) -> list[Path]:
         return sorted(folder.glob("*.npz"))
 
-    def _judged(self) -> list[Shard]:
-        return [Shard.load(path) for path in self._files(self._texts)[:JUDGED_SHARDS]]
-
     # student
 
     def _begin(self) -> Run:
-        shards = self._judged()
         layers, device = self.plan.layers, self._loading["device"]
         if self.plan.start is not None:
             student = load_trainable(str(self.plan.start), dtype="float32", device=device)
         elif layers:
             student = load_trainable(self._source, dtype="float32", device=device, layers=layers)
         else:
-            texts = next(batches(shards[0], range(shards[0].num_texts), 16_384))
-            student = cut(load_trainable(self._source, **self._loading), self.shape, padded(shards[0], texts).to(device))
+            [shard] = self._shards(self._texts, 1)
+            ids = padded(shard, next(batches(shard, range(shard.num_texts), 16_384)))
+            student = cut(load_trainable(self._source, **self._loading), self.shape, ids.to(device))
         predicted = self._predicted_tokens() if self.shape.vocab_size < student.config.vocab_size else None
         if predicted is not None:
             student.config.draft_vocab_size = len(predicted)
@@ -265,7 +262,7 @@ class Distillation:
     def _learn(self, run: Run, share: float, tell: Tell) -> None:
         """Learn from all text until that share of the time for it has passed."""
         seconds = self.plan.hours * 3600 * LEARNING
-        judged, opening, last = self._judged(), len(self.turns.opening), run.seconds
+        judged, opening, last = self._shards(self._texts, JUDGED_SHARDS), len(self.turns.opening), run.seconds
 
         def report(now: Run) -> None:
             nonlocal last
@@ -294,7 +291,9 @@ class Distillation:
         shape, config = self.shape, run.student.config
         written = sum(len(shard.tokens) for shard in self._shards(self._texts))
         figures = "\n".join(f"| {temperature:g} | {share:.3f} |" for temperature, share in self.agreement.items())
-        name = Path(self._source).name
+        name, origin = Path(self._source).name, "of the given files" if self.plan.data else "that the teacher wrote itself"
+        if self.plan.prompts is not None:
+            origin = "of given prompts and the teacher's answers"
         return f"""# A draft model for {name}
 
 Made by `cascade distill` to guess what {name} says. It is no assistant of its own.
@@ -306,7 +305,7 @@ Made by `cascade distill` to guess what {name} says. It is no assistant of its o
 | tokens that it says | {shape.vocab_size:,} of {config.vocab_size:,} |
 | width, neurons, layers | {config.hidden_size}, {config.intermediate_size}, {config.num_hidden_layers} |
 | it began as | {"an earlier student" if self.plan.start else f"layers {', '.join(map(str, shape.layers))} of the teacher"} |
-| text | {written:,} tokens {self._origin} |
+| text | {written:,} tokens {origin} |
 | tokens learnt, repetitions included | {run.tokens:,} |
 | steps, hours of training | {run.step:,}, {run.seconds / 3600:.2f} |
 
@@ -316,13 +315,6 @@ Share of positions of held-out answers at which both say the same, by the temper
 |---|---|
 {figures}
 """
-
-    @property
-    def _origin(self) -> str:
-        """Of the text, for the model card."""
-        if self.plan.data:
-            return "of the given files"
-        return "that the teacher wrote itself" if self.plan.prompts is None else "of given prompts and the teacher's answers"
 
     # bookkeeping
 

@@ -48,10 +48,6 @@ class Text:
     held_out: bool = False  # whether it only judges; texts with the same prompt agree in that
     likeliest: list[Likeliest] = field(default_factory=list)  # the teacher's after all tokens, if its passes have told them
 
-    @property
-    def answered(self) -> bool:
-        return 0 < self.prompt_len < len(self.tokens)
-
 
 @dataclass(frozen=True, slots=True)
 class Shard:

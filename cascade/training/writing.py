@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -94,14 +95,7 @@ def given_prompts(prompts: Sequence[Sequence[int]], skip: int = 0) -> Iterator[T
 
 
 def write(
-    model: Model,
-    turns: Turns,
-    beginnings: Iterator[Text],
-    *,
-    rows: int = 128,
-    max_len: int = 512,
-    seed: int = 0,
-    score: bool = False,
+    model: Model, turns: Turns, beginnings: Iterator[Text], *, rows: int, max_len: int, seed: int = 0, score: bool = False
 ) -> Iterator[Text]:
     """Write ``rows`` texts at a time, and yield each when it ends, until no beginning is left.
 
@@ -118,21 +112,16 @@ def write(
                 going.append(row)
                 continue
             row.cache.free()
-            if row.text.answered:
+            if 0 < row.text.prompt_len < len(row.text.tokens):
                 yield row.text
 
 
 @torch.inference_mode()
 def _scored(model: Model, rows: Sequence[Row]) -> list[tuple[int, list[Likeliest]]]:
     """A pass: of each row the own token after it, and the model's likeliest after each of its tokens."""
-    logits = model.logits(rows)
-    ids, logprobs = Likeliest.of(logits)
-    passed, begin = list[tuple[int, list[Likeliest]]](), 0
-    for row, result in zip(rows, scored(logits, rows), strict=True):
-        part = slice(begin, begin + row.num_scored)
-        passed.append((result.own[-1], [Likeliest(ids[part], logprobs[part])]))
-        begin = part.stop
-    return passed
+    logits, ends = model.logits(rows), np.cumsum([row.num_scored for row in rows])[:-1]
+    parts = zip(*(np.split(part, ends) for part in Likeliest.of(logits)), strict=True)
+    return [(result.own[-1], [Likeliest(*part)]) for result, part in zip(scored(logits, rows), parts, strict=True)]
 
 
 @dataclass(slots=True)

@@ -137,7 +137,7 @@ def test_conversations_follow_the_template() -> None:
         for text in texts:
             assert tuple(text.tokens[: len(turns.opening)]) == turns.opening
             assert (*text.tokens[text.prompt_len - len(turns.answering) : text.prompt_len],) == turns.answering
-            assert text.answered or not turns.answering
+            assert text.prompt_len < len(text.tokens)
             assert turns.answering or text.prompt_len == 1
             assert len(text.tokens) <= max_len
 

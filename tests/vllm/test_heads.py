@@ -23,6 +23,7 @@ from cascade.engine.vllm.model import VllmModel
 from cascade.engine.weights import shapes
 from cascade.errors import ModelError
 from cascade.family.packed import widened
+from cascade.planner.cost import Profile
 from cascade.scorer import Row, Scored
 from cascade.settings.check import needs
 from cascade.settings.config import CascadeConfig
@@ -158,8 +159,12 @@ def texts(cascade: Cascade, params: SamplingParams, speculation: Speculation) ->
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_trained_head_changes_no_text(trained: VllmModel, expected: Cascade, temperature: float) -> None:
+def test_a_trained_head_changes_no_text(
+    trained: VllmModel, expected: Cascade, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards the promise with a head that is mostly right, alone and in one tree with a text drafter; it is asked and used."""
+    # guesses cost nothing at first: timed on a busy machine they might never pay
+    monkeypatch.setattr("cascade.local.measure", lambda *args, **options: Profile(((1, 0.01), (64, 0.01))))
     params = SamplingParams(temperature=temperature, seed=7, max_tokens=40, ignore_eos=True)
     said = texts(expected, params, Speculation("off"))
     with Cascade([trained], Tokenizer.from_pretrained(small.paths()[-1]), drafter="suffix") as cascade:

@@ -114,7 +114,8 @@ def _bind_learner(config: CascadeConfig, tiers: dict[str, Any], prefix: str) -> 
 
     assert config.alignment is not None
     values = config.model_dump(mode="json")
-    actor, num_workers = {"num_cpus": 1} | config.alignment.ray_actor_options, config.alignment.num_workers
+    actor: dict[str, Any] = {"num_cpus": 1, **config.alignment.ray_actor_options}
+    num_workers = config.alignment.num_workers
     if num_workers > 1:  # they get what they need from Ray Train; the learner only waits for them
         try:
             import ray.train  # noqa: F401
@@ -196,15 +197,8 @@ def _surging(tier: TierConfig) -> dict[str, Any]:
 
 def _environment(actor: Mapping[str, Any]) -> dict[str, Any]:
     """Actor options with `ENVIRONMENT`, which the user's own variables override."""
-    runtime_env = _mapping("runtime_env", actor.get("runtime_env"))
-    runtime_env["env_vars"] = ENVIRONMENT | _mapping("runtime_env.env_vars", runtime_env.get("env_vars"))
-    return {**actor, "runtime_env": runtime_env}
-
-
-def _mapping(name: str, value: object) -> dict[str, Any]:
-    if not isinstance(value, Mapping | None):
-        raise ConfigError(f"{name} in ray_actor_options is {value!r}: it must be a mapping")
-    return dict(value or {})
+    given = actor.get("runtime_env") or {}
+    return {**actor, "runtime_env": {**given, "env_vars": ENVIRONMENT | (given.get("env_vars") or {})}}
 
 
 def shortage(config: CascadeConfig, there: Mapping[str, float]) -> str | None:

@@ -19,7 +19,7 @@ from cascade.engine.grammar import Grammars
 from cascade.engine.sampling.state import state_maker
 from cascade.engine.threads import apart
 from cascade.engine.tokenizer import Tokenizer
-from cascade.errors import ModelError
+from cascade.errors import ConfigError, ModelError
 from cascade.params import SamplingParams
 from cascade.planner.chains import Planner
 from cascade.planner.cost import Profile
@@ -184,8 +184,11 @@ async def _apart(work: Callable[[], T]) -> T:
 
 
 def bind_threads(engine: EngineKwargs) -> None:
-    """Bind all threads of this process to the configured cores, and limit those of a pass."""
+    """Bind all threads of this process to the configured cores, and limit those of a pass; raises `ConfigError`."""
     if engine.cpu_affinity is not None:
+        there = os.sched_getaffinity(0)
+        if missing := sorted({*engine.cpu_affinity} - there):
+            raise ConfigError(f"cpu_affinity names core {missing[0]}, and this process has {sorted(there)}: name some of these")
         for thread in Path("/proc/self/task").iterdir():
             os.sched_setaffinity(int(thread.name), engine.cpu_affinity)
     given = os.environ.get("OMP_NUM_THREADS", "")  # Ray sets it for a worker

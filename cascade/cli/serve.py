@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from deployments.ops.launch import Server
 
 
-KEYS = "CASCADE_API_KEYS"  # a router's environment variable, NAME=KEY
-
-
 @click.command()
 @model_options
 @click.option("--host", help="Address to listen at; 127.0.0.1 by default.")
@@ -36,15 +33,19 @@ def serve(host: str | None, port: int | None, grpc_port: int | None, api_key: st
     cascade serve Qwen/Qwen3-32B --draft Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B
     """
     config = configured(**models)
+    access = config.router.access
     if api_key is not None:
         if os.environ.get("RAY_ADDRESS", "local") not in ("", "local"):  # its routers would not ask for the key
-            raise ConfigError(f"--api-key is for this machine: set {KEYS} where the routers of the cluster run")
-        os.environ[KEYS] = f"cli={api_key}"
+            raise ConfigError(f"--api-key is for this machine: set {access.keys_env} where the routers of the cluster run")
+        if os.environ.get(access.keys_env):
+            raise ConfigError(f"--api-key is given and {access.keys_env} has keys: leave one out")
+        os.environ[access.keys_env] = f"cli={api_key}"
     stopping = contextlib.suppress(KeyboardInterrupt)  # while it starts, too: it may serve before it says so
     with stopping, started(config, host=host, port=port, grpc_port=grpc_port, name=name) as server:
         console.print(f"[bold green]Serving[/] {', '.join(server.tiers)} on [bold]{server.address}[/]. Ctrl-C stops.")
         console.print(f"HTTP, and a page to look at: [bold]{server.url}[/]. For Prometheus: {server.url}/metrics\n")
-        message = usage(server.address, server.url, server.model, keyed=KEYS in os.environ)
+        keyed = bool(access.keys_file or os.environ.get(access.keys_env))
+        message = usage(server.address, server.url, server.model, keyed=keyed)
         console.print(message, markup=False, soft_wrap=True)  # to be copied
         server.wait()
 

@@ -3,11 +3,12 @@
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
 from cascade.errors import ConfigError
+from cascade.settings.deployment import ActorOptions
 from cascade.settings.engine import EngineKwargs
 from cascade.settings.section import Count, Seconds, Section, Text, Variable
 from cascade.training.reservoir import Limits, Reservoir
@@ -38,7 +39,7 @@ class AlignmentConfig(Section):
     device: str | None = None  # the learner's, such as cuda:0; by default the GPU if there is one
     num_workers: Count = 1  # processes that train a drafter together, by Ray Train
     # resources of the learner, or of each of several workers: `num_gpus`, ...
-    ray_actor_options: dict[str, Any] = Field(default_factory=dict)
+    ray_actor_options: ActorOptions = Field(default_factory=ActorOptions)
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Self:

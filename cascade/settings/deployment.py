@@ -3,11 +3,38 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field, with_config
+from typing_extensions import TypedDict  # pydantic takes that of Python from 3.12 on
 
 from cascade.settings.section import Count, Seconds, Section
 
 RESOURCES = {"num_cpus": "CPU", "num_gpus": "GPU"}  # Ray's names, by the options that ask for them
+
+
+@with_config(ConfigDict(extra="allow"))
+class RuntimeEnv(TypedDict, total=False):
+    """Ray's runtime environment, as far as it is read here."""
+
+    env_vars: dict[str, str] | None
+
+
+@with_config(ConfigDict(extra="allow"))
+class ActorOptions(TypedDict, total=False):
+    """Ray's options of a replica, likewise."""
+
+    num_cpus: float | None
+    num_gpus: float | None
+    resources: dict[str, float] | None
+    runtime_env: RuntimeEnv | None
+
+
+@with_config(ConfigDict(extra="allow"))
+class Scaling(TypedDict, total=False):
+    """Ray Serve's options of autoscaling, likewise."""
+
+    min_replicas: int
+    initial_replicas: int | None
+    max_replicas: int
 
 
 class DeploymentConfig(Section):
@@ -17,8 +44,8 @@ class DeploymentConfig(Section):
     """
 
     num_replicas: Count | Literal["auto"] | None = None  # fixed number, or `auto`; 1 by default
-    autoscaling_config: dict[str, Any] | None = None  # Ray Serve's; ongoing requests are sessions
-    ray_actor_options: dict[str, Any] = Field(default_factory=dict)  # `num_gpus`, `num_cpus`, `resources`, `runtime_env`
+    autoscaling_config: Scaling | None = None  # Ray Serve's; ongoing requests are sessions
+    ray_actor_options: ActorOptions = Field(default_factory=ActorOptions)  # `num_gpus`, `num_cpus`, `resources`, `runtime_env`
     max_ongoing_requests: Count = 256  # sessions of a replica at once
     max_queued_requests: Annotated[int, Field(ge=-1)] = -1  # calls that wait for a replica; -1: any number
     max_replicas_per_node: Count | None = None  # replicas on one node at most
@@ -39,14 +66,14 @@ class DeploymentConfig(Section):
         """Replicas at the start."""
         if (scaling := self.autoscaling_config) is not None:
             first = scaling.get("initial_replicas")
-            return int(scaling.get("min_replicas", 1) if first is None else first)
+            return scaling.get("min_replicas", 1) if first is None else first
         return self.num_replicas if isinstance(self.num_replicas, int) else 1
 
     @property
     def several(self) -> bool:
         """Whether there may be more than one replica."""
         if self.autoscaling_config is not None:
-            return int(self.autoscaling_config.get("max_replicas", 1)) > 1
+            return self.autoscaling_config.get("max_replicas", 1) > 1
         return self.num_replicas not in (None, 1)
 
 

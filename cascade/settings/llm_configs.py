@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, with_config
+from typing_extensions import TypedDict
 
 from cascade.errors import ConfigError
 from cascade.settings.config import CascadeConfig
+from cascade.settings.deployment import ActorOptions
 from cascade.settings.engine import EngineKwargs
-from cascade.settings.section import Section, sentence
+from cascade.settings.section import Count, Section, sentence
 
 Values = dict[str, Any]
 FULL = "full"  # the tier of a model's own name
@@ -21,6 +23,20 @@ NO_EFFECT = ("enable_auto_tool_choice", "tool_call_parser", "log_engine_metrics"
 TOOL_FORMATS = {"hermes": "hermes", "mistral": "mistral", "llama3_json": "llama3"}  # vLLM's tool_call_parser, and ours
 
 log = logging.getLogger(__name__)
+
+
+@with_config(ConfigDict(extra="allow"))
+class VllmOptions(TypedDict, total=False):
+    """`engine_kwargs`, as far as they are read here."""
+
+    tensor_parallel_size: Count
+
+
+@with_config(ConfigDict(extra="allow"))
+class ServeOptions(TypedDict, total=False):
+    """`deployment_config`, likewise."""
+
+    ray_actor_options: ActorOptions | None
 
 
 class Loading(Section):
@@ -64,11 +80,11 @@ class TierBelow(Section):
 
     name: str | None = None  # tier0, tier1, ... bottom to top if not given
     model_loading_config: Loading
-    engine_kwargs: Values = Field(default_factory=dict)
+    engine_kwargs: VllmOptions = Field(default_factory=VllmOptions)
     accelerator_type: str | None = None
     accelerator_config: Accelerator | None = None
     placement_group_config: Placement | None = None
-    deployment_config: Values = Field(default_factory=dict)
+    deployment_config: ServeOptions = Field(default_factory=ServeOptions)
     runtime_env: Values | None = None
 
 
@@ -121,10 +137,22 @@ def _values(model: Any) -> Any:
     return read_yaml(Path(model)) if isinstance(model, str) else model
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which YAML's own takes the last and forgets the first."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        keys = [key.value for key, _ in node.value]
+        for place, (key, _) in enumerate(node.value):
+            if key.value in keys[:place]:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is given twice", key.start_mark)
+        return node
+
+
 def read_yaml(path: Path) -> Any:
     """The values in a file; raises `ConfigError`."""
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        return yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -133,33 +161,33 @@ def read_yaml(path: Path) -> Any:
 
 def _cascade(model: Model, router: Values) -> CascadeConfig:
     """One model and what drafts for it."""
-    name = model.model_loading_config.model_id
+    name, given = model.model_loading_config.model_id, dict[str, Any](model.engine_kwargs)
     full = _tier(model, FULL)
     engine = full["engine_kwargs"]
     if model.llm_engine is not None:
         engine["engine"] = "vllm"
     if model.lora_config is not None and (path := model.lora_config.dynamic_lora_loading_path):
         engine |= {"lora_path": path, "max_loras": model.lora_config.max_num_adapters_per_replica}
-    parser = model.engine_kwargs.get("tool_call_parser")
+    parser = given.get("tool_call_parser")
     router = router | ({"tool_format": TOOL_FORMATS[parser]} if parser in TOOL_FORMATS else {})
     lower = [_tier(tier, tier.name or f"tier{level}") for level, tier in enumerate(model.tiers)]
     values: Values = {"tiers": [*lower, full], "router": router}
-    if "max_model_len" in model.engine_kwargs:
-        values["max_model_len"] = model.engine_kwargs["max_model_len"]
+    if "max_model_len" in given:
+        values["max_model_len"] = given["max_model_len"]
     return CascadeConfig.parse(values, f"Model {name!r}")
 
 
 def _tier(model: TierBelow, name: str) -> Values:
     """Values of a tier; as theirs, it takes a GPU for each rank unless something says otherwise."""
-    loading, engine = model.model_loading_config, dict(model.engine_kwargs)
+    loading, engine = model.model_loading_config, dict[str, Any](model.engine_kwargs)
     source = loading.model_source or loading.model_id
     if loading.tokenizer_source not in (None, source):
         raise ConfigError(
             f"tokenizer_source of {loading.model_id!r} is {loading.tokenizer_source!r}: remove it, a model has its own"
         )
     for key, value in KEPT.items():
-        if engine.pop(key, value) != value:
-            raise ConfigError(f"{key} of {loading.model_id!r} is {model.engine_kwargs[key]!r}: a cascade takes {value!r} alone")
+        if (given := engine.pop(key, value)) != value:
+            raise ConfigError(f"{key} of {loading.model_id!r} is {given!r}: a cascade takes {value!r} alone")
     lora = getattr(model, "lora_config", None)
     if engine.pop("enable_lora", True) is False and lora is not None:
         raise ConfigError(f"enable_lora of {loading.model_id!r} is False beside its lora_config: remove one of the two")
@@ -172,8 +200,8 @@ def _tier(model: TierBelow, name: str) -> Values:
     if engine.get("engine") == "vllm" and longest is not None:
         engine["max_model_len"] = longest
     ranks = engine.get("tensor_parallel_size", 1)
-    deployment = dict(model.deployment_config)
-    actor = dict(deployment.get("ray_actor_options") or {})
+    deployment = dict[str, Any](model.deployment_config)
+    actor = dict[str, Any](deployment.get("ray_actor_options") or {})
     if model.runtime_env is not None:
         if "runtime_env" in actor:
             raise ConfigError(f"{loading.model_id!r} has runtime_env twice, also in ray_actor_options: remove one of them")

@@ -193,7 +193,7 @@ def listening_at(config: CascadeConfig, listen: ListenConfig, node: str | None =
     router = config.router.model_copy(update={"listen": listen})
     if node is not None:
         deployment = router.deployment_config
-        actor = dict(deployment.ray_actor_options)
+        actor = dict[str, Any](deployment.ray_actor_options)
         actor["resources"] = {f"node:{node}": 0.001} | dict(actor.get("resources") or {})
         update = {"deployment_config": deployment.model_copy(update={"ray_actor_options": actor})}
         router = router.model_copy(update=update)

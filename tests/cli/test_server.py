@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from cascade.errors import ConfigError, ModelError
 from cascade.settings.config import CascadeConfig
@@ -172,6 +173,19 @@ def test_ctrl_c_ends_a_start_in_order(fake: Ray) -> None:
     fake.raises["run"] = KeyboardInterrupt()
     assert run("serve", "--port", "0")[0] == 0
     assert fake.calls == ["init", "start", "run", "delete", "shutdown"]
+
+
+def test_a_key_goes_where_routers_look_for_it(monkeypatch: pytest.MonkeyPatch, fake: Ray, tmp_path: Path) -> None:
+    """Guards `--api-key` beside a file with a `keys_env` of its own: the key was nowhere, and everybody might ask."""
+    values, path = small.config().model_dump(mode="json"), tmp_path / "my.yaml"
+    path.write_text(yaml.safe_dump(values | {"router": {"access": {"keys_env": "MY_KEYS"}}}))
+    monkeypatch.setenv("MY_KEYS", "")
+    fake.raises["run"] = KeyboardInterrupt()
+    command = ["serve", path, "--port", "0", "--api-key", "0123456789abcdef"]
+    assert run(*command)[0] == 0
+    assert os.environ["MY_KEYS"] == "cli=0123456789abcdef"
+    code, output = run(*command)
+    assert (code, "--api-key is given and MY_KEYS has keys: leave one out" in output) == (1, True)
 
 
 @pytest.mark.parametrize(("name", "option"), [("grpc_port", "--grpc-port"), ("http_port", "--port")])

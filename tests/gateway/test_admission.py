@@ -198,6 +198,9 @@ def test_wrong_keys_are_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("CASCADE_REQUIRE_KEYS", "1")
     with pytest.raises(ConfigError, match="There are no API keys where this router runs"):
         load(monkeypatch, "")
+    monkeypatch.setenv("CASCADE_REQUIRE_KEYS", "true")
+    with pytest.raises(ConfigError, match="CASCADE_REQUIRE_KEYS is 'true': it must be 1"):
+        load(monkeypatch, "")
 
 
 def test_limits_are_each_keys_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,6 +165,8 @@ REFUSED: list[tuple[Values, str]] = [
         "enable_lora of 'qwen-0.5b' is False beside its lora_config",
     ),
     ({"runtime_env": {"a": 1}, "deployment_config": {"ray_actor_options": {"runtime_env": {}}}}, "has runtime_env twice"),
+    ({"engine_kwargs": {"tensor_parallel_size": "two"}}, "engine_kwargs.tensor_parallel_size is 'two': input should be"),
+    ({"deployment_config": {"ray_actor_options": 5}}, "deployment_config.ray_actor_options is 5: input should be"),
     ({"placement_group_config": {"strategy": "PACK"}}, "either bundles or bundle_per_worker"),
     ({"deployment_config": {"name": "x"}}, "name is not a known key"),
     ({"acelerator_type": "L4"}, "acelerator_type is not a known key"),

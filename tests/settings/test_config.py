@@ -1,6 +1,7 @@
 """Configurations: what is wrong is refused before anything starts, and what is right reaches Ray Serve."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,9 +19,11 @@ from cascade.engine.published_tokenizer import pretrained
 from cascade.errors import ConfigError, ModelError
 from cascade.settings.check import needs, verify
 from cascade.settings.config import CascadeConfig
+from cascade.settings.engine import EngineKwargs
 from deployments import app, ray_compat
 from deployments.app import ENVIRONMENT, SURGE_PERCENT, build, parse, tier_options
 from deployments.gateway.grpc.ingress import SERVICER
+from deployments.tier import bind_threads
 from tests import small
 
 CLUSTER = Path(__file__).parents[2] / "cluster"
@@ -123,6 +126,14 @@ WRONG: list[tuple[Any, str]] = [
     (deploying(autoscaling_config={"max_replicas": -3}), r"tier full.*max_replicas"),
     ({"tiers": [tier()], "router": {"deployment_config": {"ray_actor_options": {"gpus": 1}}}}, r"router.*gpus"),
     (deploying(ray_actor_options={"runtime_env": 5}), r"runtime_env"),
+    (
+        deploying(ray_actor_options={"runtime_env": {"env_vars": {"A": [1]}}}),
+        r"runtime_env\.env_vars\.A: input should be a valid string",
+    ),
+    (deploying(ray_actor_options={"num_gpus": "one"}), r"ray_actor_options\.num_gpus is 'one': input should be a valid number"),
+    (deploying(ray_actor_options={"resources": {"disk": "much"}}), r"resources\.disk is 'much'"),
+    (deploying(autoscaling_config={"max_replicas": "many"}), r"autoscaling_config\.max_replicas is 'many': input should be"),
+    (aligned(ray_actor_options={"num_gpus": "one"}), r"alignment\.ray_actor_options\.num_gpus is 'one'"),
 ]
 
 
@@ -152,6 +163,7 @@ FILES: list[tuple[Callable[[Path], object], str]] = [
     (lambda path: path.write_text("tiers: !!python/object/apply:os.getcwd []"), r"is not YAML"),
     (lambda path: path.write_text("tiers: 5"), r"tiers is 5: input should be a valid tuple"),
     (lambda path: path.write_text("[" * 600), r"is not YAML"),
+    (lambda path: path.write_text("window: 3\ntiers: []\nwindow: 4"), r"is not YAML: 'window' is given twice.*line 3"),
 ]
 
 
@@ -449,3 +461,11 @@ def test_drafters_begin_at_the_revision_that_is_pinned(tmp_path: Path, monkeypat
     lost = CascadeConfig.parse({"tiers": [below | {"engine_kwargs": {"revision": "v2"}}, tier("full")]})
     with pytest.raises(ModelError, match="Revision 'v2' of 'some/model' cannot be had"):
         lost.beginning("tiny")
+
+
+def test_cores_that_are_not_there_are_named() -> None:
+    """Guards `cpu_affinity`: Linux says "Invalid argument" if no core is there, and binds to the others if one is."""
+    core = max(os.sched_getaffinity(0)) + 1
+    for cores in ([core], [min(os.sched_getaffinity(0)), core]):
+        with pytest.raises(ConfigError, match=f"cpu_affinity names core {core}, and this process has"):
+            bind_threads(EngineKwargs(cpu_affinity=cores))

@@ -150,7 +150,10 @@ def _read(config: AccessConfig) -> dict[bytes, str]:
         if not more:
             raise ConfigError(f"router.access.keys_file is {config.keys_file!r}, which has no keys: write NAME=KEY lines")
         keys |= more
-    if not keys and (config.required or os.environ.get(REQUIRED) == "1"):
+    asked = os.environ.get(REQUIRED) or "0"
+    if asked not in ("0", "1"):
+        raise ConfigError(f"{REQUIRED} is {asked!r}: it must be 1, to start with keys alone, or 0")
+    if not keys and (config.required or asked == "1"):
         raise ConfigError(
             f"There are no API keys where this router runs, and keys are required: set {config.keys_env} on its node, "
             f"or router.access.keys_file, or let everybody ask with required: false and {REQUIRED}=0"

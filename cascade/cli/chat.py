@@ -38,8 +38,6 @@ def chat(models: tuple[str, ...], address: str | None, system: str, plain: bool,
     Each token has the colour of the tier that guessed it. /help lists what else can be typed; Ctrl-C stops an answer,
     Ctrl-D ends.
     """
-    if address and models:
-        raise click.UsageError("--address names a server and MODELS run here: give one of them")
     sampled, speculation = parameters(options)
     with connected(address, models) as backend:
         if not plain:

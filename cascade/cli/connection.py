@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+import click
+
 from cascade.answer import Chunk
 from cascade.cli.screen import console
 from cascade.params import Handling, SamplingParams, Speculation
@@ -74,7 +76,9 @@ def user_turn(text: str) -> Sequence[Message]:
 
 @contextmanager
 def connected(address: str | None, models: tuple[str, ...] = ()) -> Iterator[Backend]:
-    """The server at ``address``, or what `loaded` loads."""
+    """The server at ``address``, or what `loaded` loads; raises `click.UsageError` if both are named."""
+    if address and models:
+        raise click.UsageError("--address names a server and models run here: give one of them")
     if address:
         from cascade.client import Client
 

@@ -151,6 +151,8 @@ def plan(
     from cascade.simulation.plan import Traffic, predict, recorded_tiers, toy_tiers
     from cascade.simulation.recording import Recording
 
+    if pass_ms and (model or drafts or devices):
+        raise click.UsageError("--pass-ms stands instead of MODEL, --draft and --device: leave one or the other out")
     costs, vocab = _given(pass_ms) if pass_ms else _computed(model, drafts, devices, tensor_parallel_size)
     num_drafts = len(costs) - 1
     if bool(shares) == (measured is not None):

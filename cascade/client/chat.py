@@ -134,19 +134,27 @@ def encode_chat(
             **encode_options(params, speculation, handling),
             **{name: value for name, value in given.items() if name not in CONVERTED},
         )
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except KeyError as error:
+        raise InvalidRequest(f"The request cannot be sent: {error} is missing in a message, a call or a tool") from None
+    except (ValueError, TypeError, AttributeError) as error:
         raise InvalidRequest(f"The request cannot be sent: {error}") from None
 
 
 def _message(message: Mapping[str, Any]) -> pb.ChatMessage:
     given = _without_empty(message)
     if isinstance(content := given.get("content"), list):
-        given["content"] = "".join(part["text"] for part in content)
+        given["content"] = "".join(map(_text, content))
     reasoning = given.pop("reasoning", None)  # other servers' name for reasoning_content
     if reasoning is not None and given.setdefault("reasoning_content", reasoning) != reasoning:
         raise ValueError("reasoning_content and reasoning differ: give one of them")
     given["tool_calls"] = [_call(call) for call in given.get("tool_calls", ())]
     return pb.ChatMessage(**given)
+
+
+def _text(part: Mapping[str, Any]) -> str:
+    if part.get("type", "text") != "text":
+        raise ValueError(f"type of a part is {part['type']!r:.60}: messages are texts")
+    return str(part["text"])
 
 
 def _call(made: Mapping[str, Any]) -> dict[str, Any]:

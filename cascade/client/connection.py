@@ -208,6 +208,8 @@ def _target(address: str, authority: str | None) -> tuple[str, grpc.ChannelCrede
             raise ConfigError(f"authority is given and address is {address!r}: begin it with {SECURE} for TLS")
         if address.startswith(OTHER_SCHEMES):
             raise ConfigError(f"address is {address!r}: give HOST:PORT of its gRPC endpoint, or {SECURE}HOST:PORT for TLS")
+        if ":" not in address:
+            raise ConfigError(f"address is {address!r}, which names no port: give HOST:PORT, as {address}:9000")
         return address, None
     try:
         roots = None if authority is None else Path(authority).read_bytes()

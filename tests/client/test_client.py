@@ -132,4 +132,20 @@ def test_what_cannot_be_said_is_refused(server: Canned, prompt: Any, params: Sam
     assert server.requests == []
 
 
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+            "type of a part is 'image_url': messages are",
+        ),
+        ({"role": "assistant", "tool_calls": [{"id": "c1"}]}, "'function' is missing in a message, a call or a tool"),
+    ],
+)
+def test_messages_that_cannot_be_said_are_named(server: Canned, message: Any, words: str) -> None:
+    """Guards the sentence: it was the name of a key in quotes."""
+    with Client(server.address) as client, pytest.raises(InvalidRequest, match=words):
+        client.chat([message])
+
+
 # weight

@@ -64,6 +64,8 @@ def test_what_no_call_can_carry_is_refused() -> None:
     for address in ("http://127.0.0.1:8000", "grpc://127.0.0.1:9000"):
         with pytest.raises(ConfigError, match="give HOST:PORT of its gRPC endpoint"):
             Client(address)
+    with pytest.raises(ConfigError, match="address is 'localhost', which names no port: give HOST:PORT, as localhost:9000"):
+        Client("localhost")
     with pytest.raises(ConfigError, match="address is an empty list"):
         Client([])
 

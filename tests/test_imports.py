@@ -29,7 +29,7 @@ FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those 
     ("deployments.ray_compat", "deployments.replica", "deployments.versions"),
     ("deployments.ops.metrics", "deployments.ops.tracing", "deployments.ops.drift", "deployments.ops.workers"),
     ("deployments.links",),
-    ("deployments.gateway.admission", "deployments.gateway.threads", "deployments.gateway.patience"),
+    ("deployments.gateway.admission", "deployments.gateway.threads"),
     ("deployments.gateway.model", "deployments.ops.learner", "deployments.ops.collector"),
     ("deployments.gateway.chat", "deployments.full_tier"),
     ("deployments.gateway.grpc", "deployments.gateway.http"),

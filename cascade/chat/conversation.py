@@ -35,7 +35,8 @@ def mistake(errors: Sequence[Any], whole: str = "The body") -> tuple[str | None,
     """
     first = _likeliest(errors)
     if first["type"] == "json_invalid":
-        return None, "The body is not JSON"
+        place, reason = first["loc"][1], first["ctx"]["error"]
+        return None, f"The body is not JSON: {reason}" + (f" at character {place}" if place else "")
     if first["type"] == "model_attributes_type" and len(first["loc"]) == 1:
         return None, "The body is no JSON object: send one, with the header Content-Type: application/json"
     message = first["msg"].removeprefix("Value error, ")
@@ -245,7 +246,10 @@ class StyleBody(Body):
         return Style(self.chat_template_kwargs or {}, prompts, goes_on, self.reasoning_effort)
 
     def check_style(self, messages: Messages) -> None:
-        """Raise `ValueError` if there is nothing to go on with."""
+        """Raise `InvalidRequest` if it contradicts itself, or there is nothing to go on with."""
+        effort = self.reasoning_effort
+        if effort is not None and (self.chat_template_kwargs or {}).get("reasoning_effort", effort) != effort:
+            raise InvalidRequest("reasoning_effort is another one in chat_template_kwargs: leave one out", "reasoning_effort")
         if not self.continue_final_message:
             return
         if self.add_generation_prompt:

@@ -140,6 +140,11 @@ class ChatTemplate:
         return tuple(sorted(names - OWN_NAMES - set(self._tokenizer.special_tokens)))
 
     @cached_property
+    def switches(self) -> tuple[str, ...]:
+        """Those of the variables by which the model is told to think, or not to."""
+        return tuple(name for name in ("enable_thinking", "thinking") if name in self.variables)
+
+    @cached_property
     def thinks(self) -> bool:
         """Whether the assistant may write thoughts: the template names the tags around them."""
         text = "\n".join(self._sources)
@@ -155,6 +160,11 @@ class ChatTemplate:
     @cached_property
     def shows_tools(self) -> bool:
         return PROBE_NAME in (self._probe([QUESTION], Style()) or "")
+
+    @cached_property
+    def writes_names(self) -> bool:
+        """Whether it writes the ``name`` of who says something."""
+        return PROBE_NAME in (self._probe([{**QUESTION, "name": PROBE_NAME}], tools=False) or "")
 
     @cached_property
     def written_call(self) -> str:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from cascade.answer import Chunk, Completion, Stats
 from deployments.gateway.chat.calls import FORMATS, CallParser
 from deployments.gateway.chat.reader import TurnReader
-from deployments.gateway.http.reply import CompletionReply, Echo, Form
+from deployments.gateway.http.openai import ChatBody
+from deployments.gateway.http.reply import CompletionReply, Echo
 from tests.cases import examples
 
 NAMES = frozenset({"get_weather", "add"})
@@ -60,8 +61,10 @@ def reader(name: str, hidden: dict[int, str] | None = None) -> TurnReader:
 
 def message(name: str, pieces: list[Chunk]) -> dict[str, Any]:
     """The choice of a whole answer, to which its pieces must add up."""
-    form, in_pieces, arguments = Form("chat", "1", "m", reader=lambda: reader(name)), reader(name), dict[int, str]()
-    choice: dict[str, Any] = CompletionReply(form, [Echo()]).whole([(0, piece) for piece in pieces])["choices"][0]
+    body = ChatBody.model_validate({"messages": [{"role": "user", "content": "x"}]})
+    in_pieces, arguments = reader(name), dict[int, str]()
+    reply = CompletionReply(body, "1", "m", [Echo()], 0, reader=lambda: reader(name))
+    choice: dict[str, Any] = reply.whole([(0, piece) for piece in pieces])["choices"][0]
     deltas = [in_pieces.take(piece) for piece in pieces]
     for call in itertools.chain.from_iterable(delta.calls for delta in deltas):
         arguments[call.index] = arguments.get(call.index, "") + call.arguments

@@ -10,7 +10,8 @@ import pytest
 
 from cascade.client import Client
 from cascade.engine.tokenizer import Tokenizer
-from cascade.params import Speculation
+from cascade.errors import InvalidRequest
+from cascade.params import Speculation, Structured
 from deployments.gateway.chat.assistant import Assistant
 from deployments.gateway.chat.calls import FORMATS
 from tests.cases import rare
@@ -103,6 +104,25 @@ def test_one_call_or_several(served: tuple[House, str]) -> None:
     several = everywhere(house, user(two), {}, tools=TOOLS)
     assert len({call.id for call in several.calls}) == 2
     assert len(everywhere(house, user(two), {}, tools=TOOLS, parallel_tool_calls=False).calls) == 1
+
+
+FORM = Structured(json_schema={"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]})
+
+
+@pytest.mark.parametrize("tool", [WEATHER, STRICT], ids=["free", "strict"])
+def test_texts_of_a_form_leave_room_for_calls(served: tuple[House, str], tool: Any) -> None:
+    """Guards agents that ask for JSON and have tools: the grammar of the text forbade every call, and nobody said so."""
+    house, name = served
+    if name == "llama3":  # a call begins there as the text does
+        with Client(house.grpc) as client, pytest.raises(InvalidRequest, match="cannot both be enforced: leave one out"):
+            client.chat(user("x"), params({"structured": FORM}), tools=[tool])
+        return
+    turn = everywhere(house, user(SAID[name]), {"structured": FORM}, tools=[tool])
+    assert (turn.content, [json.loads(call.arguments) for call in turn.calls]) == (None, [{"city": "Rome", "days": 3}])
+    turn = everywhere(house, user('{"a": 1}'), {"structured": FORM}, tools=[tool])
+    assert (turn.content, turn.calls, turn.finish_reason) == ('{"a": 1}', (), "stop")
+    turn = everywhere(house, user("Well."), {"structured": FORM}, tools=[tool])
+    assert turn.calls or (turn.content or "").startswith("{")
 
 
 @pytest.mark.parametrize("name", [*FORMATS, "strange", None])

@@ -86,6 +86,8 @@ TEXTS_OVER_HTTP: Table = [
     (RESUMED | {"stream": True, "resume": {"token_ids": [[-1]]}}, "resume.token_ids.0.0", "resume.token_ids.0.0"),
     ({"structured": {"json_schema": {}, "regex": "a"}}, "structured", "structured is 'json_schema and regex'"),
     ({"structured": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured", "give one"),
+    ({"logit_bias": {"05": 1, "5": -1}}, "logit_bias", "'05'"),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", "is True"),
     (
         {"structured": {"regex": "a"}, "structured_outputs": {"regex": "a"}},
         "structured_outputs",
@@ -112,7 +114,7 @@ CHATS: Table = [  # over both protocols
     (
         {"tools": [WEATHER], "tool_choice": "required", "structured": {"regex": "a"}},
         "tools",
-        "tools and response_format or structured are both enforced",
+        "tools and response_format or structured cannot both be enforced",
     ),
     ({"messages": [USER, CALLED, {"role": "tool", "content": "x"}]}, "messages.2.tool_call_id", "tool_call_id is needed"),
     (
@@ -134,6 +136,7 @@ CHATS_OVER_HTTP: Table = [
     ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "tools", "leave one out"),
     ({"max_completion_tokens": 3}, "max_tokens", "differ"),
     ({"top_logprobs": 2}, "top_logprobs", "top_logprobs"),
+    ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}, "reasoning_effort", "leave one out"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages.0.content.0.type",
@@ -151,12 +154,38 @@ RESPONSES: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input_text"),
     ({"n": 2}, "n is not a known field"),
+    ({"stream": True, "stream_options": {"include_usage": True}}, "include_usage is not a known field"),
+    ({"text": {"format": {"type": "text", "schema": {}}}}, "schema is needed with the type 'json_schema', and with no other"),
+]
+MESSAGES: list[tuple[dict[str, Any], str]] = [
+    (
+        {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "any", "name": "f"}},
+        "name is needed with the type",
+    ),
+    ({"thinking": {"type": "disabled"}, **OPENED}, "thinking is another one in chat_template_kwargs: leave one out"),
 ]
 OTHERS: list[tuple[str, Any, int, str]] = [  # path, body, status, words
     ("/v1/completions", b"{", 400, "not JSON"),
     ("/v1/completions", b"[" * 100_000, 400, "bod"),
     ("/v1/completions", b"[]", 400, "no JSON object"),
     ("/v1/completions", b"", 400, "The body is missing: add it"),
+    ("/v1/completions", b'{"prompt": "x",}', 400, "The body is not JSON: "),
+    ("/v1/completions", b'{"prompt": "x", "seed": 1, "seed": 2}', 400, "'seed' is given twice"),
+    ("/v1/completions", b'{"prompt": "x", "structured": {"regex": "a", "regex": "b"}}', 400, "'regex' is given twice"),
+    ("/v1/completions", b'{"prompt": "x", "seed": ' + b"1" * 5000 + b"}", 400, "a number has too many digits"),
+    ("/v1/completions", '{"prompt": "é"}'.encode("latin-1"), 400, "it is not in UTF-8"),
+    (
+        "/v1/completions",
+        '{"prompt": "x", "structured": {"json_schema": {"enum": ["\\ud800"]}}}'.encode("utf-16"),
+        400,
+        "it is not in UTF-8",
+    ),
+    (
+        "/v1/completions",
+        b'{"prompt": "x", "structured": {"json_schema": {"enum": ["\xed\xa0\x80"]}}}',
+        400,
+        "it is not in UTF-8",
+    ),
     ("/v1/completions", {}, 400, "prompt is missing"),
     ("/v1/completions", TEXT | {"model": "gpt-4"}, 404, "gpt-4"),
     ("/detokenize", {"tokens": [9999]}, 400, "Token id 9999"),
@@ -225,6 +254,13 @@ def test_wrong_responses_are_refused(served: House, changes: dict[str, Any], wor
     refused(served, "/v1/responses", {"input": "x", **changes}, words)
 
 
+@pytest.mark.parametrize(("changes", "words"), MESSAGES, ids=words_of)
+def test_wrong_messages_are_refused(served: House, changes: dict[str, Any], words: str) -> None:
+    """Guards `/v1/messages` likewise."""
+    status, _, answer = ask(served, "/v1/messages", {"messages": [USER], "max_tokens": 4, **changes})
+    assert (status, words in answer["error"]["message"]) == (400, True), answer
+
+
 def unknown(message: Any) -> Any:
     """The same message of a newer client, with a field that is not known here."""
     return type(message).FromString(message.SerializeToString() + b"\xf8\x06\x01")
@@ -274,6 +310,22 @@ def check_raw(served: House, request: pb.GenerateRequest | pb.ChatRequest, words
                 call(request, timeout=LONG_S)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert words in caught.value.details()
+
+
+def test_what_changes_nothing_is_named_over_grpc(served: House) -> None:
+    """Guards the law over gRPC, which has no header `Warning`: what is not honoured is named in the trailing metadata."""
+    named = pb.ChatMessage(role="user", content="x", name="Ann")
+    sets = pb.Structured(json_schema='{"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2, "uniqueItems": true}')
+    with grpc.insecure_channel(served.grpc) as channel:
+        stub = stub_of(channel)
+        for call, request, names in (
+            (stub.CompleteChat, pb.ChatRequest(messages=[named], sampling=SHORT), "messages.name"),
+            (stub.Complete, pb.GenerateRequest(prompt="x", sampling=pb.Sampling(max_tokens=4, structured=sets)), "uniqueItems"),
+            (stub.Complete, pb.GenerateRequest(prompt="x", sampling=SHORT), ""),
+        ):
+            _, state = call.with_call(request, timeout=LONG_S)
+            warning = dict(state.trailing_metadata()).get("warning", "")
+            assert warning == (names and f"No effect here: {names}")
 
 
 def test_bodies_without_their_type_are_told_so(served: House) -> None:

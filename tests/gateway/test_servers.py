@@ -210,6 +210,9 @@ def test_health_and_reflection(small: House) -> None:
         assert response.file_descriptor_response.file_descriptor_proto
 
 
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+
+
 def test_slow_readers_are_slowed_then_dropped() -> None:
     """Guards memory and tiers against clients that stop reading: the full tier stalls, then the request is over."""
     with house(pass_s=0.0, limits={"read_timeout_s": 1.0}) as served:
@@ -218,8 +221,8 @@ def test_slow_readers_are_slowed_then_dropped() -> None:
         with socket.socket() as reader:
             reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             reader.connect((host, int(port)))
-            reader.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-            reader.recv(10)
+            reader.sendall(HEAD % len(body) + body)
+            assert reader.recv(12) == b"HTTP/1.1 200"
             places = served.router.admission.places
             wait_until(lambda: places.num_admitted == 0)
             written = served.net.nodes["full"].tier.stats.own_tokens

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import anthropic
@@ -9,6 +10,7 @@ import pytest
 from anthropic import Anthropic
 from openai import OpenAI
 
+from deployments.gateway.http.messages import MessagesBody
 from tests.chat.everywhere import SAID, user
 from tests.http.test_http import ask
 from tests.in_process import House
@@ -243,13 +245,31 @@ def test_what_changes_nothing_is_named(served: House) -> None:
         "max_tool_calls": 2,
         "truncation": "auto",
         "reasoning": {"effort": "low", "summary": "auto"},
+        "text": {"verbosity": "low"},
     }
     marked = {"system": [{"type": "text", "text": "z", "cache_control": {"type": "ephemeral"}}], "cache_control": {"type": "x"}}
+    thinking = {"messages": user("x"), "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    called = {"type": "tool_use", "id": "c1", "name": "get_weather", "input": {}}
+    failed = {"type": "tool_result", "tool_use_id": "c1", "content": "no", "is_error": True}
+    turns = [{"role": "assistant", "content": [called]}, {"role": "user", "content": [failed]}]
+    schema = {"name": "x", "description": "y", "schema": {"type": "object"}}
+    form = {"messages": [{**user("x")[0], "name": "Ann"}], "response_format": {"type": "json_schema", "json_schema": schema}}
     for path, body, names in (
-        ("/v1/responses", effort, "store, max_tool_calls, truncation, reasoning_effort"),
+        ("/v1/responses", effort, "store, max_tool_calls, truncation, text.verbosity, reasoning.summary, reasoning_effort"),
         ("/v1/messages", {"messages": user("x"), "metadata": {"user_id": "u"}, **marked}, "metadata, cache_control"),
         ("/v1/messages", {"messages": user("x"), "tools": [{**CUSTOM, "eager_input_streaming": True}]}, ""),
+        ("/v1/messages", thinking, "thinking.budget_tokens"),
+        ("/v1/messages", {"messages": [*user("x"), *turns], "tools": [CUSTOM]}, "is_error"),
+        ("/v1/chat/completions", form, "response_format.json_schema.description, messages.name"),
     ):
         limit = {"max_tokens": 2} if "messages" in body else {"max_output_tokens": 2}
         status, headers, _ = ask(served, path, {**body, **limit})
         assert (status, headers.get("warning")) == (200, f'299 - "No effect here: {names}"' if names else None)
+
+
+@pytest.mark.parametrize(("kind", "thinks"), [("enabled", True), ("enabled", False), ("disabled", True), ("disabled", False)])
+def test_thinking_that_cannot_be_switched_is_named(kind: str, thinks: bool) -> None:
+    """Guards `thinking` of models whose chat template has no variable for it: it was ignored without a word."""
+    template: Any = SimpleNamespace(switches=(), thinks=thinks)
+    body = MessagesBody.model_validate({"messages": user("x"), "max_tokens": 1, "thinking": {"type": kind}})
+    assert body.ignored(template) == (["thinking"] if (kind == "enabled") != thinks else [])

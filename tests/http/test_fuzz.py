@@ -120,7 +120,8 @@ def test_broken_connections_are_survived(served: House) -> None:
     host, port = served.url.removeprefix("http://").split(":")
     dice = random.Random(4)
     body = json.dumps({"prompt": "x", "max_tokens": 60, "ignore_eos": True, "stream": True}).encode()
-    whole = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    whole = head % len(body) + body
     for _ in range(6 * MANY):
         data = bytearray(whole[: dice.randrange(1, len(whole) + 1)])
         for _ in range(dice.randrange(4)):

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from cascade.chat.conversation import ChatMessage, Conversation, ToolBody
 from cascade.chat.template import CLOSE, OPEN, PROBE_ARGUMENT, PROBE_NAME, ChatTemplate, Style
@@ -19,19 +20,19 @@ from deployments.gateway.threads import reading
 
 @dataclass(frozen=True, slots=True)
 class ToolPlan:
-    """What a request's tools ask for."""
+    """What a request's tools ask for; without a ``form`` nothing may be called."""
 
-    shown: bool = False  # whether the model is shown it
-    structured: Structured | None = None  # what the text has to be, if calls are enforced
-    schemas: Mapping[int, Structured] = field(default_factory=dict)  # enforced schemas, by the index of the tool
-    free: bool = True  # it may be other words, too
-    form: ToolFormat | None = None  # the form of calls, if the text is read for them
-    functions: frozenset[str] = frozenset()  # names that may be called
+    shown: bool = False  # whether the model is shown them
+    form: ToolFormat | None = None  # the form of calls
+    functions: Mapping[int, str] = field(default_factory=dict)  # names that may be called, by the index of the tool
+    schemas: Mapping[int, dict[str, Any]] = field(default_factory=dict)  # of arguments that are held to them, likewise
+    free: bool = True  # there may be other words, too
+    several: bool = True  # there may be several calls
 
     @property
-    def words_first(self) -> bool:
-        """Whether there may be words before enforced calls, too."""
-        return self.structured is not None and self.free and self.form is not None and bool(self.form.begin)
+    def enforced(self) -> bool:
+        """Whether calls are held to a grammar."""
+        return bool(self.schemas) or not self.several
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +77,26 @@ class Assistant:
 
     async def task(self, prompt: ChatPrompt, params: SamplingParams) -> ChatTask:
         """What a prompt and the request's parameters ask for; raises `InvalidRequest`."""
-        conversation, plan, ids = prompt.conversation, prompt.plan, prompt.ids
+        conversation, plan, ids, words = prompt.conversation, prompt.plan, prompt.ids, params.structured
+        free = unenforced(words, *(Structured(json_schema=schema) for schema in plan.schemas.values()))
         params = await self._enforced(plan, params)
-        free = unenforced(params.structured, *plan.schemas.values())
         within = self._within(conversation, ids)
-        if params.structured is not None and within is not None and not plan.words_first:
+        any_words = words is None and plan.free and plan.form is not None and bool(plan.form.begin)
+        if params.structured is not None and within is not None and not any_words:
             if within:  # else the text is held from its first token on, and the model does not think
                 await self._model.check_grammar(params.structured)
-                structured = self._grammars.after_thoughts(params.structured, plan.structured is not None)
+                structured = self._grammars.after_thoughts(params.structured, params.structured is not words)
                 params = replace(params, structured=structured)
             else:
                 within = None
-        shown = conversation.include_reasoning is not False
-        effort_is_read = "reasoning_effort" in self.template.variables or not conversation.reasoning_effort
-        unread = () if effort_is_read else ("reasoning_effort",)
-        return ChatTask(ids, params, lambda: self._reader(plan, within, shown), (*unread, *free))
+        shown, variables = conversation.include_reasoning is not False, self.template.variables
+        names = any(message.name and message.role != "tool" for message in conversation.messages)
+        unread = {
+            "reasoning_effort": conversation.reasoning_effort and "reasoning_effort" not in variables,
+            "messages.name": names and not self.template.writes_names,
+        }
+        inert = [name for name, is_unread in unread.items() if is_unread]
+        return ChatTask(ids, params, lambda: self._reader(plan, within, shown), (*inert, *free))
 
     async def encode(self, messages: Sequence[ChatMessage], tools: Sequence[ToolBody] | None, style: Style) -> list[int]:
         """Token ids of a conversation; raises `InvalidRequest`."""
@@ -101,20 +107,25 @@ class Assistant:
         return await reading(num_chars, self.template.encode, turns, shown, style)
 
     async def _enforced(self, plan: ToolPlan, params: SamplingParams) -> SamplingParams:
-        """``params`` that make the text calls of tools, if the plan says so; raises `InvalidRequest`."""
-        if plan.structured is None:
+        """``params`` with one grammar of words and calls, if any are held to one; raises `InvalidRequest`."""
+        words = params.structured
+        if plan.form is None or not (plan.enforced or words):
             return params
-        if params.structured is not None:
-            raise InvalidRequest("tools and response_format or structured are both enforced: leave one out", "tools")
+        # a call that no mark begins may begin as words do, and rules of a grammar may have the names of ours
+        if words is not None and not (plan.free and plan.form.begin and words.grammar is None):
+            raise InvalidRequest("tools and response_format or structured cannot both be enforced: leave one out", "tools")
         if params.ignore_eos:
             raise InvalidRequest("ignore_eos is true: with tools whose calls are enforced the text must end", "ignore_eos")
+        if words is not None:
+            await self._model.check_grammar(words)
         for index, schema in plan.schemas.items():
             try:
-                await self._model.check_grammar(schema)
+                await self._model.check_grammar(Structured(json_schema=schema))
             except InvalidRequest as error:
                 where = f"tools.{index}.function.parameters"
                 raise InvalidRequest(str(error).replace("structured.json_schema", where), where) from None
-        return replace(params, structured=plan.structured)
+        grammar = self._grammars.calls(plan.form, plan.functions, plan.schemas, plan.free, plan.several, words)
+        return replace(params, structured=grammar)
 
     def _within(self, conversation: Conversation, ids: Sequence[int]) -> bool | None:
         """Whether the prompt ends within thoughts; ``None`` if no thoughts are to be told apart after it."""
@@ -151,21 +162,18 @@ class Assistant:
         tools = enumerate(body.tools or ())  # by index
         named = None if isinstance(choice, str) else choice.function.name
         functions = {index: tool.function for index, tool in tools if named in (None, tool.function.name)}
-        schemas = {index: tool.schema_of_object for index, tool in functions.items() if not free or tool.strict}
-        names = {index: tool.name for index, tool in functions.items()}
-        form, several = self.format or JSON, isinstance(choice, str) and body.parallel_tool_calls is not False
         return ToolPlan(
             shown=self.template.shows_tools,
-            structured=self._grammars.calls(form, names, schemas, free, several) if schemas or not several else None,
-            schemas={index: Structured(json_schema=schema) for index, schema in schemas.items()},
+            form=self.format or JSON,
+            functions={index: tool.name for index, tool in functions.items()},
+            schemas={index: tool.schema_of_object for index, tool in functions.items() if not free or tool.strict},
             free=free,
-            form=form,
-            functions=frozenset(names.values()),
+            several=isinstance(choice, str) and body.parallel_tool_calls is not False,
         )
 
     def _reader(self, plan: ToolPlan, within: bool | None, show_thoughts: bool) -> TurnReader:
         """Takes calls and, unless ``within`` is ``None``, thoughts out of one answer; see `TurnReader`."""
-        parser = None if plan.form is None else CallParser(plan.form, plan.functions)
+        parser = None if plan.form is None else CallParser(plan.form, frozenset(plan.functions.values()))
         splitter = None if within is None else ThoughtSplitter(within)
         marks = () if plan.form is None else plan.form.marks
         return TurnReader(

@@ -33,9 +33,15 @@ class GrammarWriter:
         return {id: token.content for id, token in self._added.items() if token.special and token.content in marks}
 
     def calls(
-        self, form: ToolFormat, functions: Mapping[int, str], schemas: Mapping[int, dict[str, Any]], free: bool, several: bool
+        self,
+        form: ToolFormat,
+        functions: Mapping[int, str],
+        schemas: Mapping[int, dict[str, Any]],
+        free: bool,
+        several: bool,
+        words: Structured | None,
     ) -> Structured:
-        """Calls of ``functions``, just as chat templates write them, or with ``free`` words and then calls or none.
+        """Calls of ``functions``, just as chat templates write them; with ``free`` also words, or the ``words`` that are held.
 
         Names and ``schemas`` of arguments go by the index of the tool; without a schema these are any object. Raises
         `InvalidRequest` if the grammar becomes too long.
@@ -48,7 +54,10 @@ class GrammarWriter:
         else:
             opening, between, closing = "", begin if form.named else f'"{form.again} "', ""
         more = f"({between} call){{0,{MAX_CALLS - 1}}}" if several else ""
-        rules = self._words(form) if free else [f"start: {begin} calls"]
+        if words is not None:
+            rules = [f"start: words | {begin} calls", _rule("words", words)]
+        else:
+            rules = self._words(form) if free else [f"start: {begin} calls"]
         rules += [f"calls: {opening} call {more} {closing}", "call: " + " | ".join(f"call_{index}" for index in functions)]
         for index, name in functions.items():
             schema = {**compilable(schemas.get(index, {"type": "object"})), "x-guidance": JSON_OPTIONS}
@@ -76,8 +85,7 @@ class GrammarWriter:
             f"THOUGHTS: {_free(CLOSE)}",
             r"BLANKS: /[ \t\r\n]{1,4}/",
         ]
-        body = structured.grammar or source(structured).removeprefix(UNFORCED)
-        return _checked([*rules, body.replace("start:", "body:", 1)], "Behind thoughts this needs")
+        return _checked([*rules, _rule("body", structured)], "Behind thoughts this needs")
 
     def _words(self, form: ToolFormat) -> list[str]:
         """Rules for words without the mark of calls, special tokens among them, and then calls or none.
@@ -111,6 +119,12 @@ class GrammarWriter:
     @cached_property
     def _added(self) -> dict[int, AddedToken]:
         return self._tokenizer.added_tokens
+
+
+def _rule(name: str, structured: Structured) -> str:
+    """What is enforced, as a rule of this name; rules of a grammar keep theirs."""
+    body = structured.grammar or source(structured).removeprefix(UNFORCED)
+    return body.replace("start:", f"{name}:", 1)
 
 
 def _spelling(mark: str) -> str:

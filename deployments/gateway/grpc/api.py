@@ -116,6 +116,8 @@ class GrpcApi:
                 raise InvalidRequest(f"resume is set: only streams go on where they broke off, so ask for {streaming}")
             self.admission.places.check()  # before the work of reading it
             task = await call.task()
+            if call.inert:
+                context.set_trailing_metadata((("warning", f"No effect here: {', '.join(call.inert)}"),))
             spec = await self.model.admit(task)
             if resumes:
                 call.resume(*await self.model.delivered([spec]))

@@ -14,6 +14,7 @@ from cascade.chat.template import parsed_object
 from cascade.client.chat import UNCONVERTED
 from cascade.client.wire import decode_handling, decode_sampling, decode_speculation, encode_edge, values
 from cascade.engine.generation import with_room
+from cascade.engine.grammar import unenforced
 from cascade.errors import InvalidRequest
 from cascade.messages import origin_level, origin_replaced
 from cascade.params import SamplingParams
@@ -33,6 +34,7 @@ class TextCall:
     def __init__(self, request: pb.GenerateRequest, model: ServedModel) -> None:
         self.request = request
         self._model = model
+        self.inert: Sequence[str] = ()  # what is given and changes nothing
 
     async def task(self) -> Task:
         """What the full tier is asked; raises `InvalidRequest`."""
@@ -42,6 +44,7 @@ class TextCall:
         if kind is None:
             raise InvalidRequest("The request has neither prompt nor token_ids: set one of them")
         params = parse_sampling(request, self._model.defaults)
+        self.inert = unenforced(params.structured)
         ids = await self._model.encode(request.prompt if kind == "prompt" else list(request.token_ids.ids))
         return parse_task(request, ids, params)
 
@@ -72,12 +75,13 @@ class TurnCall:
         self._model = model
         self._assistant = assistant
         self._reader = TurnReader()
+        self.inert: Sequence[str] = ()  # likewise
 
     async def task(self) -> Task:
         """What the full tier is asked; raises `InvalidRequest`."""
         prompt = await self._assistant.prompt(conversation(self.request))
         task = await self._assistant.task(prompt, parse_sampling(self.request, self._model.defaults, prompt.room))
-        self._reader = task.reader()
+        self._reader, self.inert = task.reader(), task.unread
         return parse_task(self.request, task.ids, task.params)
 
     def resume(self, delivered: Chunk) -> None:

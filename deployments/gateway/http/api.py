@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Annotated, Any, TypeVar
@@ -18,6 +18,7 @@ from cascade.capabilities import Task, room
 from cascade.chat.conversation import mistake
 from cascade.engine.generation import with_room
 from cascade.engine.grammar import unenforced
+from cascade.engine.spelling import Spelling
 from cascade.errors import KINDS, CascadeError, InvalidRequest, NotFound, Unavailable
 from cascade.messages import SessionSpec
 from cascade.params import MAX_SEED, SamplingParams
@@ -27,21 +28,19 @@ from deployments.gateway.admission.admission import Admission, Caller
 from deployments.gateway.admission.metrics import CONTENT_TYPE
 from deployments.gateway.admission.status import refusal
 from deployments.gateway.chat.assistant import Assistant, ChatTask
-from deployments.gateway.chat.reader import TurnReader
 from deployments.gateway.http import page
 from deployments.gateway.http.events import Events, Reply, attended, gathered, merged, streamed, unwritten, warned
+from deployments.gateway.http.json_body import JsonRoute
 from deployments.gateway.http.messages import MessageReply, MessagesBody, PromptBody
 from deployments.gateway.http.middleware import Middleware, refused_response
 from deployments.gateway.http.openai import (
-    AnswersBody,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     SamplingBody,
-    StreamOptions,
     TokenizeBody,
 )
-from deployments.gateway.http.reply import CompletionReply, Echo, Form, Kind
+from deployments.gateway.http.reply import CompletionReply, Echo
 from deployments.gateway.http.responses import ResponseReply, ResponsesBody
 from deployments.gateway.model import ServedModel
 from deployments.gateway.threads import reading
@@ -89,6 +88,7 @@ class HttpApi:
     def application(self) -> FastAPI:
         """The ASGI application."""
         app = FastAPI(title="cascade", version=version("cascade-serve"), docs_url=None, redoc_url=None)
+        app.router.route_class = JsonRoute
         app.add_middleware(Middleware, admission=self._admission)
         if origins := self._admission.access.config.allowed_origins:  # outside: a browser's first question has no key
             allowed: dict[str, Any] = {"allow_origins": origins, "allow_methods": ["*"], "allow_headers": ["*"]}
@@ -168,16 +168,17 @@ class HttpApi:
         ids = [await self._model.encode(prompt) for prompt in prompts]
         params = body.params({"max_tokens": COMPLETION_TOKENS} | self._model.defaults)
         echoes = [await self._echo(*both, params) if body.echo else Echo() for both in zip(prompts, ids, strict=True)]
-        form = await self._form("text", body, params, f"cmpl-{call.id}", sum(map(len, ids)))
         repeated = [echo for echo in echoes for _ in range(body.answers)]
-        writer = CompletionReply(form, repeated)
+        spelling = await self._spelling(params)
+        writer = CompletionReply(body, call.id, self._answering(body), repeated, sum(map(len, ids)), spelling)
         return await self._answer(call, body, params, ids, writer, unenforced(params.structured))
 
     async def chat(self, body: ChatBody, call: HttpCall) -> Any:
         """The assistant's next turn."""
         body, task = await self._task(body)
-        form = await self._form("chat", body, task.params, f"chatcmpl-{call.id}", len(task.ids), task.reader)
-        return await self._turn(call, body, task, CompletionReply(form, [Echo()] * body.answers))
+        echoes, spelling = [Echo()] * body.answers, await self._spelling(task.params)
+        writer = CompletionReply(body, call.id, self._answering(body), echoes, len(task.ids), spelling, task.reader)
+        return await self._turn(call, body, task, writer)
 
     async def respond(self, body: ResponsesBody, call: HttpCall) -> Any:
         """The assistant's next turn, in the Responses API."""
@@ -192,7 +193,7 @@ class HttpApi:
     async def count_tokens(self, body: PromptBody) -> Response:
         """Tokens of the prompt that a message would have."""
         await self._model.adapter(body.model)
-        prompt = await self._assistant.prompt(body.as_chat(self._assistant.template.variables))
+        prompt = await self._assistant.prompt(body.as_chat(self._assistant.template))
         return JSONResponse({"input_tokens": len(prompt.ids)})
 
     async def _received(self, body: AnyBody) -> AnyBody:
@@ -210,22 +211,12 @@ class HttpApi:
     async def _task(self, body: TurnBody) -> tuple[TurnBody, ChatTask]:
         """The body as `_received` gives it, with the task of its conversation."""
         body = await self._received(body)
-        prompt = await self._assistant.prompt(body.as_chat(self._assistant.template.variables))
+        prompt = await self._assistant.prompt(body.as_chat(self._assistant.template))
         return body, await self._assistant.task(prompt, body.params(with_room(self._model.defaults, prompt.room)))
 
-    async def _form(
-        self,
-        kind: Kind,
-        body: AnswersBody,
-        params: SamplingParams,
-        id: str,
-        prompt_tokens: int,
-        reader: Callable[[], TurnReader] = TurnReader,
-    ) -> Form:
-        options = body.stream_options or StreamOptions()
-        continuous = prompt_tokens if options.continuous_usage_stats else None
-        spelling = None if params.logprobs is None else await self._model.spelling()
-        return Form(kind, id, self._answering(body), body.history, options.include_usage, continuous, spelling, reader)
+    async def _spelling(self, params: SamplingParams) -> Spelling | None:
+        """The names of tokens, where log-probabilities are asked for."""
+        return None if params.logprobs is None else await self._model.spelling()
 
     async def _turn(self, call: Call, body: SamplingBody, task: ChatTask, writer: Reply) -> Any:
         return await self._answer(call, body, task.params, [task.ids], writer, task.unread)
@@ -245,8 +236,9 @@ class HttpApi:
         specs = await self._specs(body, params, ids)
         if any(len(spec.tokens) > spec.prompt_len for spec in specs):
             writer.resume(await self._model.delivered(specs))
-        cut = body.given_limits if any(spec.params.max_tokens < params.max_tokens for spec in specs) else ()
-        warning = warned({"No effect here": (*body.ignored, *unread), "Cut to what the context leaves": cut})
+        cut = [*body.limits] if any(spec.params.max_tokens < params.max_tokens for spec in specs) else []
+        inert = (*body.ignored(self._assistant.template), *unread)
+        warning = warned({"No effect here": inert, "Cut to what the context leaves": cut})
         with contextlib.ExitStack() as held:
             active = held.enter_context(self._admission.admitted(call.caller, specs, train=body.handling.train))
             sources = [self._full.pieces(spec, active, index // body.answers) for index, spec in enumerate(specs)]

@@ -7,9 +7,10 @@ a piece costs four times as much (docs/log.md).
 
 import asyncio
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from pydantic_core import from_json, to_json
 from starlette.responses import Response
@@ -89,18 +90,28 @@ async def _left(receive: Receive) -> None:
         pass
 
 
-class Reply(Protocol):
-    """Writes the answers to one request in the form of an API: whole, or as server-sent events; a piece may have none."""
+class Reply(ABC):
+    """Writes the answers to one request in the form of an API."""
 
-    def resume(self, delivered: Sequence[Chunk]) -> None: ...
+    @abstractmethod
+    def whole(self, pieces: Sequence[tuple[int, Chunk]]) -> dict[str, Any]:
+        """The answers at once."""
 
-    def whole(self, pieces: Sequence[tuple[int, Chunk]]) -> dict[str, Any]: ...
+    @abstractmethod
+    def piece(self, index: int, chunk: Chunk) -> bytes:
+        """The server-sent events of the next piece of an answer; it may have none."""
 
-    def piece(self, index: int, chunk: Chunk) -> bytes: ...
+    @abstractmethod
+    def failed(self, error: CascadeError) -> bytes:
+        """The event that ends a stream that failed."""
 
-    def end(self) -> bytes: ...
+    def end(self) -> bytes:
+        """The events after the last piece."""
+        return b""
 
-    def failed(self, error: CascadeError) -> bytes: ...
+    def resume(self, delivered: Sequence[Chunk]) -> None:
+        """The client has this of each answer already."""
+        raise NotImplementedError
 
 
 async def merged(sources: Sequence[AsyncGenerator[Chunk, None]]) -> Pieces:

@@ -1,15 +1,15 @@
 """Anthropic's Messages API on the chat path: its blocks become a conversation, and the assistant's turn becomes blocks."""
 
 import json
-from collections.abc import Collection, Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import from_json
 
 from cascade.answer import Completion
 from cascade.chat.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body, Conversation, Sparse, Text, text_of
-from cascade.chat.template import CUT
+from cascade.chat.template import CUT, ChatTemplate
 from cascade.errors import CascadeError, InvalidRequest
 from cascade.params import Structured
 from deployments.gateway.chat.assistant import ChatTask
@@ -21,7 +21,6 @@ from deployments.gateway.http.reply import report, usage
 
 PATH = "/v1/messages"
 BILLING = "x-anthropic-billing-header"  # begins a block of the system's text that is not for the model
-SWITCHES = ("enable_thinking", "thinking")  # variables by which chat templates let a model think, or not
 STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
 ERROR_TYPES = {  # Anthropic's names of statuses
     401: "authentication_error",
@@ -85,7 +84,7 @@ class ResultBlock(Block):
     type: Literal["tool_result"]
     tool_use_id: str
     content: Texts = ""
-    is_error: bool | None = None  # no effect: the content says so
+    is_error: bool | None = None  # no effect: chat templates know of none
 
 
 UserBlock = Annotated[TextBlock | ResultBlock, Field(discriminator="type")]
@@ -162,12 +161,18 @@ class Choice(Body):
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if (self.type == "tool") != (self.name is not None):
+            raise InvalidRequest("name is needed with the type 'tool', and with no other", "name")
+        return self
+
 
 class Thinking(Body):
     """Whether the assistant thinks, where its chat template can be told so, and whether the client hears of it."""
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: Annotated[int, Field(ge=1)] | None = None  # no effect
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -208,8 +213,8 @@ class PromptBody(Body):
         system = self.system or ""
         return text_of(system if isinstance(system, str) else [part for part in system if not part.text.startswith(BILLING)])
 
-    def as_chat(self, variables: Collection[str]) -> Conversation:
-        """As chat completions have it, for a chat template that reads these ``variables``; raises `InvalidRequest`."""
+    def as_chat(self, template: ChatTemplate) -> Conversation:
+        """As chat completions have it, for this chat template; raises `InvalidRequest`."""
         messages = [message for turn in self.messages for message in turn.messages()]
         system = [{"role": "system", "content": self.system_text}] if self.system_text else []
         chat: dict[str, Any] = {"messages": system + messages}
@@ -221,7 +226,10 @@ class PromptBody(Body):
         if self.output_config is not None:
             chat["reasoning_effort"] = self.output_config.effort
         if thinking is not None:
-            values = {name: thinking.type != "disabled" for name in SWITCHES if name in variables} | values
+            switched = dict.fromkeys(template.switches, thinking.type != "disabled")
+            if any(values.get(name, value) != value for name, value in switched.items()):
+                raise InvalidRequest("thinking is another one in chat_template_kwargs: leave one out", "thinking")
+            values |= switched
             chat["include_reasoning"] = thinking.type != "disabled" and thinking.display != "omitted"
         return Conversation.of(chat | {"chat_template_kwargs": values or None})
 
@@ -232,13 +240,19 @@ class MessagesBody(SamplingBody, PromptBody):
     max_tokens: Limit
     stop: Stops | None = Field(default=None, validation_alias="stop_sequences")
 
-    INERT: ClassVar[tuple[str, ...]] = ("cache_control", "context_management")
+    INERT: ClassVar[tuple[str, ...]] = ("cache_control", "context_management", "thinking.budget_tokens")
 
-    @property
-    def ignored(self) -> list[str]:
+    def ignored(self, template: ChatTemplate) -> list[str]:
         """With the kinds of tools, and of blocks, that are left out."""
-        billing = [BILLING] if self.system_text != text_of(self.system or "") else []
-        return [*super().ignored, *left_out(self.tools), *billing]
+        blocks = [block for turn in self.messages if not isinstance(turn.content, str) for block in turn.content]
+        thinks = self.thinking is not None and self.thinking.type != "disabled"
+        others = {
+            BILLING: self.system_text != text_of(self.system or ""),
+            "is_error": any(isinstance(block, ResultBlock) and block.is_error for block in blocks),
+            "thinking": self.thinking is not None and not template.switches and thinks != template.thinks,
+        }
+        given = [name for name, is_given in others.items() if is_given]
+        return [*super().ignored(template), *left_out(self.tools), *given]
 
     @property
     def form(self) -> Structured | None:
@@ -266,7 +280,6 @@ class MessageReply(PartsReply):
         super().__init__(task, message)
 
     def failed(self, error: CascadeError) -> bytes:
-        """The event that ends a stream that failed."""
         return event(message_error(error), "error")
 
     def _start(self) -> Events:

@@ -1,12 +1,8 @@
-"""Between web server and application: keys, limits of bodies in size and time, slow readers, clients that leave."""
+"""Between web server and application: keys, limits of bodies in size and time, clients that leave."""
 
 import asyncio
-import contextlib
 import gzip
 import io
-import json
-import logging
-import re
 import time
 import zlib
 from collections.abc import Mapping
@@ -17,23 +13,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cascade.errors import CascadeError, DeadlineExceeded, InvalidRequest, TooLarge, UnsupportedMedia
 from cascade.messages import mint
-from cascade.params import LONE_SURROGATE
 from cascade.settings.router import RequestLimits
 from deployments.gateway.admission.admission import Admission, fits
 from deployments.gateway.admission.status import metadata, refusal
 from deployments.gateway.http.events import ClientLeft
 from deployments.gateway.http.messages import PATH, message_error
 from deployments.gateway.http.reply import error_body
-from deployments.gateway.patience import Patience
-
-log = logging.getLogger(__name__)
 
 HEALTH = "/health"  # is open to all, whatever keys there are
 PAGE = "/"  # a browser is asked for a key as password
 BASIC = (("www-authenticate", 'Basic realm="cascade: an API key as password"'),)
 
 CODING = b"content-encoding"
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # halves of characters, as JSON spells them
 
 
 class Middleware:
@@ -55,56 +46,31 @@ class Middleware:
             return
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         named = headers.get(b"x-request-id", "")
-        answer = Sender(send, self._limits.read_timeout_s, named if fits(named) else mint())
+        request_id, begun = named if fits(named) else mint(), False
         state = scope.setdefault("state", {})
-        state["request_id"] = answer.request_id
+        state["request_id"] = request_id
+
+        async def reply(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+            await send(message)
+
         try:
             route = route_of(scope)
             if route != HEALTH and not (route == "/metrics" and self._access.config.open_metrics):  # before the body is read
                 state["account"] = self._access.account(authorization(dict(scope["headers"])))
             body = await read_body(scope, receive, self._limits)
-            check_text(body)
             state["since"] = time.monotonic()
-            await self._application(scope, replay(body, receive), answer.send)
+            await self._application(scope, replay(body, receive), reply)
         except ClientLeft:
             pass
         except Exception as error:
             refused = refusal(error)
-            self._refused(refused, answer.request_id, state.get("account"))
-            if not answer.started:
-                with contextlib.suppress(ClientLeft):
-                    await refused_response(refused, scope)(scope, receive, answer.send)
-        finally:
-            answer.close()
-
-
-class Sender:
-    """Sends to one client, which must go on reading."""
-
-    def __init__(self, send: Send, timeout_s: float, request_id: str) -> None:
-        self._send = send
-        self._timeout_s = timeout_s
-        self._patience = Patience(timeout_s)
-        self.request_id = request_id
-        self.started = False
-
-    async def send(self, message: Message) -> None:
-        """Raises `ClientLeft` if the client takes nothing for too long."""
-        if message["type"] == "http.response.start":
-            self.started = True
-            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
-        try:
-            with self._patience:
-                await self._send(message)
-        except TimeoutError:
-            log.info("A client that took nothing for %g s was dropped", self._timeout_s)
-            raise ClientLeft from None
-        except OSError:
-            raise ClientLeft from None
-
-    def close(self) -> None:
-        """There is no more to send."""
-        self._patience.close()
+            self._refused(refused, request_id, state.get("account"))
+            if not begun:
+                await refused_response(refused, scope)(scope, receive, reply)
 
 
 def authorization(headers: Mapping[bytes, bytes]) -> str:
@@ -160,18 +126,6 @@ def unzipped(body: bytes | bytearray, most: int) -> bytes:
     if len(content) > most:
         raise TooLarge(f"The body has more than {most} bytes once it is unpacked: this server reads no more")
     return content
-
-
-def check_text(body: bytes) -> None:
-    """Raise `InvalidRequest` if a string has half a surrogate pair; all other mistakes are the application's to find."""
-    if not SURROGATE.search(body):
-        return
-    try:
-        json.dumps(json.loads(body), ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise InvalidRequest(f"The body cannot be taken: {LONE_SURROGATE}") from None
-    except (ValueError, RecursionError):
-        return
 
 
 def replay(body: bytes, receive: Receive) -> Receive:

@@ -8,7 +8,7 @@ from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from cascade.capabilities import SEED_MISSING
 from cascade.chat.conversation import Body, Conversation, Messages, StyleBody, Text, Tools
-from cascade.chat.template import Style
+from cascade.chat.template import ChatTemplate, Style
 from cascade.errors import InvalidRequest
 from cascade.params import (
     MAX_BIASES,
@@ -25,7 +25,7 @@ from cascade.settings.config import MAX_TIERS
 from cascade.settings.router import MAX_ANSWERS, MAX_PROMPTS
 
 # fields that have another form in some body
-CONVERTED = ("max_tokens", "stop", "logit_bias", "logprobs", "prompt_logprobs", "structured")
+CONVERTED = ("max_tokens", "logit_bias", "logprobs", "prompt_logprobs", "structured")
 SAME_FIELDS = tuple(field.name for field in fields(SamplingParams) if field.name not in CONVERTED)
 
 Stops = Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)]
@@ -56,9 +56,14 @@ class StructuredBody(Body):
 class StreamOptions(Body):
     """What a stream has beside its pieces."""
 
+    include_obfuscation: Literal[False] | None = None  # there is none
+
+
+class UsageOptions(StreamOptions):
+    """When a stream of completions tells the usage."""
+
     include_usage: bool = False  # after the last piece
     continuous_usage_stats: bool = False  # with every piece, as in vLLM
-    include_obfuscation: bool | None = None  # no effect: there is none
 
 
 class ResumeBody(Body):
@@ -130,7 +135,7 @@ class SamplingBody(IgnoredFields):
     stream: bool | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], float] | None = None
+    logit_bias: dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")], float] | None = None
     # extensions, named as in vLLM
     top_k: int | None = None
     min_p: float | None = None
@@ -145,7 +150,7 @@ class SamplingBody(IgnoredFields):
     structured: StructuredBody | None = Field(default=None, validation_alias=AliasChoices("structured", "structured_outputs"))
     speculation: SpeculationBody | None = None
 
-    INERT: ClassVar[tuple[str, ...]] = ()  # fields without effect that only this API has
+    INERT: ClassVar[tuple[str, ...]] = ()  # more fields without effect, of this API alone
     PROMPT: ClassVar[str] = "messages"  # the field that becomes the prompt
     LIMITS: ClassVar[tuple[str, ...]] = ("max_tokens",)  # fields that say how long answers may be
 
@@ -156,24 +161,14 @@ class SamplingBody(IgnoredFields):
             raise ValueError(f"it has {len(value)} tokens: at most {MAX_BIASES} are taken")
         return value
 
-    @property
-    def ignored(self) -> list[str]:
-        """Fields that are given and change nothing."""
-        return [name for name in (*IgnoredFields.model_fields, *self.INERT) if getattr(self, name) is not None]
+    def ignored(self, template: ChatTemplate) -> list[str]:
+        """Fields that are given and change nothing where ``template`` writes the prompts; a dot leads into a field."""
+        return [name for name in (*IgnoredFields.model_fields, *self.INERT) if _at(self, name) is not None]
 
     @property
-    def given_limits(self) -> list[str]:
+    def limits(self) -> dict[str, int]:
         """Those of its fields that say how long answers may be, if they are given."""
-        return [name for name in self.LIMITS if getattr(self, name) is not None]
-
-    @property
-    def limit(self) -> int | None:
-        """Output tokens at most, if the request says so; raises `InvalidRequest`."""
-        names = self.given_limits
-        values = {getattr(self, name) for name in names}
-        if len(values) > 1:
-            raise InvalidRequest(f"{' and '.join(names)} differ: give one of them", names[0])
-        return values.pop() if values else None
+        return {name: limit for name in self.LIMITS if (limit := getattr(self, name)) is not None}
 
     @property
     def answers(self) -> int:
@@ -210,28 +205,38 @@ class SamplingBody(IgnoredFields):
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Sampling parameters, ``defaults`` where the request gives none; raises `InvalidRequest`."""
         chosen = {name: value for name in SAME_FIELDS if (value := getattr(self, name)) is not None}
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         biases = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
         structured = self.form
         if self.structured is not None:
             if structured is not None:
                 raise InvalidRequest("The text has to be of two forms, response_format and structured: give one", "structured")
-            kinds = self.structured.model_dump().items()
-            structured = Structured(**{name: value for name, value in kinds if value is not None and value is not False})
+            structured = Structured(**self.structured.model_dump(exclude_none=True))
+        limits = self.limits
+        if len({*limits.values()}) > 1:
+            raise InvalidRequest(f"{' and '.join(limits)} differ: give one of them", next(iter(limits)))
         given: dict[str, Any] = {**defaults, **chosen, **self.logprob_params}
-        if (limit := self.limit) is not None:
-            given["max_tokens"] = limit
-        return SamplingParams(stop=stop, logit_bias=biases, structured=structured, **given)
+        if limits:
+            given["max_tokens"] = next(iter(limits.values()))
+        return SamplingParams(logit_bias=biases, structured=structured, **given)
+
+
+def _at(body: Any, path: str) -> Any:
+    """The value of a field; ``None`` where any field on the way to it is."""
+    for name in path.split("."):
+        body = getattr(body, name, None)
+    return body
 
 
 class AnswersBody(SamplingBody):
     """What both kinds of completions take."""
 
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: UsageOptions | None = None
     response_format: ResponseFormat | None = None
     resume: ResumeBody | None = None
     history: bool = False  # each piece says its token ids, where they end and who wrote them
+
+    INERT: ClassVar[tuple[str, ...]] = ("response_format.json_schema.description",)
 
     @model_validator(mode="after")
     def _streams(self) -> Self:
@@ -291,8 +296,8 @@ class CompletionBody(AnswersBody):
         return super().drafts if self.writes else Speculation("off")
 
     @property
-    def limit(self) -> int | None:
-        return None if self.max_tokens is None else max(1, self.max_tokens)
+    def limits(self) -> dict[str, int]:
+        return {} if self.max_tokens is None else {"max_tokens": max(1, self.max_tokens)}
 
     @property
     def logprob_params(self) -> dict[str, int]:
@@ -320,7 +325,7 @@ class ChatBody(AnswersBody, Conversation):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
-    def as_chat(self, variables: Sequence[str]) -> Conversation:
+    def as_chat(self, template: ChatTemplate) -> Conversation:
         return self
 
     @property

@@ -3,7 +3,7 @@
 Each part grows until the next begins.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar
 
@@ -11,10 +11,9 @@ from pydantic import ConfigDict, Field
 
 from cascade.answer import Chunk, Completion
 from cascade.chat.conversation import Body
-from cascade.errors import CascadeError
 from deployments.gateway.chat.assistant import ChatTask
 from deployments.gateway.chat.calls import CallDelta
-from deployments.gateway.http.events import event
+from deployments.gateway.http.events import Reply, event
 
 FUNCTION = {"name", "description", "parameters", "strict"}  # fields of a tool that chat completions have
 Events = Iterator[dict[str, Any]]  # each is to be written before the next is asked for: parts grow meanwhile
@@ -57,7 +56,7 @@ def tool_fields(given: Sequence[Body] | None, choice: Any, parallel: bool | None
     return fields | ({"tool_choice": choice} if tools or choice != "auto" else {})
 
 
-class PartsReply(ABC):
+class PartsReply(Reply):
     """The one answer to a request; ``answer`` is its body as the first event has it, which `_finish` completes."""
 
     THOUGHTS: ClassVar[str]  # kinds of parts
@@ -71,28 +70,14 @@ class PartsReply(ABC):
         self._parts: list[dict[str, Any]] = []
         self._open = False  # the last part grows
 
-    def resume(self, delivered: Sequence[Chunk]) -> None:
-        """These APIs have no way to go on with an answer."""
-        raise AssertionError
-
     def whole(self, pieces: Sequence[tuple[int, Chunk]]) -> dict[str, Any]:
-        """The answer at once."""
         for _, chunk in pieces:
             for _ in self._events(chunk):
                 pass
         return self._answer
 
     def piece(self, index: int, chunk: Chunk) -> bytes:
-        """Events of the next piece of the answer."""
         return b"".join(map(self._event, self._events(chunk)))
-
-    def end(self) -> bytes:
-        """Nothing: the last piece has ended the stream."""
-        return b""
-
-    @abstractmethod
-    def failed(self, error: CascadeError) -> bytes:
-        """The event that ends a stream that failed."""
 
     def _events(self, chunk: Chunk) -> Events:
         delta = self._reader.take(chunk)

@@ -2,17 +2,17 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from cascade.answer import Chunk, Completion, PromptToken, joined
 from cascade.engine.spelling import Spelling
 from cascade.errors import CascadeError
 from cascade.messages import Logprobs
 from deployments.gateway.chat.reader import TurnReader
-from deployments.gateway.http.events import event
+from deployments.gateway.http.events import Reply, event
+from deployments.gateway.http.openai import AnswersBody, ChatBody, UsageOptions
 
-Kind = Literal["chat", "text"]
 DONE = b"data: [DONE]\n\n"
 
 
@@ -24,40 +24,35 @@ class Echo:
     begins: tuple[int, ...] = ()  # where the prompt's tokens begin in the text, if log-probabilities are asked for
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """What all pieces of an answer have in common."""
+class CompletionReply(Reply):
+    """Writes the answers to one request of completions or chats."""
 
-    kind: Kind
-    id: str
-    model: str
-    history: bool = False
-    usage: bool = False  # after the last piece
-    prompt_tokens: int | None = None  # all prompts' tokens, if every piece has the usage so far
-    spelling: Spelling | None = None  # the names of tokens, if log-probabilities are asked for
-    reader: Callable[[], TurnReader] = TurnReader  # a new one for each answer
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def head(self, streamed: bool) -> dict[str, Any]:
-        name = "chat.completion.chunk" if self.kind == "chat" and streamed else "chat.completion"
-        head = {"id": self.id, "object": name if self.kind == "chat" else "text_completion"}
-        usage = {"usage": None} if streamed and self.usage else {}
-        return {**head, "created": self.created, "model": self.model, **usage}
-
-
-class CompletionReply:
-    """Writes the answers to one request."""
-
-    def __init__(self, form: Form, echoes: Sequence[Echo]) -> None:
-        self._form = form
+    def __init__(
+        self,
+        body: AnswersBody,
+        id: str,
+        model: str,
+        echoes: Sequence[Echo],
+        prompt_tokens: int,
+        spelling: Spelling | None = None,
+        reader: Callable[[], TurnReader] = TurnReader,
+    ) -> None:
+        """``echoes`` has one for each answer, and ``reader`` makes one; ``spelling`` names tokens where log-probabilities are
+        asked for. The prompts have ``prompt_tokens`` together.
+        """
+        options, self._chat = body.stream_options or UsageOptions(), isinstance(body, ChatBody)
+        self._history, self._usage, self._continuous = body.history, options.include_usage, options.continuous_usage_stats
+        kind, prefix = ("chat.completion", "chatcmpl") if self._chat else ("text_completion", "cmpl")
+        self._head = {"id": f"{prefix}-{id}", "object": kind, "created": int(time.time()), "model": model}
         self._echoes = echoes
-        self._readers = [form.reader() for _ in echoes]
+        self._prompt_tokens = prompt_tokens
+        self._spelling = spelling
+        self._readers = [reader() for _ in echoes]
         self._lengths: dict[int, int] = {}  # characters of each choice so far
         self._ended: list[Completion] = []
         self._num_tokens = 0  # tokens of all choices so far
 
     def resume(self, delivered: Sequence[Chunk]) -> None:
-        """The client has this of each choice already."""
         for index, chunk in enumerate(delivered):
             self._num_tokens += len(chunk.token_ids)
             if chunk.token_ids:
@@ -77,13 +72,12 @@ class CompletionReply:
                     **self._text(index, answer),
                     "finish_reason": self._readers[index].finish_reason(answer.completion),
                     "logprobs": self._logprobs(answer, len(echo.text), self._prompt_logprobs(answer, echo)),
-                    "cascade": report(answer.completion) | (history(answer) if self._form.history else {}),
+                    "cascade": report(answer.completion) | (history(answer) if self._history else {}),
                 }
             )
-        return self._form.head(False) | {"choices": choices} | self._costs()
+        return {**self._head, "choices": choices, **self._costs()}
 
     def piece(self, index: int, chunk: Chunk) -> bytes:
-        """The next piece of a choice."""
         self._num_tokens += len(chunk.token_ids)
         echo, opening = self._echoes[index], b""
         if index not in self._lengths:
@@ -95,18 +89,15 @@ class CompletionReply:
         return opening + self._piece(index, chunk, offset)
 
     def end(self) -> bytes:
-        """What comes after the last piece."""
-        closing = self._form.head(True) | {"choices": []} | self._costs()
-        return (event(closing) if self._form.usage else b"") + DONE
+        return (self._event([], **self._costs()) if self._usage else b"") + DONE
 
     def failed(self, error: CascadeError) -> bytes:
-        """The event that ends a stream that failed."""
         return event(error_body(error))
 
     def _text(self, index: int, answer: Chunk) -> dict[str, Any]:
         """Thoughts, text and calls of a whole choice."""
         turn = self._readers[index].take(answer)
-        if self._form.kind == "text":
+        if not self._chat:
             return {"text": self._echoes[index].text + turn.content}
         calls = {"tool_calls": [call.body for call in turn.calls]} if turn.calls else {}
         content = turn.content or (None if turn.calls else "")
@@ -114,7 +105,7 @@ class CompletionReply:
 
     def _opening(self, index: int, first: Chunk) -> bytes:
         """What comes before the ``first`` piece of a choice."""
-        if self._form.kind == "chat":
+        if self._chat:
             content = "" if self._readers[index].plain else None
             return self._choice(index, {"delta": {"role": "assistant", "content": content}})
         echo = self._echoes[index]
@@ -122,18 +113,18 @@ class CompletionReply:
 
     def _piece(self, index: int, chunk: Chunk, offset: int) -> bytes:
         """A piece of a choice, ``offset`` characters after its begin; nothing if there is nothing to say yet."""
-        form, reader, end = self._form, self._readers[index], chunk.completion
+        reader, end = self._readers[index], chunk.completion
         delta = reader.take(chunk)
-        if not (delta or end or form.history or form.spelling or chunk.seed is not None):
+        if not (delta or end or self._history or self._spelling or chunk.seed is not None):
             return b""
-        extra = history(chunk) if form.history else {}
+        extra = history(chunk) if self._history else {}
         if end is not None:
             extra |= report(end)
         if chunk.seed is not None:
             extra["seed"] = chunk.seed
         content = {"content": delta.content} if delta.content or reader.plain else {}
         calls = {"tool_calls": [call.streamed for call in delta.calls]} if delta.calls else {}
-        text = {"delta": {**delta.reasoning, **content, **calls}} if form.kind == "chat" else {"text": delta.content}
+        text = {"delta": {**delta.reasoning, **content, **calls}} if self._chat else {"text": delta.content}
         reason = None if end is None else reader.finish_reason(end)
         return self._choice(index, text, reason, self._logprobs(chunk, offset), extra)
 
@@ -147,9 +138,13 @@ class CompletionReply:
     ) -> bytes:
         """The event of one choice."""
         choice = {"index": index, **text, "finish_reason": finish_reason, "logprobs": logprobs}
-        form = self._form
-        so_far = {} if form.prompt_tokens is None else {"usage": counts(form.prompt_tokens, self._num_tokens)}
-        return event(form.head(True) | {"choices": [choice | ({"cascade": extra} if extra else {})]} | so_far)
+        so_far = {"usage": counts(self._prompt_tokens, self._num_tokens)} if self._continuous else {}
+        return self._event([choice | ({"cascade": extra} if extra else {})], **so_far)
+
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        kind = {"object": "chat.completion.chunk"} if self._chat else {}
+        unknown = {"usage": None} if self._usage else {}  # as clients expect it before the last event
+        return event({**self._head, **kind, "choices": choices, **unknown, **more})
 
     def _costs(self) -> dict[str, Any]:
         """What all answers took, once they have ended."""
@@ -157,17 +152,16 @@ class CompletionReply:
 
     def _logprobs(self, chunk: Chunk, offset: int, before: dict[str, Any] | None = None) -> dict[str, Any] | None:
         """Those of a piece, after those ``before`` of an echoed prompt."""
-        spelling = self._form.spelling
-        if spelling is None:
+        if (spelling := self._spelling) is None:
             return None
-        if self._form.kind == "chat":
+        if self._chat:
             return chat_logprobs(chunk, spelling, offset)
         logprobs = text_logprobs(chunk.token_ids, chunk.logprobs, _begins(chunk, offset), spelling)
         return logprobs if before is None else {key: before[key] + logprobs[key] for key in before}
 
     def _prompt_logprobs(self, first: Chunk, echo: Echo) -> dict[str, Any] | None:
         """Those of the prompt, which come with the ``first`` piece if they were asked for; its first token has none."""
-        prompt, spelling = first.prompt, self._form.spelling
+        prompt, spelling = first.prompt, self._spelling
         if not prompt or spelling is None:
             return None
         return text_logprobs([token.id for token in prompt], prompt, echo.begins, spelling)

@@ -3,14 +3,15 @@
 Nothing is kept between requests, as with ``store: false``: the conversation comes whole each time.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from time import time
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import Discriminator, Field, Tag, field_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from cascade.answer import Completion
 from cascade.chat.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body, Conversation, Sparse, Text, text_of
+from cascade.chat.template import ChatTemplate
 from cascade.errors import CascadeError
 from cascade.params import Structured
 from deployments.gateway.chat.assistant import ChatTask
@@ -122,12 +123,18 @@ class TextFormat(Sparse):
     json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("schema is needed with the type 'json_schema', and with no other")
+        return self
+
 
 class TextConfig(Sparse):
     """How the text is written."""
 
     format: TextFormat | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None  # no effect
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class Reasoning(Sparse):
@@ -161,7 +168,10 @@ class ResponsesBody(SamplingBody):
     background: bool | None = None
     client_metadata: dict[str, Any] | None = None  # Codex sends it
 
-    INERT: ClassVar[tuple[str, ...]] = ("max_tool_calls", "include", "truncation", "client_metadata")
+    INERT: ClassVar[tuple[str, ...]] = (
+        *("max_tool_calls", "include", "truncation", "client_metadata", "text.verbosity", "text.format.description"),
+        *("reasoning.summary", "reasoning.generate_summary"),
+    )
     PROMPT: ClassVar[str] = "input"
     LIMITS: ClassVar[tuple[str, ...]] = ("max_output_tokens",)
 
@@ -172,17 +182,16 @@ class ResponsesBody(SamplingBody):
             raise ValueError("nothing is kept here between requests: leave it out, and send the whole conversation as input")
         return value
 
-    @property
-    def ignored(self) -> list[str]:
+    def ignored(self, template: ChatTemplate) -> list[str]:
         """With the kinds of tools that are left out."""
-        return [*super().ignored, *left_out(self.tools)]
+        return [*super().ignored(template), *left_out(self.tools)]
 
     @property
     def form(self) -> Structured | None:
         output = self.text.format if self.text is not None else None
         return None if output is None else form_of(output.type, output.json_schema)
 
-    def as_chat(self, variables: Collection[str]) -> Conversation:
+    def as_chat(self, template: ChatTemplate) -> Conversation:
         """As chat completions have it; raises `InvalidRequest`."""
         before = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         items = [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
@@ -255,7 +264,6 @@ class ResponseReply(PartsReply):
         super().__init__(task, finite(response))
 
     def failed(self, error: CascadeError) -> bytes:
-        """The event that ends a stream that failed."""
         failure = {"code": "server_error", "message": str(error)}
         response = self._answer | {"status": "failed", "error": failure, "output": self._parts}
         return self._event({"type": "response.failed", "response": response})

@@ -155,6 +155,10 @@ def read_yaml(path: Path) -> Any:
         return yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+        raise ConfigError(f"{path} is not YAML: {error.problem}{place}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
 

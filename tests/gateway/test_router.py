@@ -25,6 +25,7 @@ from tests.in_process import Handle, House, house, serving
 from tests.links.net import Net
 from tests.tier.test_tier import NAMES, CountingModel
 from tests.toys import full_text
+from tests.waiting import until
 
 PROMPT = [5, 6, 7, 8]
 PARAMS = SamplingParams(max_tokens=20, temperature=1.0, seed=3, ignore_eos=True)
@@ -100,6 +101,19 @@ def test_full_tier_that_cannot_be_leased_is_unavailable() -> None:
             client.generate(PROMPT, PARAMS)
         served.net.refused = set()
         assert client.generate(PROMPT, PARAMS).token_ids
+
+
+async def test_a_router_that_goes_says_so() -> None:
+    """Guards who reads an error after Ctrl-C: it blamed the full tier, which was going as well."""
+    with alone(stall_timeout_s=1.0) as served:
+        served.net.refused = {"full"}
+        async with AsyncClient(served.grpc, patience_s=0) as client:
+            answer = asyncio.create_task(client.generate(PROMPT, PARAMS))
+            await until(lambda: served.router.admission.places.num_admitted > 0)
+            served.router.admission.places.closed = True
+            with pytest.raises(Unavailable, match="The server is shutting down"):
+                await answer
+        served.router.admission.places.closed = False
 
 
 def test_request_that_breaks_every_replica_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from opentelemetry.trace import INVALID_SPAN, Span
 
 from cascade.answer import Chunk
-from cascade.errors import CascadeError, InvalidRequest
+from cascade.errors import CascadeError, InvalidRequest, Unavailable
 from cascade.messages import Routing, SessionSpec, mint
 from cascade.settings.config import CascadeConfig
 from cascade.tier.scheduler import PRIORITY_S
 from deployments.gateway.admission.access import Access, Account
 from deployments.gateway.admission.fair_queue import Ticket
-from deployments.gateway.admission.lifetime import Lifetime
+from deployments.gateway.admission.lifetime import LEAVING, Lifetime
 from deployments.gateway.admission.metrics import LEFT, RouterMetrics
 from deployments.gateway.admission.places import Places
 from deployments.ops.tracing import Trace, Tracing, answer_span, end_answer, request_span, tracing
@@ -171,6 +171,8 @@ class Admission:
             raise
         except CascadeError as error:
             record.outcome = error.code
+            if isinstance(error, Unavailable) and self.places.closed:  # the whole server may go, and the full tier with it
+                raise Unavailable(LEAVING) from None
             raise
         finally:
             self.metrics.ended(record.outcome, spec.prompt_len, len(record.tokens))

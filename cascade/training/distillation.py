@@ -21,7 +21,8 @@ from cascade.training.text import Shard, batches, padded
 from cascade.training.versions import replacing
 
 POSITIONS = 512  # positions whose logits are in memory at a time
-NUMBERS = ("step", "tokens", "seconds", "loss")  # a run's numbers in its checkpoint
+NUMBERS = ("step", "tokens", "seconds")  # a run's numbers in its checkpoint
+SAVE_S = 120.0  # between two checkpoints
 
 # Padding stands only after the end of a row, so the kernel's own causal mode suffices: no mask is built.
 CAUSAL = "cascade_causal"
@@ -86,7 +87,6 @@ class Run:
     step: int = 0
     tokens: int = 0  # learnt from, padding excluded
     seconds: float = 0.0  # spent
-    loss: float = 0.0  # mean of late steps, nats a token
     learner: Learner = field(init=False)
     predicted: Tensor = field(init=False)  # [n] int64: the tokens that it may predict
     _places: Tensor = field(init=False)  # [vocab_size] int64: of tokens in `predicted`, -1 of others
@@ -109,9 +109,7 @@ class Run:
         self.learner.learn(loss, self.step, progress)
         self.step += 1
         self.tokens += len(chosen)
-        value = loss.item()
-        self.loss = value if self.step == 1 else 0.97 * self.loss + 0.03 * value
-        return value
+        return loss.item()
 
     @torch.no_grad()
     def agrees(self, shard: Shard, texts: Sequence[int], opening: int) -> list[np.ndarray]:
@@ -249,7 +247,6 @@ def distil(
     *,
     whole: float | None = None,
     tell: Callable[[Run], object] = lambda run: None,
-    save_every_s: float = 120.0,
 ) -> None:
     """Train until ``run.seconds`` reaches ``seconds``; ``tell`` is called after every step.
 
@@ -263,7 +260,7 @@ def distil(
         run.learn(shard, texts, opening, run.seconds / (whole or seconds))
         run.seconds += time.monotonic() - begin
         tell(run)
-        if time.monotonic() - saved > save_every_s:
+        if time.monotonic() - saved > SAVE_S:
             run.save(checkpoint)
             saved = time.monotonic()
     run.save(checkpoint)

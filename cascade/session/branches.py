@@ -5,7 +5,7 @@ that one verifies, it writes on after the likeliest of them, in a branch. When a
 branch becomes the text, with its keys and values, and the tier goes on without a pause.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 from cascade.draft import NO_DRAFT, Draft
@@ -40,7 +40,6 @@ class Branch:
     tokens: list[int]
     margins: list[Margin]  # one for each token
     kv_len: int  # positions that its fork holds keys and values of, the session's before ``start`` included
-    ended: bool = False  # an ending token or the limit has ended it
 
     @property
     def end(self) -> int:
@@ -153,18 +152,21 @@ class Branches:
                 if chance >= MIN_RUNNER_UP_CHANCE:
                     yield chance, place, rank, other.token
 
-    def candidates(self, limit: int) -> list[tuple[float, Branch]]:
-        """Branches to write on, up to position ``limit``, each with its chance to be of use; new ones are not held yet."""
+    def candidates(self, limit: int, ends: Set[int]) -> list[tuple[float, Branch]]:
+        """Branches to write on, up to position ``limit`` or one of ``ends``, each with its chance to be of use.
+
+        New ones are not held yet.
+        """
         heads = {(branch.start, branch.tokens[0]): self._head_chance(branch) for branch in self.held}
         least = min(heads.values()) if len(heads) >= self.max_branches else 0.0
         candidates = [
             (self.chance(branch), branch)
             for branch in self.held
-            if not branch.ended and branch.end < min(limit, branch.start + MAX_FORKED)
+            if branch.tokens[-1] not in ends and branch.end < min(limit, branch.start + MAX_FORKED)
         ]
         for chance, place, rank, token in self._offers():
             start = self.committed + place
-            if start + 1 < limit and chance > least and (start, token) not in heads:
+            if token not in ends and start + 1 < limit and chance > least and (start, token) not in heads:
                 candidates.append((chance, Branch(start, rank, [token], [UNKNOWN], start)))
         return candidates
 

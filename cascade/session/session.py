@@ -184,7 +184,7 @@ class Session:
         """Branches to write on, held or new, each with the chance that this is of use."""
         if self.branches is None or self.spec.in_turns or self.num_pending > 1 or self.spec.params.structured is not None:
             return []
-        return self.branches.candidates(min(self._limit, self.committed + self.spec.window))
+        return self.branches.candidates(min(self._limit, self.committed + self.spec.window), self.spec.ends)
 
     def branch_work(self, branch: Branch) -> Work:
         """The row that writes a branch on, which is held from then on."""
@@ -267,7 +267,6 @@ class Session:
         branch.kv_len = work.start + len(work.tokens)
         branch.tokens.append(token)
         branch.margins.append(Margin.of(scored.runner_ups[0]) if scored.runner_ups else UNKNOWN)
-        branch.ended = token in self.spec.ends or branch.end >= self._limit
         self.branches.unsent = True
 
     # messages of the tier above and the tier below

@@ -10,9 +10,11 @@ from cascade.draft import Draft
 from cascade.messages import MAX_RANKS
 from cascade.planner.acceptance import Calibration
 from cascade.planner.choice import affordable
-from cascade.planner.tuning import GUESS_PRICE, MIN_RUNNER_UP_CHANCE
+from cascade.planner.tuning import GUESS_PRICE
 from cascade.scorer import RunnerUp, gap_byte
 from cascade.session.branches import Branches, Margin
+
+NO_ENDS: frozenset[int] = frozenset()
 
 gaps = st.floats(0, 20)
 chances = st.lists(st.floats(0, 1), max_size=12).map(lambda values: sorted(values, reverse=True))
@@ -88,7 +90,7 @@ def branches(most: int = 4) -> Branches:
 def test_a_draft_offers_runner_ups_and_what_is_behind_them() -> None:
     """Guards the tree that goes up: its trunk is the text, runner-ups come by rank, tails after their heads."""
     kept = branches()
-    likeliest = max(kept.candidates(100), key=lambda way: way[0])[1]
+    likeliest = max(kept.candidates(100, NO_ENDS), key=lambda way: way[0])[1]
     assert (likeliest.start, likeliest.tokens) == (3, [1])
     kept.hold(likeliest)
     likeliest.tokens.append(9)
@@ -104,11 +106,31 @@ def test_a_draft_offers_runner_ups_and_what_is_behind_them() -> None:
 def test_unlikely_branches_make_room() -> None:
     """Guards memory: no more branches than a request allows, those that are likeliest to be taken, and none once one is."""
     held = branches(most=1)
-    for _, branch in held.candidates(100):
+    for _, branch in held.candidates(100, NO_ENDS):
         held.hold(branch)
     assert len(held.held) == 1
-    assert all(chance >= MIN_RUNNER_UP_CHANCE for chance, _ in branches().candidates(100))
-    assert branches().candidates(4) == [], "a branch has room behind its first token"
+    assert branches().candidates(4, NO_ENDS) == [], "a branch has room behind its first token"
     [likeliest] = held.held
     assert held.correct(likeliest.start - 3, (*likeliest.tokens,)) is likeliest
     assert held.held == []
+
+
+def test_a_text_that_is_certain_goes_up_as_a_line() -> None:
+    """Guards messages and passes: runner-ups that are never right made trees of all drafts, which take longer than lines."""
+    kept = Branches(4, 3)
+    for _ in range(3):
+        kept.append(Margin.of([RunnerUp(1, 12.0), RunnerUp(2, 13.0)]))
+    assert kept.proposal([5, 6, 7], bytes(3), 1).is_line
+    assert kept.candidates(100, NO_ENDS) == []
+
+
+def test_nothing_is_written_after_an_ending_token() -> None:
+    """Guards passes and texts: a branch went on after a runner-up that ends the text, or after a rejected guess's own end."""
+    kept, end = branches(), 1
+    assert {branch.tokens[0] for _, branch in kept.candidates(100, {end})} == {2, 8}
+    for margin in (close(4), close()):
+        kept.append(margin)
+    kept.keep_rejected(6, Draft((7, 4), bytes(2), parents=(-1, -1)), [7, 3, end], [close(4), close(), close()], [0])
+    [branch] = kept.held
+    assert branch.tokens == [4, end]
+    assert branch not in [branch for _, branch in kept.candidates(100, {end})]

@@ -108,12 +108,12 @@ class Guesses:
     @property
     def likely_length(self) -> int:
         """The longest path of guesses; of drafters inside the tier only guesses that are likely."""
-        likely = sum(chance > LIKELY for hint in self.hints for chance in hint.calibration.chances(hint.draft.trunk))
-        return max(self.draft.height, likely)
+        of_hints = (hint.calibration.chances(hint.draft.trunk) for hint in self.hints)
+        return max([self.draft.height, *(sum(chance > LIKELY for chance in chances) for chances in of_hints)])
 
     def change_drafter(self) -> None:
         """The tier below is another one, or none, from now on."""
-        self._unprepared, self.complete = None, False
+        self.stats, self._unprepared, self.complete = DraftStats(), None, False
 
     def advance(self, start: int, new: Sequence[int], path: Sequence[int]) -> None:
         """The text goes on with ``new`` at ``start``: count which guesses were right, and keep what is guessed after them.

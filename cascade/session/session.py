@@ -15,7 +15,7 @@ from typing import NamedTuple
 from cascade.draft import NO_DRAFT, Draft, num_same
 from cascade.errors import InvalidRequest
 from cascade.messages import RUNNER_UPS, Close, Commit, Edge, Open, Proposal, SessionSpec, origin, origin_level
-from cascade.planner.acceptance import Calibration, DraftStats, RunAhead
+from cascade.planner.acceptance import Calibration, RunAhead
 from cascade.planner.choice import NO_GUESS
 from cascade.planner.tuning import MIN_RUN_AHEAD
 from cascade.scorer import Scored
@@ -367,7 +367,6 @@ class Session:
     def attach(self, chain: tuple[str, ...], session: str, *, in_turns: bool = False) -> SessionSpec:
         """Begin to draft with the first tier of ``chain``; what its ``session`` is opened as."""
         self._change_drafter(chain[0], session)
-        self.guesses.stats = DraftStats()
         self._sent_below = len(self.text)
         return self.spec.below(self.text, chain, in_turns=in_turns)
 

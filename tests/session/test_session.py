@@ -240,6 +240,13 @@ def test_of_a_tree_the_likeliest_nodes_are_scored() -> None:
     assert session.text[3:] == [4, 6, 7, 8]
 
 
+def test_guesses_of_two_drafters_inside_are_not_added_up() -> None:
+    """Guards waits: two drafters that said the same two tokens spared the wait for four."""
+    session = drafting()
+    session.hint([Hint(name, Calibration(), Draft((5, 6), bytes(2), bytes([200] * 2))) for name in ("one", "other")])
+    assert session.likely_depth == 2
+
+
 @pytest.mark.parametrize("left", [False, True])
 def test_what_a_drafter_inside_guesses_is_scored_next(left: bool) -> None:
     """Guards hints, which are void once the text has gone on, and counts of the tier below where it was left."""

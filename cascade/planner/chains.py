@@ -5,7 +5,7 @@ attached. A tier with processors of its own costs next to nothing while its gues
 token on, until it is seen not to pay. A tier that shares the verifier's processors slows its passes, which only shows while it
 works. So such tiers begin detached, and are explored when `EXPLORATION_SHARE` of the verifier's time covers the whole price.
 With few sessions the first try of a chain may also cost what text drafters have spared requests of the same kind. A chain that
-was slower than none at some load is not explored at higher ones, where guesses cost more.
+was slower than none at some load is not explored at higher ones, where guesses cost more, until `LOSS_MEMORY_S` later.
 """
 
 import itertools
@@ -22,6 +22,7 @@ from cascade.planner.tuning import (
     EXPLORATION_SHARE,
     FEW_PASSES,
     FEW_SESSIONS,
+    LOSS_MEMORY_S,
     MAX_PASSES,
     MIN_PASSES,
     RATE_DOUBT,
@@ -83,7 +84,13 @@ class Exploration:
     spent_s: float = 0.0  # the tier's time that exploring cost
     total_s: float = 0.0  # the tier's time
     gained_s: float = 0.0  # the time that drafters inside the tier have spared
-    lost: dict[Chain, int] = field(default_factory=dict)  # the lowest load at which a chain was slower than none
+    # the lowest load at which a chain was slower than none, and `total_s` then
+    lost: dict[Chain, tuple[int, float]] = field(default_factory=dict)
+
+    def lost_below(self, load: int, chain: Chain) -> bool:
+        """A chain was slower than none at a lower load, not long ago."""
+        lowest, then_s = self.lost.get(chain, (load, 0.0))
+        return lowest < load and self.total_s < then_s + LOSS_MEMORY_S
 
 
 @dataclass(slots=True)
@@ -168,9 +175,11 @@ class Choice:
             self._prefer(fastest)
             self._use(fastest)
             return
-        lost = self.exploration.lost
-        hopes = (item for item in self.estimates.items() if item[0] != self.best and lost.get(item[0], self.load) >= self.load)
-        others = {chain: estimate.upper_bound for chain, estimate in hopes}
+        others = {
+            chain: estimate.upper_bound
+            for chain, estimate in self.estimates.items()
+            if chain != self.best and not self.exploration.lost_below(self.load, chain)
+        }
         if ALONE in others and not self.estimates[ALONE].passes:
             others[ALONE] = alone * (1 + RATE_DOUBT / math.sqrt(MIN_PASSES))  # a prediction is worth as many
         if not others:
@@ -185,16 +194,14 @@ class Choice:
             self._use(hopeful, price_s)
 
     def _prefer(self, chain: Chain) -> None:
-        """The chain is now the best, so what it lost at this load or a lower one no longer counts."""
+        """The chain is now the best: what it lost before no longer counts."""
         self.best = chain
-        if self.exploration.lost.get(chain, math.inf) <= self.load:
-            del self.exploration.lost[chain]
+        self.exploration.lost.pop(chain, None)
 
     def _give_up(self) -> None:
         """The exploration has failed."""
-        if self.estimates[self.used].rate < self.estimates[ALONE].rate:
-            lost = self.exploration.lost
-            lost[self.used] = min(self.load, lost.get(self.used, self.load))
+        if self.passes >= FEW_PASSES and self.estimates[self.used].rate < self.estimates[ALONE].rate:
+            self.exploration.lost[self.used] = self.load, self.exploration.total_s
         self._use(self.best)
 
     def _use(self, chain: Chain, price_s: float = 0.0) -> None:

@@ -5,6 +5,7 @@
 EXPLORATION_SHARE = 0.01  # the share of a tier's time that exploration may cost: half of what "never slower" may lose
 FEW_SESSIONS = 2  # with more of them a try costs all of them, and draft tiers on the same processors rarely pay
 EXPLORATION_PASSES = 12.0  # what one exploration may cost, beside the prefill of the tiers below
+LOSS_MEMORY_S = 3600.0  # a tier's seconds for which a chain that lost is not explored at higher loads: drafters learn
 RATE_MEMORY = 0.99  # weight of a chain's rate after the next pass: loads change within some hundred passes
 RATE_DOUBT = 1.3  # relative error of a rate known from one pass; from ``n`` passes it is RATE_DOUBT / sqrt(n)
 BETTER = 1.03  # a chain replaces the best one if its rate is so many times as high: less is noise

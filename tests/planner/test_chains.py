@@ -12,7 +12,15 @@ from cascade.params import MOST_BRANCHES, SamplingParams
 from cascade.planner.chains import ALONE, Chain, Planner, Seen
 from cascade.planner.choice import Policy
 from cascade.planner.cost import Profile
-from cascade.planner.tuning import EXPLORATION_SHARE, MAX_READING_SHARE, MIN_PASSES, PREFILL_TOKENS, SCOUTS, SETTLING_PASSES
+from cascade.planner.tuning import (
+    EXPLORATION_SHARE,
+    LOSS_MEMORY_S,
+    MAX_READING_SHARE,
+    MIN_PASSES,
+    PREFILL_TOKENS,
+    SCOUTS,
+    SETTLING_PASSES,
+)
 from cascade.scorer import Scored
 from cascade.session.session import Session, Work
 from cascade.simulation.scenario import NO_FAULTS, Death, Faults, Outcome, PassCost, Request, Scenario, SimTier
@@ -199,6 +207,24 @@ def test_what_lost_at_a_low_load_is_not_tried_at_a_higher_one(shared: Collection
     assert set(play(planner, loses, 3000, sessions=8)) == {ALONE}
     play(planner, gains, 3000)
     assert ("medium",) in play(planner, loses, 3000, sessions=8)
+
+
+def test_what_lost_long_ago_is_tried_again() -> None:
+    """Guards drafters that learn: what had once lost with one request was never tried again by a server that stayed busy."""
+    planner = Planner(("tiny",))
+    play(planner, {ALONE: 1.0, ("tiny",): 0.5}, 3000, allowed=("tiny",))
+    seconds = LOSS_MEMORY_S / 3000
+    assert ("tiny",) not in play(planner, {ALONE: 1.0, ("tiny",): 2.0}, 2900, 8, seconds, allowed=("tiny",))
+    assert play(planner, {ALONE: 1.0, ("tiny",): 2.0}, 1000, 8, seconds, allowed=("tiny",))[-100:].count(("tiny",)) > 80
+
+
+def test_what_was_too_dear_to_judge_is_tried_at_a_higher_load() -> None:
+    """Guards drafters that read for long at first: a try that ended before their first guess counted as a loss."""
+    planner, allowed = Planner(("tiny",)), ("tiny",)
+    for _ in range(3000):
+        chain = planner.chain(allowed, 1)
+        planner.record(allowed, chain, 1, Seen(1, 1, PASS_S * (5 if chain else 1), PASS_S, settled=not chain))
+    assert allowed in play(planner, {ALONE: 1.0, allowed: 2.0}, 3000, 8, allowed=allowed)
 
 
 def test_loads_that_were_met_learn_where_a_tier_runs() -> None:

@@ -66,7 +66,8 @@ class Drafting(Generic[U]):
             slot.num_drafters += 1
             slot.least_chance, slot.heard = 0.0, None
             name = f"{session.name}.{slot.num_drafters}"
-            spec = session.attach(usable, name, in_turns=usable[0] in self._planner.shared)
+            slot.opened_in_turns = usable[0] in self._planner.shared
+            spec = session.attach(usable, name, in_turns=slot.opened_in_turns)
             session.guesses.calibration = self.calibrations.of(usable[0], spec.params.temperature)
             slot.attached, slot.settling = usable, SETTLING_PASSES
             self._send(session.drafter, Open(session.drafter_session, spec, slot.routing))
@@ -99,8 +100,8 @@ class Drafting(Generic[U]):
             self._send(slot.session.drafter, news)
 
     def in_turns(self, slot: Slot[U]) -> bool:
-        """Its drafter computes on the processors of this tier, so that one works while the other rests."""
-        return slot.session.drafter in self._planner.shared
+        """Its drafter computes on the processors of this tier, and knows it, so that one works while the other rests."""
+        return slot.opened_in_turns and slot.session.drafter in self._planner.shared
 
     def turn(self, slot: Slot[U], num_in_turns: int, policy: Policy, profile: Profile) -> None:
         """The text has gone on: choose how far a tier below on the same processors is to write, before the next pass.

@@ -49,6 +49,7 @@ class Slot(Generic[U]):
     attached: Chain = ALONE  # those that draft for it
     num_drafters: int = 0  # sessions below that it has had
     scouts: bool = False  # it drafts with tiers on processors of their own, whatever the others do
+    opened_in_turns: bool = False  # the tier below was told to write in turns with this one
     least_chance: float = 0.0  # see `Commit`, for a tier below that writes in turns with this one; else 0
     most: int = 0  # likewise
     heard: float | None = None  # when the latest proposal of the tier below came, if any has

@@ -433,6 +433,16 @@ def test_many_sessions_that_fail_at_once_are_one_failure() -> None:
         assert below.draft(slots[0], now) == now + wait_s
 
 
+def test_who_was_not_told_of_turns_takes_none() -> None:
+    """Guards clusters with a near and a far replica of a tier: a session at the far one did not rest, and was waited for."""
+    planner = Planner(ALLOWED)
+    planner.locate("medium", near=False)
+    below, [slot], _ = drafting(planner)
+    assert slot.attached == ("medium",)
+    planner.locate("medium", near=True)
+    assert not below.in_turns(slot)
+
+
 class Heard(Planner):
     """Knows the last rate and the last price of reading that it was told of."""
 

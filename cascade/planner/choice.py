@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from cascade.planner.acceptance import DraftStats
+from cascade.planner.cost import LEAST_S
 from cascade.planner.tuning import GUESS_PRICE
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 NO_GUESS = 2.0  # the least chance of a guess that asks for none: no chance is above 1
-LEAST_S = 1e-9  # the least seconds that a pass is taken to last
 
 
 def affordable(chances: Floats, sizes: Ints, own: float, tokens: int, cost: Floats) -> int:

@@ -8,6 +8,8 @@ import numpy as np
 
 from cascade.planner.tuning import COST_MEMORY, COST_WEIGHT, MEAN_WEIGHT, OUTLIER, PREFILL_TOKENS
 
+LEAST_S = 1e-9  # the least seconds that a pass is taken to last
+
 
 class Profile:
     """Seconds of a pass by its tokens and by the positions that its sessions hold, kept current.
@@ -67,26 +69,27 @@ class Profile:
     def record(self, num_tokens: int, num_read: int, context: int, seconds: float) -> None:
         """A pass of ``num_tokens`` over ``context`` positions took ``seconds``; ``num_read`` of its tokens were prefill.
 
-        Tokens of prefill have a price of their own, for they are only read: the rest also have logits and own tokens. Of what a
-        pass took longer or shorter than expected, both prices get their share. The points beside the rest move towards it.
-        Points without recent passes move along, for what slows one pass slows all. Else a size that was timed while other
-        models were loading would stay dear and never be tried.
+        Tokens of prefill have a price of their own, for they are only read: the rest also have logits and own tokens. So have
+        positions. Of what a pass took longer or shorter than expected, all prices get their share. The points beside the rest
+        move towards it. Points without recent passes move along, for what slows one pass slows all. Else a size that was timed
+        while other models were loading would stay dear and never be tried.
         """
         if not num_read:
             self.pass_s += MEAN_WEIGHT * (seconds - self.pass_s)
         if not self.token_s and num_read < PREFILL_TOKENS:
             num_read = 0  # too few to tell what one costs
         num_scored = num_tokens - num_read
-        scored_s = self.predict(num_scored, context)
+        scored_s, held_s = self.predict(num_scored), self.context_s * context
         if not self.token_s and num_read:
-            self.token_s = max(0.0, seconds - scored_s) / num_read
-        expected = scored_s + self.token_s * num_read
-        ratio = min(OUTLIER, max(1 / OUTLIER, seconds / expected)) if expected > 0 else 1.0
-        share = scored_s / expected if expected > 0 else 1.0
-        self.token_s *= 1 + MEAN_WEIGHT * (1 - share) * (ratio - 1)
+            self.token_s = max(0.0, seconds - scored_s - held_s) / num_read
+        read_s = self.token_s * num_read
+        expected = max(LEAST_S, scored_s + held_s + read_s)
+        excess = min(OUTLIER, max(1 / OUTLIER, seconds / expected)) - 1
+        self.token_s *= 1 + MEAN_WEIGHT * excess * read_s / expected
+        self.context_s *= 1 + COST_WEIGHT * excess * held_s / expected
         after = bisect_right(self._tokens, num_scored)
         beside = (after - 1,) if after and self._tokens[after - 1] == num_scored else (after - 1, after)
         for place in range(len(self._seconds)):
             self._fresh[place] = 1.0 if place in beside else COST_MEMORY * self._fresh[place]
             moved = COST_WEIGHT if place in beside else COST_WEIGHT * (1 - self._fresh[place])
-            self._seconds[place] *= 1 + moved * share * (ratio - 1)
+            self._seconds[place] *= 1 + moved * excess * scored_s / expected

@@ -85,6 +85,15 @@ def test_prefill_has_a_price_of_its_own() -> None:
     assert profile.predict(128) == pytest.approx(0.2, rel=0.05)
 
 
+def test_positions_that_were_timed_too_dear_become_cheaper() -> None:
+    """Guards prices of guesses where much is held: positions timed five times too dear made tokens cost nothing."""
+    profile = Profile([(1, 0.01), (64, 0.1), (128, 0.2)], context_s=2e-6)
+    for num_tokens, context in [(64, 60_000), (128, 120_000), (64, 20_000), (128, 1000)] * 500:
+        profile.record(num_tokens, 0, context, 0.1 * num_tokens / 64 + 4e-7 * context)
+    assert profile.predict(64) == pytest.approx(0.1, rel=0.1)
+    assert profile.predict(64, 60_000) == pytest.approx(0.124, rel=0.1)
+
+
 def test_passes_are_timed_as_they_follow_each_other() -> None:
     """Guards prices against the first pass after a long one, with cold caches: positions looked six times dearer."""
 

@@ -72,6 +72,9 @@ class RowState(Protocol):
     def logprobs(self, start: int, num_tokens: int) -> tuple[Logprobs, ...]:
         """Of ``num_tokens`` own tokens from ``start`` on."""
 
+    def rewind(self, position: int) -> None:
+        """The text from ``position`` on may be another one than before."""
+
 
 class RunnerUp(NamedTuple):
     """A token of the next lower perturbed logit: under shared noise what a verifier most likely says instead of the own one."""

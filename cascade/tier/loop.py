@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeAlias
 
 from cascade.draft import Draft
-from cascade.errors import InvalidRequest
+from cascade.errors import InvalidRequest, reason
 from cascade.messages import Commit, Failed, Message, Open, Proposal, SessionSpec
 from cascade.planner.chains import Planner
 from cascade.planner.choice import Policy
@@ -117,8 +117,8 @@ class Loop(Generic[U]):
         try:
             self._check(spec)
             state = self._new_state(spec, session.text)
-        except InvalidRequest as error:
-            self._send_up(up, Failed(opening.session, str(error), self._name, fault=True))
+        except Exception as error:  # of grammars' library, too
+            self._send_up(up, Failed(opening.session, reason(error), self._name, fault=isinstance(error, InvalidRequest)))
             return
         drafters = self._inner_drafters(spec)
         slot = Slot(session, up, since=now, opened=now, routing=opening.routing, state=state, drafters=drafters)
@@ -158,7 +158,7 @@ class Loop(Generic[U]):
         end = spec.prompt_len + spec.params.max_tokens
         if end > limits.context_len:
             raise InvalidRequest(f"tier {name} takes {limits.context_len} tokens, the request may need {end}")
-        if not all(0 <= token < limits.vocab_size for token in spec.tokens):
+        if not 0 <= min(spec.tokens) <= max(spec.tokens) < limits.vocab_size:
             raise InvalidRequest(f"tier {name} has {limits.vocab_size} token ids and the text has others")
         if lack := self.kv_admission.problem(end):
             raise InvalidRequest(f"tier {name} cannot hold the session: {lack}")
@@ -181,6 +181,8 @@ class Loop(Generic[U]):
         if slot.session.branches is not None:
             self.kv_admission.settle(slot, correction.branch if correction is not None else None)
         if correction is not None:
+            if slot.state is not None:
+                slot.state.rewind(correction.start)  # the next row may begin later, behind a branch
             self._notify(slot, lambda guesser: guesser.cut())
             self._changed[slot] = self._to_draft[slot] = None
         elif stalled and self._drafting.in_turns(slot):
@@ -317,7 +319,7 @@ class Loop(Generic[U]):
             slot.session.advance(work, result)
             slot.forks[branch].text.append(branch.tokens[-1])
         else:
-            branches.held.remove(branch)
+            branches.held = [other for other in branches.held if other is not branch]  # another may have its place already
             self.kv_admission.settle(slot)
 
     def _propose(self, slot: Slot[U]) -> None:

@@ -13,16 +13,20 @@ import pytest
 import torch
 
 from cascade.answer import Answer
-from cascade.messages import Close, Failed, Link, Message, Open, SessionSpec, mint
+from cascade.draft import Draft
+from cascade.engine.sampling.state import state_maker
+from cascade.messages import Close, Commit, Failed, Link, Message, Open, SessionSpec, mint
 from cascade.params import SamplingParams
 from cascade.planner.choice import Policy
 from cascade.planner.cost import Profile
-from cascade.scorer import Row
+from cascade.scorer import Row, RowState, RunnerUp, Scored
+from cascade.simulation.toy_tier import TokenStore
 from cascade.tier import runner
 from cascade.tier.kv_admission import KVAdmission
 from cascade.tier.local_links import join
 from cascade.tier.loop import Limits, Loop
 from cascade.tier.runner import FACTOR, GRACE_S, Watchdog, row_of
+from cascade.tier.slot import Slot
 from cascade.tier.tier import Tier
 from tests.books import check_memory
 from tests.toys import ToyCache, ToyModel, full_text
@@ -228,6 +232,19 @@ def test_impossible_opens_fail_with_a_sentence(fields: dict[str, object], words:
         assert message.fault
 
 
+def test_a_state_that_cannot_be_made_harms_only_its_request() -> None:
+    """Guards the loop against a library of grammars that raises what it likes: it ended, and failed every session."""
+
+    def raises(*of: object) -> RowState:
+        raise RuntimeError("out of luck")
+
+    with alone(ToyModel(), new_state=raises) as tier:
+        failed = refusal(tier, opening(params=SamplingParams(presence_penalty=1.0, seed=0)))
+        assert (failed.reason, failed.fault) == ("out of luck", False)
+        written(tier, opening(chain=()))
+        assert tier.healthy
+
+
 def test_stopped_tier_answers() -> None:
     """Guards against an Open that waits for ever because its tier has stopped."""
     tier = Tier("full", 2, ToyModel())
@@ -374,3 +391,45 @@ def test_sessions_that_leave_before_they_are_told_harm_nobody(others: int) -> No
     loop.receive(Close(first.session), None, 1.0)
     loop.settle(1.0)
     assert [message.session for message in sent] == [request.session for request in rest]
+
+
+def branching(**options: object) -> tuple[Loop[str], Slot[str]]:
+    """A session of a drafter that has written 7, 7, and holds a branch after its first token's runner-up 8."""
+    loop = Loop[str](
+        "tiny", 0, Limits(32, 4096, Policy(), state_maker()), KVAdmission(TokenStore, 1 << 20), Profile(),
+        send_up=lambda up, message: None, send_down=lambda tier, message: None,
+    )  # fmt: skip
+    loop.receive(opening(chain=(), branches=1, **options), "full", 0.0)
+    for now in (1.0, 2.0):
+        batch, _ = loop.schedule(512, now)
+        loop.advance(batch, [Scored([7], runner_ups=[[RunnerUp(8, 1.0)]]) for _ in batch], now)
+        loop.settle(now)
+    [slot] = loop.slots.values()
+    [branch] = slot.session.branches.held
+    assert branch.tokens == [8, 7]
+    return loop, slot
+
+
+def test_a_branch_that_fails_when_another_takes_its_place_harms_nobody() -> None:
+    """Guards the loop: a branch that could not be scored, and was held no more when that was known, ended it."""
+    loop, slot = branching()
+    slot.session.guesses.draft = Draft((5,), bytes(1))
+    batch, _ = loop.schedule(512, 3.0)
+    assert [work.branch is None for _, work in batch] == [True, False]
+    loop.advance(batch, [Scored([7, 7], runner_ups=[[RunnerUp(5, 0.1)], []]), None], 3.0)
+    loop.settle(3.0)
+    assert [branch.tokens for branch in slot.session.branches.held] == [[5, 7]]
+    loop.receive(Close(slot.session.name), None, 4.0)
+    check_memory(loop.kv_admission)
+
+
+def test_penalties_count_the_branch_that_became_the_text() -> None:
+    """Guards guesses: after a correction that a drafter had prepared for, its penalties were those of the text before."""
+    loop, slot = branching(params=SamplingParams(presence_penalty=1.0, temperature=0, seed=1, max_tokens=40))
+    session, logits = slot.session, torch.zeros(1, 32)
+    slot.state.counts(len(session.text), (), logits)  # as the last pass did
+    loop.receive(Commit(session.name, len(PROMPT), (8,)), None, 3.0)
+    assert session.text[len(PROMPT) :] == [8, 7]
+    slot.state.rewind(session.kv_len)  # as the next pass does
+    counts = slot.state.counts(len(session.text), (), logits)[0]
+    assert counts.nonzero().flatten().tolist() == [7, 8]

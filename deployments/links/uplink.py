@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from cascade.client.rpc import LINK, handlers_of
-from cascade.errors import ConfigError, InvalidRequest, Unavailable
+from cascade.errors import ConfigError, Unavailable
 from cascade.messages import Close, Failed, Link, Message, Open
 from cascade.params import SamplingParams
 from cascade.settings.config import LinkTLS
@@ -187,8 +187,10 @@ class LinkServer:
         self, preparing: Coroutine[Any, Any, object], session: str, held: list[Message], mailbox: Mailbox
     ) -> None:
         """Hand over what has come for a session once all is prepared, unless the session is over."""
-        with contextlib.suppress(InvalidRequest):  # the tier says so, too
+        try:
             await preparing
+        except Exception as error:  # the tier meets it, too, and says so
+            log.info("What session %s needs is not ready: %s", session, error)
         if self._held.get(session) is held:
             del self._held[session]
             self._tier.post(held, mailbox)

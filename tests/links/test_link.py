@@ -80,6 +80,20 @@ async def test_what_a_session_waits_for_holds_nobody_up(net: Net, needed: dict[s
     await asyncio.get_running_loop().shutdown_default_executor()
 
 
+async def test_what_cannot_be_prepared_is_left_to_the_tier(net: Net) -> None:
+    """Guards requests against a full disk: a session whose adapter could not be copied was neither served nor refused."""
+
+    def raises(params: SamplingParams) -> None:
+        raise OSError("No space left on device")
+
+    net.nodes["full"].server._prepare = raises
+    plain = opening(4, 0.0, 40)
+    await net.check(opening(params=replace(plain.spec.params, adapter="red")))
+    assert net.failures == []
+    await net.settle()
+    await asyncio.get_running_loop().shutdown_default_executor()
+
+
 # deaths
 
 

@@ -60,7 +60,7 @@ def started(config: "CascadeConfig", **options: Any) -> Iterator["Server"]:
     try:
         yield server
     finally:
-        with console.status("Shutting down, when running answers have ended; Ctrl-C again does not wait for them"):
+        with console.status("Shutting down once answers have ended; Ctrl-C again does not wait"):
             server.stop()
 
 

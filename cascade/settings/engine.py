@@ -131,7 +131,7 @@ class EngineKwargs(Section):
     lora_path: Text | None = None
     max_loras: Count = 16  # adapters of `lora_path` loaded at a time
     tensor_parallel_size: Count = 1  # GPUs that share one replica's model; more than one needs vLLM
-    num_threads: Count | None = None  # CPU threads of a pass; by default timed at load
+    num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None  # CPU threads of a pass; by default timed at load
     # cores that the replica is bound to
     cpu_affinity: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = None
     max_pass_tokens: Count = 512  # tokens that one pass scores at most

@@ -88,6 +88,7 @@ WRONG: list[tuple[Any, str]] = [
     ({"tiers": [tier("tiny", engine_kwargs={"lora_path": "x"}), FULL]}, r"lora_path of tier 'tiny': only the full tier"),
     (engine(engine="cascade", tensor_parallel_size=2), f"tensor_parallel_size is 2{VLLM}"),
     (engine(engine="llama.cpp"), r"engine is 'llama\.cpp': string should match"),
+    (engine(num_threads=100_000), r"num_threads is 100000: input should be less than or equal to 1024"),
     (engine(enforce_eager=True), r"enforce_eager is not a known key; remove it, mend its spelling, or set engine to 'vllm'"),
     (engine(quantization="awq", num_threads=2), f"quantization is 'awq'{VLLM}, or remove it"),
     (learning("full"), r"names 'full': it takes tiny"),

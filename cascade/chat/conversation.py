@@ -60,25 +60,18 @@ def mistake(errors: Sequence[Any], whole: str = "The body") -> tuple[str | None,
 
 
 class Body(BaseModel):
-    """No unknown fields, no conversions: "5" is no number."""
+    """No unknown fields, no conversions: "5" is no number. Null is no field: clients write out all that they know."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _is_small(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > MAX_FIELDS:
-            raise ValueError(f"it has {len(value)} fields: at most {MAX_FIELDS} are taken")
-        return value
-
-
-class Sparse(Body):
-    """A part of a request that may be copied from an answer, where null stands for absent fields."""
-
-    @model_validator(mode="before")
-    @classmethod
     def _drop_nulls(cls, value: Any) -> Any:
-        return {name: field for name, field in value.items() if field is not None} if isinstance(value, dict) else value
+        if not isinstance(value, dict):
+            return value
+        if len(value) > MAX_FIELDS:
+            raise ValueError(f"it has {len(value)} fields: at most {MAX_FIELDS} are taken")
+        return {name: field for name, field in value.items() if field is not None}
 
 
 class Kept(Body):
@@ -148,11 +141,7 @@ class ChatMessage(Kept):
     tool_call_id: CallId | None = None
     reasoning_content: Text | None = None  # what the assistant thought
     reasoning: Text | None = None  # the same, as other servers name it
-    # empty fields of messages that OpenAI's client sends back as they came
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None  # empty in messages that are sent back as they came
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:

@@ -8,7 +8,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import from_json
 
 from cascade.answer import Completion
-from cascade.chat.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body, Conversation, Sparse, Text, text_of
+from cascade.chat.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body, Conversation, Text, text_of
 from cascade.chat.template import CUT, ChatTemplate
 from cascade.errors import CascadeError, InvalidRequest
 from cascade.params import Structured
@@ -34,7 +34,7 @@ ERROR_TYPES = {  # Anthropic's names of statuses
 }
 
 
-class Block(Sparse):
+class Block(Body):
     """A piece of a message."""
 
     cache_control: dict[str, Any] | None = None  # no effect: what prompts have in common is always kept

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from cascade.answer import Completion
-from cascade.chat.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body, Conversation, Sparse, Text, text_of
+from cascade.chat.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body, Conversation, Text, text_of
 from cascade.chat.template import ChatTemplate
 from cascade.errors import CascadeError
 from cascade.params import Structured
@@ -26,7 +26,7 @@ LOGPROBS: dict[str, dict[str, Any]] = {"reasoning": {}, "message": {"logprobs": 
 PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}  # prefixes of ids
 
 
-class TextPart(Sparse):
+class TextPart(Body):
     """A piece of a message, whoever wrote it."""
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
@@ -38,7 +38,7 @@ class TextPart(Sparse):
 Parts: TypeAlias = Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
-class KeptItem(Sparse):
+class KeptItem(Body):
     """An item of an answer that is sent back; its id and status are not looked at."""
 
     id: str | None = None
@@ -91,7 +91,7 @@ InputItem = Annotated[
 ]
 
 
-class FunctionTool(Sparse):
+class FunctionTool(Body):
     """A function that the assistant may call."""
 
     type: Literal["function"]
@@ -114,7 +114,7 @@ class NamedTool(Body):
     name: str
 
 
-class TextFormat(Sparse):
+class TextFormat(Body):
     """What the text has to be."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -130,14 +130,14 @@ class TextFormat(Sparse):
         return self
 
 
-class TextConfig(Sparse):
+class TextConfig(Body):
     """How the text is written."""
 
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class Reasoning(Sparse):
+class Reasoning(Body):
     """How the assistant thinks. Its thoughts come whole, never as a summary."""
 
     effort: Annotated[str, Field(max_length=64)] | None = None

@@ -17,14 +17,18 @@ from cascade.scorer import MAX_FORKED, RunnerUp, gap_byte
 
 @dataclass(frozen=True, slots=True)
 class Margin:
-    """How nearly another token was the own one: the gap to the first runner-up as a byte, 0 if unknown, and the runner-ups."""
+    """How nearly another token was the own one: the gap to the first runner-up, 0 if unknown; runner-ups with their gaps.
+
+    Gaps are bytes, see `gap_byte`.
+    """
 
     gap: int = 0
-    runner_ups: tuple[RunnerUp, ...] = ()
+    runner_ups: tuple[tuple[int, int], ...] = ()
 
     @staticmethod
     def of(runner_ups: Sequence[RunnerUp]) -> "Margin":
-        return Margin(gap_byte(runner_ups[0].gap), tuple(runner_ups[:RUNNER_UPS])) if runner_ups else CERTAIN
+        others = tuple([(other.token, gap_byte(other.gap)) for other in runner_ups[:RUNNER_UPS]])
+        return Margin(others[0][1], others) if others else CERTAIN
 
 
 UNKNOWN = Margin()
@@ -76,7 +80,7 @@ class Branches:
         for place, at in enumerate((-1, *path)):
             if at + 1 >= len(own):
                 break
-            ranks = {other.token: rank for rank, other in enumerate(margins[1 + at].runner_ups, start=1)}
+            ranks = {token: rank for rank, (token, _) in enumerate(margins[1 + at].runner_ups, start=1)}
             for node in draft.children(at):
                 rank = ranks.get(draft.tokens[node])
                 if rank is None or node + 1 >= len(own):
@@ -113,8 +117,8 @@ class Branches:
     def _judge(self, margin: Margin, instead: int | None, *, first: bool) -> None:
         verdicts = self.verdicts
         verdicts.judged(0, margin.gap, first=first, right=instead is None)
-        for rank, other in enumerate(margin.runner_ups, start=1):
-            verdicts.judged(rank, gap_byte(other.gap), first=first, right=other.token == instead)
+        for rank, (token, gap) in enumerate(margin.runner_ups, start=1):
+            verdicts.judged(rank, gap, first=first, right=token == instead)
 
     def _start_at(self, committed: int, margins: Sequence[Margin]) -> None:
         self.committed = committed
@@ -136,21 +140,21 @@ class Branches:
         place = branch.start - self.committed
         return list(self._runner_ups_at(place))[branch.rank - 1][0]
 
-    def _runner_ups_at(self, place: int) -> Iterator[tuple[float, RunnerUp]]:
-        """Runner-ups at a place of the text, each with its chance to be right, no greater than that of a nearer one."""
+    def _runner_ups_at(self, place: int) -> Iterator[tuple[float, int, int]]:
+        """Runner-ups at a place of the text: the chance to be right, no greater than that of a nearer one, token and gap."""
         before = chance = self.chances[place]
-        for rank, other in enumerate(self.margins[place].runner_ups, start=1):
-            chance = min(chance, before * self.verdicts.chance(rank, gap_byte(other.gap), first=not place))
-            yield chance, other
+        for rank, (token, gap) in enumerate(self.margins[place].runner_ups, start=1):
+            chance = min(chance, before * self.verdicts.chance(rank, gap, first=not place))
+            yield chance, token, gap
 
-    def _offers(self) -> Iterator[tuple[float, int, int, int]]:
-        """Runner-ups that are likely enough: the chance, the place, the rank and the token."""
+    def _offers(self) -> Iterator[tuple[float, int, int, int, int]]:
+        """Runner-ups that are likely enough: the chance, the place, the rank, the token and its gap."""
         for place, before in enumerate(self.chances[:-1]):
             if before < MIN_RUNNER_UP_CHANCE:
                 break
-            for rank, (chance, other) in enumerate(self._runner_ups_at(place), start=1):
+            for rank, (chance, token, gap) in enumerate(self._runner_ups_at(place), start=1):
                 if chance >= MIN_RUNNER_UP_CHANCE:
-                    yield chance, place, rank, other.token
+                    yield chance, place, rank, token, gap
 
     def candidates(self, limit: int, ends: Set[int]) -> list[tuple[float, Branch]]:
         """Branches to write on, up to position ``limit`` or one of ``ends``, each with its chance to be of use.
@@ -164,7 +168,7 @@ class Branches:
             for branch in self.held
             if branch.tokens[-1] not in ends and branch.end < min(limit, branch.start + MAX_FORKED)
         ]
-        for chance, place, rank, token in self._offers():
+        for chance, place, rank, token, _ in self._offers():
             start = self.committed + place
             if token not in ends and start + 1 < limit and chance > least and (start, token) not in heads:
                 candidates.append((chance, Branch(start, rank, [token], [UNKNOWN], start)))
@@ -187,10 +191,10 @@ class Branches:
         held = {(branch.start - self.committed, branch.tokens[0]): branch for branch in self.held}
         tokens, parents = list(text), list(range(-1, len(text) - 1))
         confidences = bytearray(margin.gap for margin in self.margins)
-        for _, place, rank, token in sorted(offered, key=lambda offer: offer[1:]):
+        for _, place, _, token, gap in sorted(offered, key=lambda offer: offer[1:]):
             parents.append(place - 1)
             tokens.append(token)
-            confidences.append(gap_byte(self.margins[place].runner_ups[rank - 1].gap))
+            confidences.append(gap)
             if (branch := held.get((place, token))) is not None:
                 parents += range(len(tokens) - 1, len(tokens) + len(branch.tokens) - 2)
                 tokens += branch.tokens[1:]

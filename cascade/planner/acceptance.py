@@ -115,7 +115,7 @@ def _prior(rank: int, kind: int) -> float:
 class DraftStats:
     """How fast and how well a drafter guesses, counted in passes of its verifier, without a clock.
 
-    Errors come in bursts, so the first guess after a correction is counted apart. All counts begin with a prior.
+    Errors come in bursts, so the first guess after a correction is counted apart, too. Counts begin with a prior, and fade.
     """
 
     guesses: float = 4.0  # guesses that arrive while one pass runs
@@ -139,21 +139,18 @@ class DraftStats:
     def passed(self, num_guess: int, num_right: int, num_own: int) -> None:
         """A pass gave ``num_own`` tokens; of ``num_guess`` guesses at hand the first ``num_right`` equal them."""
         corrected = num_right < min(num_guess, num_own)
-        if self._left is not None:
-            self.right += num_right
-            self.wrong += corrected
-            if num_guess:
-                self.guesses += ARRIVALS_WEIGHT * (num_guess - self._left - self.guesses)  # a mean of the latest
+        left = VERDICT_MEMORY ** (num_right + corrected)
+        self.right, self.wrong = left * self.right + num_right, left * self.wrong + corrected
+        if num_guess and self._left is not None:
+            self.guesses += ARRIVALS_WEIGHT * (num_guess - self._left - self.guesses)  # a mean of the latest
         elif num_guess:
-            self.first_right += num_right > 0
-            self.first_wrong += num_right == 0
-            self.right += max(0, num_right - 1)
-            self.wrong += corrected and num_right > 0
+            self.first_right = VERDICT_MEMORY * self.first_right + (num_right > 0)
+            self.first_wrong = VERDICT_MEMORY * self.first_wrong + (num_right == 0)
         self._left = None if corrected else num_guess - num_own  # -1: the drafter has a guess for the last own token to come
 
     @property
     def share(self) -> float:
-        """Chance that a guess after a right one is right."""
+        """Chance that a guess is right if all before it are."""
         return self.right / (self.right + self.wrong)
 
     def waited(self, num_guess: int, passes: float) -> None:

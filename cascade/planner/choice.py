@@ -84,5 +84,5 @@ class Policy:
         if room < 1 or (at_hand and (1 + at_hand) / float(cost[1 + min(room, round(at_hand))]) >= rate):
             return NO_GUESS, 0
         added_s = (float(seconds[best]) - float(seconds[0])) / max(1, best)  # what a guess takes to be written and scored
-        price_s = max(guess_s, added_s)
-        return min(1.0, rate * price_s / stats.share), max(1, best)
+        spared = rate * max(guess_s, added_s)  # tokens that the verifier would give meanwhile
+        return (spared / stats.share if spared < stats.share else 1.0), max(1, best)

@@ -68,3 +68,13 @@ def test_another_domain_is_seen_within_twenty_passes() -> None:
             calibration.learn(GUESS, [7 if right else 8], [0] if right else [])
         chances = np.array(calibration.chances(GUESS))
         assert affordable(chances, np.ones(1, int), 1.0, 1, cost) == right
+
+
+def test_a_drafter_in_turns_that_has_become_good_is_asked_for_more() -> None:
+    """Guards pairs on the same cores: when second guesses had been wrong one was asked for, which told nothing of a second."""
+    stats, cost = DraftStats(), 1 + 0.05 * np.arange(ROOM + 3)
+    for num_guess, times in ((2, 200), (1, 100)):
+        for _ in range(times):
+            stats.interrupt()
+            stats.passed(num_guess, 1, 2)
+    assert POLICY.turn(stats, ROOM, 0.0, cost)[1] > 4

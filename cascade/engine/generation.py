@@ -39,11 +39,6 @@ def sampling_defaults(source: str, choice: str = AUTO, *, revision: str | None =
     return defaults
 
 
-def with_room(defaults: Mapping[str, Any], room: int | None) -> dict[str, Any]:
-    """``defaults`` for an answer for which the context leaves ``room``, tokens: ``max_tokens`` is that, or less."""
-    return dict(defaults) if room is None else {**defaults, "max_tokens": min(room, defaults.get("max_tokens", room))}
-
-
 def configured_ends(source: str, *, revision: str | None = None) -> frozenset[int]:
     """End tokens that the config and the generation config of a model name, together; raises `ModelError` if one is broken."""
     return frozenset(

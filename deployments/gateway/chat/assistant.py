@@ -36,16 +36,6 @@ class ToolPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """The conversation before the assistant's turn."""
-
-    conversation: Conversation
-    plan: ToolPlan
-    ids: list[int]
-    room: int  # tokens that the turn may have
-
-
-@dataclass(frozen=True, slots=True)
 class ChatTask:
     """What a conversation asks of the full tier."""
 
@@ -68,16 +58,21 @@ class Assistant:
         self.template = ChatTemplate(model.tokenizer)
         self._grammars = GrammarWriter(model.tokenizer)
 
-    async def prompt(self, conversation: Conversation) -> ChatPrompt:
-        """The prompt of a conversation; raises `InvalidRequest`."""
+    async def prompt(self, conversation: Conversation) -> tuple[ToolPlan, list[int]]:
+        """What the tools of a conversation ask for, and its token ids; raises `InvalidRequest`."""
         plan = self._plan(conversation)
-        ids = await self.encode(conversation.messages, conversation.tools if plan.shown else None, conversation.style)
-        left = max(1, self._model.context_len - len(ids))  # what is too long is refused when it is admitted
-        return ChatPrompt(conversation, plan, ids, min(left, self._model.limits.max_tokens or left))
+        return plan, await self.encode(conversation.messages, conversation.tools if plan.shown else None, conversation.style)
 
-    async def task(self, prompt: ChatPrompt, params: SamplingParams) -> ChatTask:
-        """What a prompt and the request's parameters ask for; raises `InvalidRequest`."""
-        conversation, plan, ids, words = prompt.conversation, prompt.plan, prompt.ids, params.structured
+    async def task(self, conversation: Conversation, sampling: Callable[[dict[str, Any]], SamplingParams]) -> ChatTask:
+        """What a conversation asks for with the request's parameters; raises `InvalidRequest`.
+
+        ``sampling`` makes these of the model's defaults: without a ``max_tokens`` the turn may fill the context.
+        """
+        plan, ids = await self.prompt(conversation)
+        left = max(1, self._model.context_len - len(ids))  # what is too long is refused when it is admitted
+        limits = (left, self._model.limits.max_tokens, self._model.defaults.get("max_tokens"))
+        params = sampling({**self._model.defaults, "max_tokens": min(limit for limit in limits if limit is not None)})
+        words = params.structured
         free = unenforced(words, *(Structured(json_schema=schema) for schema in plan.schemas.values()))
         params = await self._enforced(plan, params)
         within = self._within(conversation, ids)

@@ -62,14 +62,14 @@ class GrpcApi:
 
     async def Chat(self, request: pb.ChatRequest, grpc_context: RayServegRPCContext) -> AsyncIterator[pb.ChatResponse]:
         """The assistant's next turn, piece by piece."""
-        call = TurnCall(request, self.model, self.assistant)
+        call = TurnCall(request, self.assistant)
         async with self._answering(call, grpc_context) as chunks:
             async for chunk in chunks:
                 yield call.piece(chunk)
 
     async def CompleteChat(self, request: pb.ChatRequest, grpc_context: RayServegRPCContext) -> pb.CompleteChatResponse:
         """The assistant's whole next turn."""
-        call = TurnCall(request, self.model, self.assistant)
+        call = TurnCall(request, self.assistant)
         async with self._answering(call, grpc_context, "Chat") as chunks:
             return call.whole([chunk async for chunk in chunks])
 

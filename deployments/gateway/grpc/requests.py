@@ -1,6 +1,7 @@
 """gRPC requests as the library's values, and pieces of an answer as messages; conversations in the form of OpenAI's JSON."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias, TypeVar
 
@@ -13,7 +14,6 @@ from cascade.chat.conversation import MAX_MESSAGES, MAX_TOOLS, Conversation
 from cascade.chat.template import parsed_object
 from cascade.client.chat import UNCONVERTED
 from cascade.client.wire import decode_handling, decode_sampling, decode_speculation, encode_edge, values
-from cascade.engine.generation import with_room
 from cascade.engine.grammar import unenforced
 from cascade.errors import InvalidRequest
 from cascade.messages import origin_level, origin_replaced
@@ -70,17 +70,15 @@ class TextCall:
 class TurnCall:
     """A request for the assistant's next turn: its `task` comes first, then the pieces of the answer."""
 
-    def __init__(self, request: pb.ChatRequest, model: ServedModel, assistant: Assistant) -> None:
+    def __init__(self, request: pb.ChatRequest, assistant: Assistant) -> None:
         self.request = request
-        self._model = model
         self._assistant = assistant
         self._reader = TurnReader()
         self.inert: Sequence[str] = ()  # likewise
 
     async def task(self) -> Task:
         """What the full tier is asked; raises `InvalidRequest`."""
-        prompt = await self._assistant.prompt(conversation(self.request))
-        task = await self._assistant.task(prompt, parse_sampling(self.request, self._model.defaults, prompt.room))
+        task = await self._assistant.task(conversation(self.request), partial(parse_sampling, self.request))
         self._reader, self.inert = task.reader(), task.unread
         return parse_task(self.request, task.ids, task.params)
 
@@ -116,12 +114,9 @@ class TurnCall:
         return pb.CompleteChatResponse(message=message, tokens=turn.tokens, finish=turn.finish, prompt=turn.prompt, text=text)
 
 
-def parse_sampling(request: GenerationRequest, defaults: Mapping[str, Any], room: int | None = None) -> SamplingParams:
-    """Sampling parameters, the model's ``defaults`` where nothing is set; raises `InvalidRequest`.
-
-    Without a ``max_tokens`` an answer may fill the ``room`` that the context leaves, if that is given.
-    """
-    sampling = pb.Sampling(**with_room(defaults, room))
+def parse_sampling(request: GenerationRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+    """Sampling parameters, the model's ``defaults`` where nothing is set; raises `InvalidRequest`."""
+    sampling = pb.Sampling(**defaults)
     sampling.MergeFrom(request.sampling)
     return decode_sampling(sampling)
 

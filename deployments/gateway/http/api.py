@@ -16,7 +16,6 @@ from starlette.middleware.cors import CORSMiddleware
 
 from cascade.capabilities import Task, room
 from cascade.chat.conversation import mistake
-from cascade.engine.generation import with_room
 from cascade.engine.grammar import unenforced
 from cascade.engine.spelling import Spelling
 from cascade.errors import KINDS, CascadeError, InvalidRequest, NotFound, Unavailable
@@ -193,8 +192,8 @@ class HttpApi:
     async def count_tokens(self, body: PromptBody) -> Response:
         """Tokens of the prompt that a message would have."""
         await self._model.adapter(body.model)
-        prompt = await self._assistant.prompt(body.as_chat(self._assistant.template))
-        return JSONResponse({"input_tokens": len(prompt.ids)})
+        _, ids = await self._assistant.prompt(body.as_chat(self._assistant.template))
+        return JSONResponse({"input_tokens": len(ids)})
 
     async def _received(self, body: AnyBody) -> AnyBody:
         """``body`` with the adapter that its model names, if it names one; raises `NotFound` or `InvalidRequest`."""
@@ -211,8 +210,7 @@ class HttpApi:
     async def _task(self, body: TurnBody) -> tuple[TurnBody, ChatTask]:
         """The body as `_received` gives it, with the task of its conversation."""
         body = await self._received(body)
-        prompt = await self._assistant.prompt(body.as_chat(self._assistant.template))
-        return body, await self._assistant.task(prompt, body.params(with_room(self._model.defaults, prompt.room)))
+        return body, await self._assistant.task(body.as_chat(self._assistant.template), body.params)
 
     async def _spelling(self, params: SamplingParams) -> Spelling | None:
         """The names of tokens, where log-probabilities are asked for."""

@@ -7,7 +7,7 @@ import click
 
 from cascade.cli import screen
 from cascade.cli.connection import DEFAULT_ADDRESS, connected
-from cascade.cli.options import named_models, parameters, sampling_options
+from cascade.cli.options import parameters, sampling_options
 from cascade.cli.screen import console
 from cascade.params import Handling
 
@@ -15,7 +15,9 @@ from cascade.params import Handling
 @click.command()
 @click.argument("prompt")
 @click.option("--address", help=f"Of a server, such as {DEFAULT_ADDRESS}. Without one the models run here.")
-@named_models
+@click.option(
+    "--model", "models", multiple=True, help="A path or hub id, bottom to top; repeat. By default the demonstration's."
+)
 @click.option("--plain", is_flag=True, help="No colours, no statistics.")
 @sampling_options
 def generate(prompt: str, address: str | None, models: tuple[str, ...], plain: bool, **options: Any) -> None:

@@ -51,12 +51,6 @@ def adding(options: Sequence[Callable[[Any], Any]]) -> Callable[[Command], Comma
 
 
 sampling_options = adding(OPTIONS)  # those of `SamplingParams` and `Speculation`, which `parameters` collects
-named_models = click.option(
-    "--model",
-    "models",
-    multiple=True,
-    help="A path or hub id, bottom to top; repeat. By default the demonstration's.",
-)
 
 
 def parameters(options: dict[str, Any]) -> tuple[Callable[[SamplingParams], SamplingParams], Speculation]:

@@ -102,6 +102,17 @@ class ServedModel:
             self._capabilities = replace(self._capabilities, adapters=(*adapters, adapter))
         return True
 
+    # defaults
+
+    def defaults_for(self, prompt_tokens: int, max_tokens: int | None = None) -> dict[str, Any]:
+        """Arguments of `SamplingParams` where a request gives none; ``max_tokens`` is the model's, else that, else the room.
+
+        It is never more than the context has room for, or than the server writes.
+        """
+        left = max(1, self.context_len - prompt_tokens)  # what is too long is refused when it is admitted
+        most = self.defaults.get("max_tokens", left if max_tokens is None else max_tokens)
+        return {**self.defaults, "max_tokens": min(most, left, self.limits.max_tokens or left)}
+
     # text
 
     def check_length(self, num_chars: int) -> None:

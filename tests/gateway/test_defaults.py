@@ -33,3 +33,14 @@ def test_every_protocol_takes_the_models_defaults_and_a_requests_own_values_win(
         [model] = ask(served, "/v1/models")[2]["data"]
         assert model["sampling"] == {"temperature": 0.0, "repetition_penalty": 1.5, "max_tokens": 12}
         served.settle()
+
+
+def test_answers_without_a_limit_fit() -> None:
+    """Guards texts where our default is more than the server writes, or the context leaves: that was refused."""
+    with house(limits={"max_tokens": 5}) as served, Client(served.grpc) as client:
+        status, _, answer = ask(served, "/v1/completions", {"prompt": PROMPT, "ignore_eos": True})
+        assert (status, answer["usage"]["completion_tokens"]) == (200, 5)
+        assert client.generate(PROMPT).stats.completion_tokens <= 5
+        full = [40] * (served.router.model.context_len - 2)
+        assert client.generate(full).stats.completion_tokens <= 2
+        served.settle()

@@ -69,9 +69,7 @@ class Assistant:
         ``sampling`` makes these of the model's defaults: without a ``max_tokens`` the turn may fill the context.
         """
         plan, ids = await self.prompt(conversation)
-        left = max(1, self._model.context_len - len(ids))  # what is too long is refused when it is admitted
-        limits = (left, self._model.limits.max_tokens, self._model.defaults.get("max_tokens"))
-        params = sampling({**self._model.defaults, "max_tokens": min(limit for limit in limits if limit is not None)})
+        params = sampling(self._model.defaults_for(len(ids)))
         words = params.structured
         free = unenforced(words, *(Structured(json_schema=schema) for schema in plan.schemas.values()))
         params = await self._enforced(plan, params)

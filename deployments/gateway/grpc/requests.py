@@ -43,9 +43,9 @@ class TextCall:
         kind = request.WhichOneof("input")
         if kind is None:
             raise InvalidRequest("The request has neither prompt nor token_ids: set one of them")
-        params = parse_sampling(request, self._model.defaults)
-        self.inert = unenforced(params.structured)
         ids = await self._model.encode(request.prompt if kind == "prompt" else list(request.token_ids.ids))
+        params = parse_sampling(request, self._model.defaults_for(len(ids), SamplingParams().max_tokens))
+        self.inert = unenforced(params.structured)
         return parse_task(request, ids, params)
 
     def resume(self, delivered: Chunk) -> None:

@@ -165,7 +165,7 @@ class HttpApi:
         if len(prompts) > most:
             raise InvalidRequest(f"prompt has {len(prompts)} prompts: this server takes {most}", "prompt")
         ids = [await self._model.encode(prompt) for prompt in prompts]
-        params = body.params({"max_tokens": COMPLETION_TOKENS} | self._model.defaults)
+        params = body.params(self._model.defaults_for(0, COMPLETION_TOKENS))
         echoes = [await self._echo(*both, params) if body.echo else Echo() for both in zip(prompts, ids, strict=True)]
         repeated = [echo for echo in echoes for _ in range(body.answers)]
         spelling = await self._spelling(params)

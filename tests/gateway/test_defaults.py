@@ -41,6 +41,7 @@ def test_answers_without_a_limit_fit() -> None:
         status, _, answer = ask(served, "/v1/completions", {"prompt": PROMPT, "ignore_eos": True})
         assert (status, answer["usage"]["completion_tokens"]) == (200, 5)
         assert client.generate(PROMPT).stats.completion_tokens <= 5
+        assert client.generate(PROMPT, client.describe().defaults).stats.completion_tokens <= 5  # as the command line asks
         full = [40] * (served.router.model.context_len - 2)
         assert client.generate(full).stats.completion_tokens <= 2
         served.settle()

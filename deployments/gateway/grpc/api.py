@@ -10,7 +10,7 @@ from ray.serve.grpc_util import RayServegRPCContext
 
 from cascade.answer import Chunk
 from cascade.errors import InvalidRequest
-from cascade.params import MOST_BRANCHES
+from cascade.params import MOST_BRANCHES, SamplingParams
 from cascade.settings.config import CascadeConfig
 from cascade.v1 import serving_pb2 as pb
 from deployments.full_tier import FullTier
@@ -95,7 +95,7 @@ class GrpcApi:
                 version=version("cascade-serve"),
                 drafters=self._config.drafters,
                 branches=MOST_BRANCHES,
-                defaults=pb.Sampling(**self.model.defaults),
+                defaults=pb.Sampling(**self.model.defaults_for(0, SamplingParams().max_tokens)),
                 key=pb.KeyLimits(name=caller.account.name, **limits),
             )
             for tier in self._config.tiers:

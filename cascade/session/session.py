@@ -258,7 +258,8 @@ class Session:
             self._origins += pool.origins[: len(right)] if trunk else bytes([pool.origins[node] for node in right])
             if len(right) < len(new):
                 wrong = next(iter(pool.children(right[-1] if right else -1)), None)
-                self._origins.append(origin(self.level, None if wrong is None else origin_level(pool.origins[wrong])))
+                own = origin(self.level, None if wrong is None else origin_level(pool.origins[wrong]))
+                self._origins += bytes([own]) * (len(new) - len(right))  # one, but where a draft says the same twice
         self._passes.clear()
 
     def _advance_branch(self, branch: Branch, work: Work, scored: Scored) -> None:

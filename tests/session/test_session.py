@@ -219,6 +219,19 @@ def test_origins_tell_who_said_it_first() -> None:
     assert [origin_replaced(byte) for byte in proposal.draft.origins] == [0, None, 1, None]
 
 
+def test_a_draft_that_says_the_same_twice_is_harmless() -> None:
+    """Guards all sessions of a tier: where the second of two equal guesses was right, the loop took the first, and ended."""
+    session = drafting()
+    for _ in range(200):
+        session.guesses.calibration.judged(0, 1, first=True, right=False)
+        session.guesses.calibration.judged(1, 255, first=True, right=True)
+    session.propose(Proposal("d", 3, Draft((5, 5, 6, 7), bytes(4), bytes((1, 255, 255, 1)), parents=(-1, -1, 1, 0))))
+    work = session.work(10, session.candidates(2)[0])
+    assert work.draft.tokens == (5, 6)
+    session.advance(work, Scored([5, 6, 9]))
+    assert session.proposal().draft.tokens == (5, 6, 9)
+
+
 def test_drafter_that_is_corrected_runs_less_far_ahead() -> None:
     """Guards shared devices: passes for tokens that will hardly be kept take time from tiers that need it."""
     session = Session(opening(500, window=16), "tiny", 0, VOCAB)

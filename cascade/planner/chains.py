@@ -81,7 +81,7 @@ class Seen(NamedTuple):
 class Exploration:
     """What all loads of one kind of request share."""
 
-    spent_s: float = 0.0  # the tier's time that exploring cost
+    spent_s: float = 0.0  # the tier's time that exploring cost, and what of its budget has lapsed
     total_s: float = 0.0  # the tier's time
     gained_s: float = 0.0  # the time that drafters inside the tier have spared
     # the lowest load at which a chain was slower than none, and `total_s` then
@@ -186,11 +186,13 @@ class Choice:
             return
         hopeful = max(others, key=lambda chain: others[chain])  # the first of equal ones
         price_s = max(price_s, self.price_s.get(hopeful, 0.0))
-        budget_s = EXPLORATION_SHARE * self.exploration.total_s
+        budget_s = earned_s = EXPLORATION_SHARE * self.exploration.total_s
         if num_sessions <= FEW_SESSIONS and not self.estimates[hopeful].passes:  # its first try
             budget_s += max(0.0, self.exploration.gained_s)
         affordable = self.exploration.spent_s + share * price_s <= budget_s
         if affordable and others[hopeful] > BETTER * best:
+            # what is left of the budget lapses: else hours without exploration would be followed by one after another
+            self.exploration.spent_s = max(self.exploration.spent_s, earned_s - share * price_s)
             self._use(hopeful, price_s)
 
     def _prefer(self, chain: Chain) -> None:

@@ -227,6 +227,14 @@ def test_what_was_too_dear_to_judge_is_tried_at_a_higher_load() -> None:
     assert allowed in play(planner, {ALONE: 1.0, allowed: 2.0}, 3000, 8, allowed=allowed)
 
 
+def test_hours_without_exploration_are_not_made_up_for() -> None:
+    """Guards quiet hours after busy ones without exploration: one try followed another, and answers took 14 % longer."""
+    planner, loses = Planner(ALLOWED), paces(0.85, 0.8, 0.7)
+    play(planner, loses, 3000)
+    assert set(play(planner, loses, 20_000, sessions=8)) == {ALONE}
+    assert seconds_of(play(planner, loses, 2000), loses) < (1 + 3 * EXPLORATION_SHARE) * 2000 * PASS_S
+
+
 def test_loads_that_were_met_learn_where_a_tier_runs() -> None:
     """Guards tiers that turn out to run elsewhere: a load that had been met went on without them, and its scouts as well."""
     planner, speed = Planner(ALLOWED), paces(0.5, 2.0, 0.5)

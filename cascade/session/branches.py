@@ -98,15 +98,13 @@ class Branches:
 
     def commit(self, num_tokens: int) -> None:
         """The tier above agrees with the text: so many more tokens are committed."""
-        for place, margin in enumerate(self.margins[:num_tokens]):
-            self._judge(margin, None, first=not place)
+        self._judge(num_tokens)
         self._start_at(self.committed + num_tokens, self.margins[num_tokens:])
         self.held = [branch for branch in self.held if branch.start >= self.committed]
 
     def correct(self, num_tokens: int, instead: Sequence[int]) -> Branch | None:
         """It agrees with so many more tokens and then says ``instead``. The branch that begins so is the text now."""
-        for place, margin in enumerate(self.margins[: max(0, num_tokens + 1)]):
-            self._judge(margin, instead[0] if place == num_tokens else None, first=not place)
+        self._judge(num_tokens, instead[0])
         cut, size = self.committed + num_tokens, len(instead)
         branch = next((b for b in self.held if b.start == cut and tuple(b.tokens[:size]) == tuple(instead)), None)
         self.held = []
@@ -114,11 +112,13 @@ class Branches:
         self.unsent = False
         return branch
 
-    def _judge(self, margin: Margin, instead: int | None, *, first: bool) -> None:
-        verdicts = self.verdicts
-        verdicts.judged(0, margin.gap, first=first, right=instead is None)
-        for rank, (token, gap) in enumerate(margin.runner_ups, start=1):
-            verdicts.judged(rank, gap, first=first, right=token == instead)
+    def _judge(self, num_right: int, instead: int | None = None) -> None:
+        """The tier above has said so many tokens of the text, and then ``instead`` in place of the next one, if anything."""
+        for place, margin in enumerate(self.margins[: max(0, num_right + (instead is not None))]):
+            said = instead if place == num_right else None
+            self.verdicts.judged(0, margin.gap, first=not place, right=said is None)
+            for rank, (token, gap) in enumerate(margin.runner_ups, start=1):
+                self.verdicts.judged(rank, gap, first=not place, right=token == said)
 
     def _start_at(self, committed: int, margins: Sequence[Margin]) -> None:
         self.committed = committed

@@ -9,9 +9,8 @@ from cascade.messages import Edge
 from cascade.params import DEFAULT_WINDOW, MOST_BRANCHES, SamplingParams
 from cascade.planner.choice import Policy
 from cascade.scorer import Drafter, Scorer
-from cascade.tier.runner import GRID
+from cascade.tier.runner import GREEDY, GRID
 
-GREEDY = SamplingParams(temperature=0, seed=0)
 DEFAULT_POLICY = Policy()
 
 

@@ -166,7 +166,7 @@ class Drafting(Generic[U]):
         num_rows, lengths = Counter[tuple[Chain, bool]](), defaultdict[tuple[Chain, bool], list[int]](list)
         for (allowed, sampled, *_), had in totals.items():
             num_rows[allowed, sampled] += len(had)
-        for slot in slots if totals else ():
+        for slot in dict.fromkeys([*slots, *(row.slot for row in rows)]) if totals else ():  # some have just ended
             if slot.planned:
                 lengths[slot.allowed, slot.sampled].append(len(slot.session.text))
         for (allowed, sampled, chain, settled), had in totals.items():

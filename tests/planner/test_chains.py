@@ -404,13 +404,16 @@ def test_some_sessions_go_on_drafting_where_that_is_free(shared: Sequence[str], 
     assert planner.chain(ALLOWED, 16) == apart
 
 
-def test_exploring_costs_sessions_that_read_their_prompts_too() -> None:
-    """Guards bursts: while one session wrote and all others read, a try seemed to cost a 32nd of its price, and was made."""
+@pytest.mark.parametrize(("num_rows", "num_left"), [(1, 32), (32, 0)])
+def test_exploring_costs_all_sessions(num_rows: int, num_left: int) -> None:
+    """Guards bursts: a try seemed to cost little while most sessions read, and nothing when all ended at once, and was made."""
     planner = Planner(ALLOWED)
     below, slots, sent = drafting(planner, 32)
     play(planner, dict.fromkeys(CHAINS, 1.0), 300, 32)  # pays for three passes
+    rows = [Progress(slot, Work(50, [1], 1), 1, PASS_S) for slot in slots[:num_rows]]
     for _ in range(2 * MIN_PASSES):
-        below.passed(slots, 32, [Progress(slots[0], Work(50, [1], 1), 1, PASS_S)], Profile(((1, PASS_S),)), 0, 0.0)
+        below.passed(slots[:num_left], 32, rows, Profile(((1, PASS_S),)), 0, 0.0)
+    assert planner.chain(ALLOWED, 32) == ALONE
     assert not sent
 
 

@@ -1,6 +1,6 @@
 """Guesses that need no tier below: drafters that live inside a tier and read its texts, or its model's hidden states.
 
-Here is which of them a tier has, by the names that configurations and programs give them.
+This module makes the drafters of a tier from the names in configurations and programs.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,15 +12,15 @@ from cascade.drafters.in_pass import InPass
 from cascade.errors import ConfigError
 from cascade.scorer import Drafter
 
-AUTO = "auto"  # `DEFAULT`
+AUTO = "auto"  # stands for `DEFAULT`
 CORPUS = "corpus"
-TEXT = {  # read texts: their classes, which are loaded when one is made
+TEXT = {  # drafters that read texts: their classes, imported when one is made
     "suffix": "cascade.drafters.matching:Suffix",
     CORPUS: "cascade.drafters.matching:Corpus",
     "lookahead": "cascade.drafters.lookahead:Lookahead",
 }
 WITHIN = "mtp"  # a head whose weights are among the model's
-HEADS = ("eagle3", "eagle", "medusa", WITHIN)  # read the model's hidden states, in its passes on vLLM, by its names
+HEADS = ("eagle3", "eagle", "medusa", WITHIN)  # vLLM's names of heads, which read the model's hidden states in its passes
 KINDS = (*TEXT, *HEADS)
 SOURCES = {CORPUS: "the path of a text file"} | {kind: "the path or hub id of its weights" for kind in HEADS if kind != WITHIN}
 
@@ -44,7 +44,7 @@ class DrafterSpec:
 
     @property
     def reads(self) -> bool:
-        """Whether it reads the model's hidden states: it is made for one model, and lives in its passes."""
+        """Whether it is a head: it reads the hidden states of one model, inside that model's passes."""
         return self.kind not in TEXT
 
 
@@ -69,7 +69,7 @@ def specs(chosen: "str | DrafterSpec | Iterable[str | DrafterSpec] | None") -> t
 
 
 def head_of(chosen: Iterable[DrafterSpec]) -> DrafterSpec | None:
-    """The drafter that reads the model, if there is one."""
+    """The head among the drafters, if there is one."""
     return next((drafter for drafter in chosen if drafter.reads), None)
 
 
@@ -80,7 +80,7 @@ def check_drafters(kinds: Iterable[str], tiers: Sequence[str]) -> None:
 
 
 def make(chosen: Sequence[DrafterSpec], kinds: Sequence[str], encode: Encode | None) -> list[Drafter]:
-    """The drafters of a tier; ``kinds`` are those of all tiers, in the order of levels. Raises `ConfigError`."""
+    """Make the drafters of a tier; ``kinds`` are those of all tiers, in the order of levels. Raises `ConfigError`."""
     made: list[Drafter] = []
     for spec in chosen:
         level = kinds.index(spec.kind)
@@ -99,7 +99,7 @@ def _read(source: str, encode: Encode | None) -> Sequence[int]:
     except OSError as error:
         raise ConfigError(f"drafter.source is {source!r}, which cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"drafter.source is {source!r}, which is no text in UTF-8") from None
+        raise ConfigError(f"drafter.source is {source!r}, which is not text in UTF-8") from None
     tokens = encode(text)
     if not tokens:
         raise ConfigError(f"drafter.source is {source!r}, which is empty")

@@ -1,4 +1,4 @@
-"""Heads as a tier sees them: a pass of the model makes their guesses, see `cascade.engine.vllm.heads`."""
+"""Heads as drafters of a tier: a pass of the model makes their guesses, see `cascade.engine.vllm.heads`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,9 +9,9 @@ from cascade.scorer import UNREAD, Guesser, Scored
 
 MOST_STEPS = 6  # guesses that a pass makes after a text, one after another
 MEMORY = 0.9  # weight of earlier guesses of a text
-SHARED = 0.99  # the same of all texts together
-LEAST = 0.2  # mean of right guesses in a row below which a text goes on without guesses
-TRY = 8  # one text in so many asks when the others have given up
+SHARED = 0.99  # the same, for the mean over all texts
+LEAST = 0.2  # if fewer guesses in a row are right on average, a text continues without guesses
+TRY = 8  # one text in this many still gets guesses when the others have given up
 
 
 class InPass:
@@ -29,16 +29,16 @@ class InPass:
 
 
 class Asker(Guesser):
-    """One text: asks each pass for as many guesses as were right of late, and one more.
+    """One text: each pass shall make as many guesses as were right recently, and one more.
 
-    Guesses that were not scored, since they do not pay at this load, count like wrong ones. A text that gives up does so for
-    good: the head has not read what came since.
+    Guesses that were not scored, because they do not pay at this load, count as wrong. A text that gives up does so for good,
+    because the head has not read the tokens since then.
     """
 
     def __init__(self, drafter: InPass, *, gives_up: bool) -> None:
         self._drafter = drafter
         self._origin = bytes([origin(drafter.level)])
-        self._draft = NO_DRAFT  # the last pass's guesses
+        self._draft = NO_DRAFT  # guesses of the last pass
         self._right = max(1.0, drafter.right)  # mean of right guesses in a row, the latest counting most
         self._gave_up = gives_up
 
@@ -47,7 +47,7 @@ class Asker(Guesser):
         return UNREAD if self._gave_up else min(MOST_STEPS, 1 + round(self._right))
 
     def observe(self, last: int, draft: Draft, scored: Scored) -> None:
-        """Count how many guesses of the last pass were scored and right, and take those of this one."""
+        """Count how many guesses of the last pass were scored and right, and take the guesses of this pass."""
         if self._draft:
             new = draft.walk(scored.own)[0]
             right = min(len(self._draft.find(new)), len(draft.find(new)))
@@ -57,10 +57,10 @@ class Asker(Guesser):
         self._draft = scored.draft
 
     def guess(self, text: Sequence[int], since: int, most: int) -> Draft:
-        """What the pass has guessed; nothing where the text has been cut since."""
+        """The guesses of the last pass; none if the text has been cut since."""
         draft = self._draft
         return replace(draft, origins=self._origin * len(draft)) if draft else NO_DRAFT
 
     def cut(self) -> None:
-        """The text goes on otherwise than the last pass has said."""
+        """The text was corrected: the guesses of the last pass are void."""
         self._draft = NO_DRAFT

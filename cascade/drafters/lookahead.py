@@ -1,8 +1,8 @@
-"""Own tokens after rejected guesses as the next guesses, and what they leave as a pool of n-grams: no model, no corpus.
+"""Guesses from own tokens after rejected guesses, and from n-grams of them; needs no model and no corpus.
 
-A window of guesses stands behind a text. Each pass that scores it says an own token after each of its tokens, and these are the
-window of the next pass (Jacobi decoding, Santilli et al., arXiv 2305.10427). Tokens that follow each other from pass to pass
-are n-grams, which a pool of the tenant keeps; one that begins with the text's last token is a guess (lookahead decoding,
+A window of guesses follows a text. A pass that scores it gives an own token after each of its tokens, and these are the window
+of the next pass (Jacobi decoding, Santilli et al., arXiv 2305.10427). Tokens that follow each other from pass to pass are
+n-grams, which each tenant's pool keeps; an n-gram that begins with the text's last token is a guess, too (lookahead decoding,
 Fu et al., arXiv 2402.02057). A window is seldom right: it pays where a pass of many tokens costs as much as one of a few.
 """
 
@@ -14,12 +14,12 @@ from cascade.drafters.matching import MAX_TENANTS
 from cascade.messages import origin
 from cascade.scorer import Guesser, Scored
 
-WINDOW = 7  # tokens behind a text that passes refine
+WINDOW = 7  # tokens after a text that passes refine
 GRAM = 4  # tokens of an n-gram
-MAX_GRAMS = 2**14  # the limit of a tenant
-REFINED, POOLED = 1, 2  # confidences: a token of the window, and one of an n-gram
+MAX_GRAMS = 2**14  # n-grams of a tenant at most
+REFINED, POOLED = 1, 2  # confidences of tokens of the window, and of n-grams
 
-Pool = OrderedDict[int, tuple[int, ...]]  # the latest n-gram by its first token: the tokens after it
+Pool = OrderedDict[int, tuple[int, ...]]  # by first token: the other tokens of the latest n-gram
 
 
 class Lookahead:
@@ -45,11 +45,11 @@ class Window(Guesser):
     def __init__(self, level: int, pool: Pool) -> None:
         self._origin = bytes([origin(level)])
         self._pool = pool
-        self._tokens: list[int] = []  # behind the text
-        self._trails: list[tuple[int, ...]] = []  # the tokens before each in earlier passes
+        self._tokens: list[int] = []  # after the text
+        self._trails: list[tuple[int, ...]] = []  # for each of these, the tokens before it in earlier passes
 
     def observe(self, last: int, draft: Draft, scored: Scored) -> None:
-        """Go on with the own tokens behind the window's, as far as they lie behind the new text."""
+        """Make a new window of the own tokens after the old one's, as far as they lie after the new text."""
         own, new = scored.own, draft.walk(scored.own)[0]
         tokens, trails = [], []
         for depth, node in enumerate(draft.find(self._tokens)):
@@ -72,11 +72,11 @@ class Window(Guesser):
             self._pool.popitem(last=False)
 
     def cut(self) -> None:
-        """What the window says is behind another text."""
+        """The text was corrected: the window is void."""
         self._tokens, self._trails = [], []
 
     def guess(self, text: Sequence[int], since: int, most: int) -> Draft:
-        """The pool's tokens after the last one, and the window beside them. New places of the window repeat the text's end."""
+        """The n-gram that begins with the last token, and beside it the window, whose new places repeat the text's end."""
         if most <= 0:
             return NO_DRAFT
         missing = WINDOW - len(self._tokens)

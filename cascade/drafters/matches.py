@@ -1,7 +1,7 @@
-"""Finds where the end of a text occurred before, and what came after it there, with hash chains as in LZ77 coders.
+"""Finds earlier occurrences of the end of a text, and what came after them, with hash chains as in LZ77 coders.
 
-``heads`` has for each hash of two tokens the last place at which such a pair ends, ``before`` for each place the previous one
-of its chain. Places are removed in reverse order, which leaves the chains as if they had never been added.
+``heads`` maps each hash of two tokens to the last place at which such a pair ends, ``before`` each place to the previous one of
+its chain. Places are removed in reverse order, which leaves the chains as if they had never been added.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ GRAM = 2  # tokens that are hashed
 TRIES = 64  # places of a chain that are tried, the latest first
 LONGEST = 64  # tokens that are compared at most
 MOST = 64  # tokens after the longest match, at most
-BESIDE = 4  # the same of the other one
+BESIDE = 4  # tokens after the other match, at most
 HEAD = 4  # numbers of a result before its tokens, see `follow`
 FIELDS = 8  # numbers of a search, see `follow`
 TOKEN_BYTES, NUMBER_BYTES = 4, 8
@@ -47,7 +47,7 @@ def _learn(given: int) -> None:
 
 @inlined
 def _replace(index: int, start: int, last_end: int, end: int, new: Any) -> None:
-    """Remove the places from ``start`` on, and add others in their stead."""
+    """Replace the places from ``start`` on."""
     tokens, before, heads = integers32(integer(index, 0)), integers32(integer(index, 1)), integers32(integer(index, 2))
     for place in range(last_end - 1, max(GRAM - 1, start) - 1, -1):
         heads[_hash(tokens[place - 1], tokens[place], integer(index, 3))] = before[place]
@@ -58,7 +58,7 @@ def _replace(index: int, start: int, last_end: int, end: int, new: Any) -> None:
 
 @inlined
 def _same(tokens: Any, place: int, query: Any, size: int) -> Any:
-    """The number of tokens up to a place that equal those at the end of a query."""
+    """How many tokens up to a place equal those at the end of a query."""
     same = 0
     while same < size and same <= place and tokens[place - same] == query[size - 1 - same]:
         same += 1
@@ -67,8 +67,8 @@ def _same(tokens: Any, place: int, query: Any, size: int) -> Any:
 
 @inlined
 def _search(index: int, end: int, query: Any, size: int) -> Any:
-    """The place of the longest match of a query that a token follows, the longest that another one follows, or -1; and both
-    lengths. Of equal ones the latest counts."""
+    """The places of the longest match of a query and of the longest that another token follows, each -1 if there is none; and
+    both lengths. A match must have a token after it; of equally long ones the latest counts."""
     tokens, before, heads = integers32(integer(index, 0)), integers32(integer(index, 1)), integers32(integer(index, 2))
     best, best_size, other, other_size = -1, GRAM - 1, -1, GRAM - 1
     place = heads[_hash(query[size - 2], query[size - 1], integer(index, 3))]
@@ -90,7 +90,7 @@ def _search(index: int, end: int, query: Any, size: int) -> Any:
 
 @inlined
 def _longest(places: Any, sizes: Any, own: Any, others: Any, unlike: int) -> Any:
-    """Which of four matches, the first two in a text itself, is the longest that another token than ``unlike`` follows."""
+    """The longest of four matches (two in the text, two in others) that a token other than ``unlike`` follows; -1 if none."""
     longest = -1
     for at in range(4):
         if places[at] >= 0 and (longest < 0 or sizes[at] > sizes[longest]):
@@ -102,7 +102,7 @@ def _longest(places: Any, sizes: Any, own: Any, others: Any, unlike: int) -> Any
 
 @inlined
 def _write(tokens: Any, place: int, end: int, most: int, repeats: bool, out: Any, at: int) -> Any:
-    """Write the tokens after a place, and return their number. If they are to repeat, they do so until there are ``most``."""
+    """Write the tokens after a place, and return their number. With ``repeats`` they are repeated up to ``most``."""
     period = end - place - 1
     size = most if repeats else min(most, period)
     for i in range(size):
@@ -112,7 +112,7 @@ def _write(tokens: Any, place: int, end: int, most: int, repeats: bool, out: Any
 
 @inlined
 def _continue(index: int, end: int, most: int, others: int, others_end: int, out: Any) -> None:
-    """Find the end of a text in the text itself and in others, and write what came after the two best matches."""
+    """Search for the end of a text in the text itself and in others, and write the tokens after the two best matches."""
     out[0], out[1], out[2], out[3] = 0, 0, 0, 0
     size = min(LONGEST, end)
     if size < GRAM or most <= 0:
@@ -155,14 +155,14 @@ def _follow(given: int) -> None:
 
 
 class Matches:
-    """A sequence of token ids with an index of its pairs. Beyond ``limit`` tokens only the latest half of it is kept.
+    """A sequence of token ids with an index of its pairs. Beyond ``limit`` tokens only the latest half is kept.
 
     Takes 12 to 32 bytes a token. Not thread-safe.
     """
 
     def __init__(self, limit: int = 2**30) -> None:
         self.size = 0  # tokens
-        self.room = 0  # tokens that there is room for
+        self.room = 0  # capacity in tokens
         self._limit = limit
         self._tokens: Ints = np.empty(0, np.int32)
         self._before: Ints = np.empty(0, np.int32)
@@ -193,7 +193,7 @@ class Matches:
         _learn.brief(arguments(self.address, start, self.size))
 
     def reserve(self, size: int) -> None:
-        """Make room for so many tokens."""
+        """Make room for ``size`` tokens."""
         if size <= self.room:
             return
         self.room = room = 2 * size
@@ -207,18 +207,18 @@ class Matches:
         _learn.brief(arguments(self.address, 0, self.size))
 
 
-# a text without a limit, how many tokens it keeps, those after these, how many tokens a result has, and other texts
+# a text without a limit, how many of its tokens stay, the tokens after these, the most tokens of a result, and other texts
 Search: TypeAlias = tuple[Matches, int, Sequence[int], int, Matches]
 
 
 def follow(searches: Sequence[Search]) -> list[list[int]]:
-    """Bring texts up to date and find the end of each in itself and in others: one call of a kernel.
+    """Update texts, and search for the end of each in itself and in others, in one call of a kernel.
 
-    A result has `HEAD` numbers: how many tokens come after the longest match, and how many, up to `BESIDE`, after the longest
-    one after which another token came; then the lengths of both matches. Then come the tokens. The latest `TRIES` places of the
-    text and of the others are tried, at most `LONGEST` tokens are compared, and at least `GRAM` must be equal. Of equally long
-    matches the text's own counts, then the latest. Tokens after a match in the text itself, up to its end, are repeated: it may
-    have a period.
+    A result begins with `HEAD` numbers: how many tokens follow the longest match; how many, at most `BESIDE`, follow the
+    longest match that continues differently; and the lengths of both matches. Then come the tokens. The latest `TRIES` places
+    of the text and of the others are tried, at most `LONGEST` tokens are compared, and at least `GRAM` must be equal. Of
+    equally long matches one in the text itself wins, then the latest. Tokens after a match in the text itself are repeated from
+    its end on, since the text may have a period.
     """
     given: list[int] = []
     tokens: list[int] = []
@@ -232,7 +232,7 @@ def follow(searches: Sequence[Search]) -> list[list[int]]:
         width = max(width, HEAD + BESIDE + most)
     results = np.empty((len(searches), width), np.int64)
     _follow.brief(arguments(len(searches), results.ctypes.data, width, *given, *tokens))
-    for text, start, new, *_ in searches:  # now, for nothing is up to date if one of them has raised
+    for text, start, new, *_ in searches:  # only now, so that no text counts as updated if the kernel raised
         text.size = start + len(new)
     listed: list[list[int]] = results.tolist()
     return listed

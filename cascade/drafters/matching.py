@@ -1,8 +1,8 @@
-"""Drafters that read texts: after the same few tokens a text may go on as it, or another one, did before.
+"""Drafters that read texts: after the same few tokens a text may continue as it, or another one, did before.
 
-``suffix`` finds the longest end of a text in the text itself, as `prompt_lookup_num_tokens` of Transformers and the n-gram
-drafter of vLLM do (Saxena 2023, "Prompt Lookup Decoding"), and in the last texts of the same tenant (SuffixDecoding, arXiv
-2411.04975); ``corpus`` in the text itself and in one that the configuration names (REST, arXiv 2311.08252).
+``suffix`` searches for the longest end of a text in the text itself, as `prompt_lookup_num_tokens` of Transformers and the
+n-gram drafter of vLLM do (Saxena 2023, "Prompt Lookup Decoding"), and in the last texts of the same tenant (SuffixDecoding,
+arXiv 2411.04975). ``corpus`` searches in the text itself, and in one that the configuration names (REST, arXiv 2311.08252).
 """
 
 from collections import OrderedDict
@@ -14,13 +14,13 @@ from cascade.drafters.matches import GRAM, HEAD, Matches, Search, follow
 from cascade.messages import origin
 from cascade.scorer import Guesser, Query
 
-MAX_HELD = 2**16  # tokens of a tenant's texts
+MAX_HELD = 2**16  # tokens of a tenant's texts that are kept
 MAX_TENANTS = 16  # tenants whose texts are kept: the most recent ones
 MOST_OF_TEXT = 2**13  # last tokens of a text that are kept for others
 
 
 class Suffix:
-    """Looks in the text and in the last texts of its tenant."""
+    """Searches in the text and in the last texts of its tenant."""
 
     name = "suffix"
 
@@ -38,7 +38,7 @@ class Suffix:
 
 
 class Corpus:
-    """Looks in the text and in ``tokens`` that are given."""
+    """Searches in the text and in the given ``tokens``."""
 
     name = "corpus"
 
@@ -52,7 +52,7 @@ class Corpus:
 
 
 class Matcher(Guesser):
-    """Looks in its own text and in ``others``; with ``keeps`` its text is added to them at its end."""
+    """Searches in its own text and in ``others``; with ``keeps`` its text is added to these when it ends."""
 
     def __init__(self, level: int, others: Matches, *, keeps: bool = False) -> None:
         self._level = level
@@ -62,7 +62,7 @@ class Matcher(Guesser):
 
     @classmethod
     def guess_all(cls, queries: Sequence[Query]) -> list[Draft]:
-        """The continuation of the longest match as a trunk, and beside it the first tokens of another one."""
+        """The continuation of the longest match as a trunk, and beside it the first tokens of another match."""
         searches: list[Search] = []
         for guesser, text, since, most in queries:
             start = min(since, guesser.own.size)
@@ -91,6 +91,6 @@ def _shape(level: int, trunk: int, beside: int, same: int, same_beside: int) -> 
 
 
 def kind(same: int, contradicted: int) -> int:
-    """The confidence of a match of ``same`` tokens, beside one of ``contradicted`` with another continuation."""
+    """The confidence of a match of ``same`` tokens, where one of ``contradicted`` tokens continues differently."""
     ladder = max(0, (same - GRAM + 1).bit_length() - (contradicted * 2 >= same))  # 1, 2, 3..6, ...
     return 1 << min(7, ladder)

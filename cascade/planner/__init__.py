@@ -1,1 +1,1 @@
-"""Decisions about drafting: which tiers take part, what a pass scores, when it waits, what a replica is worth."""
+"""Decisions about drafting: which tiers draft, what a pass scores, when it waits, what a draft tier is worth."""

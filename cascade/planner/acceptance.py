@@ -1,11 +1,12 @@
-"""How likely a guess is right, and how fast a drafter is: learned by comparing guesses with the text that follows.
+"""How likely a guess is right, and how fast a drafter is, learned by comparing guesses with the text that follows.
 
 A guess is right iff it equals the verifier's own token. Own tokens are computed anyway, so guesses that no pass scores are
 judged too.
 
-Under shared noise two tiers disagree where the best tokens of one are close. The *gap* of an own token is how far its perturbed
-logit is above the second best; the gap of a runner-up is how far it is below the own token's. On trained models an own token of
-gap 0 is right in 0.4 of cases and one of gap 4 always, at any temperature. Where it is wrong, its runner-up is right in 0.6.
+Under shared noise two tiers disagree mostly where the best tokens of one are close. The *gap* of an own token is how far its
+perturbed logit is above the second best; the gap of a runner-up is how far it is below the own token's. On trained models an
+own token is right in 0.4 of cases at gap 0 and always at gap 4, at any temperature. Where it is wrong, its runner-up is right
+in 0.6.
 """
 
 import math
@@ -33,46 +34,46 @@ from cascade.scorer import UNIT
 
 _GAPS = 9  # kinds of gaps: unknown, then one for each power of two
 _GAP = bytes(gap.bit_length() for gap in range(256))  # the kind of each gap
-_LATER = MAX_RANKS * _GAPS  # kinds of guesses right after the text; those of guesses after others follow
-_LATER_GAP = bytes(_LATER + kind for kind in _GAP)  # the kind of an own token of each gap, after others
+_LATER = MAX_RANKS * _GAPS  # number of kinds of guesses right after the text; kinds of later guesses begin here
+_LATER_GAP = bytes(_LATER + kind for kind in _GAP)  # the kind of a later own token, by its gap
 
 
 class Calibrations:
-    """A `Calibration` for each drafter and temperature: noise makes gaps larger, and they say less."""
+    """A `Calibration` for each drafter and temperature: with more noise gaps are larger, and tell less."""
 
     def __init__(self) -> None:
         self._by_drafter: dict[tuple[str, float], Calibration] = defaultdict(Calibration)
 
     def of(self, drafter: str, temperature: float) -> "Calibration":
-        """Shared by all sessions; drafter "" stands for the tier's own tokens, as the tier above judges them."""
+        """The calibration that all sessions share; drafter "" is the tier itself, judged by the tier above."""
         return self._by_drafter[drafter, round(min(temperature, WARMEST), 1)]
 
 
 class Calibration:
-    """Chances of the guesses of one drafter, by rank and gap, from the verdicts on them."""
+    """How likely guesses of one drafter are right, by rank and gap, learned from verdicts on them."""
 
     __slots__ = ("_chances", "_of_drafts", "_weights")
 
     def __init__(self) -> None:
         kinds = [(rank, kind) for _ in range(2) for rank in range(MAX_RANKS) for kind in range(_GAPS)]
-        self._chances = [_prior(rank, kind) for rank, kind in kinds]  # first those of guesses right after the text
+        self._chances = [_prior(rank, kind) for rank, kind in kinds]  # guesses right after the text come first
         self._weights = [PRIOR_WEIGHT] * len(kinds)
         # the chances of drafts by their confidences and parents, kept until the next verdict
         self._of_drafts: dict[tuple[bytes, tuple[int, ...]], tuple[float, ...]] = {}
 
     def chance(self, rank: int, gap: int, *, first: bool) -> float:
-        """Chance that a guess of this rank and gap (a byte) is right if all before it are; ``first``: it follows the text."""
+        """Chance that a guess of this rank and gap (a byte) is right if those before it are; ``first``: there are none."""
         return self._chances[_kind(rank, gap, first)]
 
     def judged(self, rank: int, gap: int, *, first: bool, right: bool) -> None:
-        """Learn whether a guess was right, all before which were."""
+        """Learn whether a guess was right, given that those before it were."""
         self._of_drafts.clear()
         kind = _kind(rank, gap, first)
         weight = self._weights[kind] = VERDICT_MEMORY * self._weights[kind] + 1
         self._chances[kind] += (right - self._chances[kind]) / weight
 
     def chances(self, draft: Draft) -> tuple[float, ...]:
-        """Chance of each node of a draft that it and all nodes on its path are right. Many drafts of a pass are alike."""
+        """For each node of a draft, the chance that its path is right. Kept, since many drafts of a pass are equal in shape."""
         key = draft.confidences or bytes(len(draft.tokens)), draft.parents
         chances = self._of_drafts.get(key)
         if chances is None:
@@ -92,7 +93,7 @@ class Calibration:
         return tuple(chances)
 
     def learn(self, draft: Draft, new: Sequence[int], path: Sequence[int]) -> None:
-        """Judge the nodes of a draft whose path the text has taken: it went on with ``new``, along the nodes ``path``."""
+        """Judge those nodes of a draft whose parents are right: the text continued with ``new``, along the nodes ``path``."""
         ranks = draft.ranks
         for at, token in zip((-1, *path), new, strict=False):
             for child in draft.children(at):
@@ -113,21 +114,21 @@ def _prior(rank: int, kind: int) -> float:
 
 @dataclass(slots=True)
 class DraftStats:
-    """How fast and how well a drafter guesses, counted in passes of its verifier, without a clock.
+    """How fast and how well a drafter guesses. Time is counted in passes of its verifier.
 
-    Errors come in bursts, so the first guess after a correction is counted apart, too. Counts begin with a prior, and fade.
+    Errors come in bursts, so first guesses after a correction are also counted separately. Counts begin with a prior, and fade.
     """
 
     guesses: float = 4.0  # guesses that arrive while one pass runs
-    right: float = 3.0  # guesses
-    wrong: float = 1.0  # guesses; those after a wrong one do not count
-    first_right: float = 2.0  # first guesses after a correction
+    right: float = 3.0  # guesses that were right
+    wrong: float = 1.0  # guesses that were wrong, except those after a wrong one
+    first_right: float = 2.0  # first guesses after a correction that were right
     first_wrong: float = 1.0
-    _left: int | None = None  # guesses that the last pass left, None if the drafter was corrected
+    _left: int | None = None  # guesses that remained after the last pass, None if the drafter was corrected
 
     @property
     def interrupted(self) -> bool:
-        """The drafter was corrected, and no pass has run since."""
+        """Whether the drafter was corrected, and no pass has run since."""
         return self._left is None
 
     def chance(self, num_guess: int) -> float:
@@ -142,11 +143,11 @@ class DraftStats:
         left = VERDICT_MEMORY ** (num_right + corrected)
         self.right, self.wrong = left * self.right + num_right, left * self.wrong + corrected
         if num_guess and self._left is not None:
-            self.guesses += ARRIVALS_WEIGHT * (num_guess - self._left - self.guesses)  # a mean of the latest
+            self.guesses += ARRIVALS_WEIGHT * (num_guess - self._left - self.guesses)  # a moving mean
         elif num_guess:
             self.first_right = VERDICT_MEMORY * self.first_right + (num_right > 0)
             self.first_wrong = VERDICT_MEMORY * self.first_wrong + (num_right == 0)
-        self._left = None if corrected else num_guess - num_own  # -1: the drafter has a guess for the last own token to come
+        self._left = None if corrected else num_guess - num_own  # -1: the drafter has yet to guess the last own token
 
     @property
     def share(self) -> float:
@@ -154,7 +155,7 @@ class DraftStats:
         return self.right / (self.right + self.wrong)
 
     def waited(self, num_guess: int, passes: float) -> None:
-        """So many guesses came while the verifier waited for as long as ``passes`` of its passes take."""
+        """``num_guess`` guesses arrived while the verifier waited for the time of ``passes`` of its passes."""
         speed = min(OUTLIER * self.guesses, num_guess / passes)
         self.guesses += ARRIVALS_WEIGHT * (speed - self.guesses)
 
@@ -165,21 +166,21 @@ class DraftStats:
 
 @dataclass(slots=True)
 class RunAhead:
-    """How far a tier should run ahead of the tier above, by how many of its own tokens that one keeps."""
+    """How far a tier should run ahead of the tier above, given how many of its own tokens that tier keeps."""
 
     kept: float = 4.0  # recent own tokens that were kept, with a prior
     cut: float = 0.0  # recent corrections
-    num_kept: int = 0  # the number of tokens kept, in all
+    num_kept: int = 0  # tokens kept, in total
     num_cut: int = 0
 
     @property
     def share(self) -> float:
-        """Of own tokens, those that are kept."""
+        """Share of own tokens that are kept."""
         return self.kept / (self.kept + self.cut)
 
     @property
     def tokens(self) -> float:
-        """The length up to which at least `MIN_KEPT_SHARE` of all texts are kept; infinite before the first correction."""
+        """The length up to which texts are kept with chance `MIN_KEPT_SHARE`; infinite before the first correction."""
         share = self.cut / (self.kept + self.cut)
         return math.log(MIN_KEPT_SHARE) / math.log1p(-share) if 0 < share < 1 else (0.0 if share else math.inf)
 

@@ -1,8 +1,8 @@
 """How many guesses a pass scores, and when a pass waits for one. Pure.
 
-Each candidate of a pass (a guess, or a step of a branch) has a chance: that the text takes its path. A pass that scores
-candidates of chances ``p`` gives ``own + sum(p)`` tokens in the seconds that a pass of its size takes. The best pass gives the
-most tokens per second. So under load, when each further token of a pass costs time, trees shrink to lines and lines to nothing.
+Each candidate of a pass (a guess, or a step of a branch) has a chance that the text takes its path. A pass that scores
+candidates with chances ``p`` gives ``own + sum(p)`` tokens in the seconds that a pass of its size takes. The best pass gives
+the most tokens per second. So under load, where every token of a pass costs time, trees shrink to lines and lines to nothing.
 """
 
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from cascade.planner.tuning import GUESS_PRICE
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
-NO_GUESS = 2.0  # the least chance of a guess that asks for none: no chance is above 1
+NO_GUESS = 2.0  # a least chance that no guess reaches, so none is drafted
 
 
 def affordable(chances: Floats, sizes: Ints, own: float, tokens: int, cost: Floats) -> int:
-    """How many of the likeliest candidates pay, in a pass that ``cost`` knows.
+    """How many of the likeliest candidates are worth scoring.
 
-    Candidates have ``chances`` ``[n]``, decreasing, and ``sizes`` ``[n]``, the tokens to read. Without them the pass reads
-    ``tokens`` tokens and gives ``own`` tokens of text. ``cost`` ``[most + 1]`` is the seconds of a pass by its tokens.
+    Candidates have ``chances`` ``[n]``, decreasing, and ``sizes`` ``[n]``, the tokens that they add. Without them the pass
+    reads ``tokens`` tokens and gives ``own`` tokens of text. ``cost`` ``[most + 1]`` is the seconds of a pass by its tokens.
     """
     read = tokens + np.cumsum(sizes)
     read = read[: np.searchsorted(read, len(cost))]
@@ -32,7 +32,7 @@ def affordable(chances: Floats, sizes: Ints, own: float, tokens: int, cost: Floa
         return 0
     alone_s = max(float(cost[tokens]), LEAST_S)
     rates = (own + np.cumsum(chances[: len(read)])) / np.maximum(alone_s + GUESS_PRICE * (cost[read] - alone_s), LEAST_S)
-    best = len(rates) - 1 - int(rates[::-1].argmax())  # the last of equal ones
+    best = len(rates) - 1 - int(rates[::-1].argmax())  # of equal rates the last
     return best + 1 if not tokens or rates[best] >= own / alone_s else 0
 
 
@@ -51,7 +51,7 @@ class Policy:
     max_guesses: int = 16  # guesses scored in one pass at most
 
     def waits_for(self, stats: DraftStats, room: int) -> int:
-        """Guesses that a pass after a correction waits for, at most ``room``; 0: it starts at once."""
+        """How many guesses a pass after a correction waits for, at most ``room``; 0: it starts at once."""
         most = int(min(room, self.max_guesses, self.patience * stats.guesses))
         share = min(stats.share, 0.999)
         at_hand = min(stats.guesses, self.max_guesses) + 1
@@ -66,14 +66,14 @@ class Policy:
         return best
 
     def turn(self, stats: DraftStats, room: int, at_hand: float, cost: Floats) -> tuple[float, int]:
-        """Where drafter and verifier take turns on the same processors: the chance from which on a text is worth another guess,
-        and the number of guesses that gives most.
+        """For a drafter in turns with its verifier on the same processors: the least chance of its text at which another guess
+        pays, and the best number of guesses.
 
-        A guess takes a pass's time over ``stats.guesses``, in which the verifier does nothing. In that time it would give
-        tokens at the best rate that drafting reaches, so a guess with less chance than that is not worth it. `NO_GUESS` where
-        a pass with what drafters inside the tier guess, ``at_hand`` tokens of which are expected to be right, is as good.
-        ``room`` are guesses that the pass can use, ``cost`` ``[more than room]`` the seconds of a pass by the
-        tokens that it has of each session.
+        While the drafter makes a guess, which takes ``1 / stats.guesses`` of a pass, the verifier is idle. In that time it
+        could give tokens at the best rate that drafting reaches, so a guess must be right with a higher chance than that. The
+        chance is `NO_GUESS` if a pass with the guesses of drafters inside the tier, ``at_hand`` of which are expected to be
+        right, is as good. ``room`` is how many guesses the pass can use, ``cost`` ``[more than room]`` the seconds of a pass
+        by its tokens of each session.
         """
         guess_s = float(cost[1]) / stats.guesses
         counts = np.arange(1 + min(room, self.max_guesses))
@@ -83,6 +83,6 @@ class Policy:
         rate = float(tokens[best] / seconds[best])
         if room < 1 or (at_hand and (1 + at_hand) / float(cost[1 + min(room, round(at_hand))]) >= rate):
             return NO_GUESS, 0
-        added_s = (float(seconds[best]) - float(seconds[0])) / max(1, best)  # what a guess takes to be written and scored
-        spared = rate * max(guess_s, added_s)  # tokens that the verifier would give meanwhile
+        added_s = (float(seconds[best]) - float(seconds[0])) / max(1, best)  # seconds to draft and score a guess
+        spared = rate * max(guess_s, added_s)  # tokens that the verifier could give meanwhile
         return (spared / stats.share if spared < stats.share else 1.0), max(1, best)

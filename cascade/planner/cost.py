@@ -8,7 +8,7 @@ import numpy as np
 
 from cascade.planner.tuning import COST_MEMORY, COST_WEIGHT, MEAN_WEIGHT, OUTLIER, PREFILL_TOKENS
 
-LEAST_S = 1e-9  # the least seconds that a pass is taken to last
+LEAST_S = 1e-9  # shorter passes count as this long
 
 
 class Profile:
@@ -22,24 +22,24 @@ class Profile:
 
         Without them passes are assumed to take 10 ms.
         """
-        assert points, "at least one pass was timed"
+        assert points, "at least one pass must have been timed"
         self._tokens = [tokens for tokens, _ in points]
         self._seconds = [seconds for _, seconds in points]
         self._fresh = [0.0] * len(points)  # 1: a pass of this size has just been timed
         self.context_s = context_s
         self.pass_s = self.predict(1)  # mean of recent passes without prefill
-        self.token_s = 0.0  # added to such a pass by each token of prefill; 0 until there was some
-        self.between_s = 0.0  # seconds from the end of a pass to the start of the next one, if that waits for nothing
+        self.token_s = 0.0  # seconds that each token of prefill adds to such a pass; 0 until there was some
+        self.between_s = 0.0  # seconds from the end of a pass to the start of the next, if that does not wait
 
     @property
     def points(self) -> tuple[tuple[int, float], ...]:
-        """Tokens and seconds."""
+        """Pairs of tokens and seconds."""
         return tuple(zip(self._tokens, self._seconds, strict=True))
 
     def predict(self, num_tokens: int, context: int = 0) -> float:
-        """Seconds of a pass: linear between points, constant before the first one, after the last one as steep as before it.
+        """Seconds of a pass: linear between points, constant before the first one, extrapolated after the last one.
 
-        Noise may leave the last point below the one before it: then it is constant there, for no longer pass is cheaper.
+        If noise leaves the last point below the one before it, the cost is constant after it, since larger passes cost no less.
         """
         tokens, seconds = self._tokens, self._seconds
         held_s = self.context_s * context
@@ -62,22 +62,22 @@ class Profile:
         return np.interp(np.arange(most + 1), corners, [self.turn(corner, context) for corner in corners])
 
     def rested(self, seconds: float) -> None:
-        """A pass started ``seconds`` after the end of the one before, and had waited for nothing."""
+        """A pass started ``seconds`` after the end of the one before, without waiting for anything."""
         least = min(seconds, OUTLIER * self.between_s) if self.between_s else seconds
         self.between_s += MEAN_WEIGHT * (least - self.between_s) if self.between_s else seconds
 
     def record(self, num_tokens: int, num_read: int, context: int, seconds: float) -> None:
         """A pass of ``num_tokens`` over ``context`` positions took ``seconds``; ``num_read`` of its tokens were prefill.
 
-        Tokens of prefill have a price of their own, for they are only read: the rest also have logits and own tokens. So have
-        positions. Of what a pass took longer or shorter than expected, all prices get their share. The points beside the rest
-        move towards it. Points without recent passes move along, for what slows one pass slows all. Else a size that was timed
-        while other models were loading would stay dear and never be tried.
+        Tokens of prefill have a price of their own, since they need no logits and no own tokens; so have positions. If a pass
+        took longer or shorter than expected, each price changes by its share of the difference. Of the points, those beside the
+        number of scored tokens change. Points without recent passes change along, since what slows one pass slows all:
+        otherwise a size that was timed while other models were loading would stay expensive, and never be tried.
         """
         if not num_read:
             self.pass_s += MEAN_WEIGHT * (seconds - self.pass_s)
         if not self.token_s and num_read < PREFILL_TOKENS:
-            num_read = 0  # too few to tell what one costs
+            num_read = 0  # too few to estimate the price of one
         num_scored = num_tokens - num_read
         scored_s, held_s = self.predict(num_scored), self.context_s * context
         if not self.token_s and num_read:

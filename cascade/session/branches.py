@@ -1,8 +1,9 @@
 """Branches beside a session's text: runner-ups of its own tokens, and own tokens after some of them.
 
-A tier that is corrected has often nearly said the right token itself. So it offers its runner-ups to the tier above, and while
-that one verifies, it writes on after the likeliest of them, in a branch. When a correction says a branch's first token, the
-branch becomes the text, with its keys and values, and the tier goes on without a pause.
+Where the tier above corrects a token, the right one was often this tier's runner-up. So a tier offers its runner-ups to the
+tier above. While that tier verifies, this one generates tokens after the likeliest runner-ups, each in a branch. If a
+correction is the first token of a branch, the branch becomes the text, with its keys and values, and the tier continues without
+a pause.
 """
 
 from collections.abc import Iterator, Sequence, Set
@@ -17,7 +18,7 @@ from cascade.scorer import MAX_FORKED, RunnerUp, gap_byte
 
 @dataclass(frozen=True, slots=True)
 class Margin:
-    """How nearly another token was the own one: the gap to the first runner-up, 0 if unknown; runner-ups with their gaps.
+    """How close other tokens were to being the own one: the gap to the first runner-up (0 if unknown), and the runner-ups.
 
     Gaps are bytes, see `gap_byte`.
     """
@@ -43,7 +44,7 @@ class Branch:
     rank: int  # the runner-up's rank, from 1 on
     tokens: list[int]
     margins: list[Margin]  # one for each token
-    kv_len: int  # positions that its fork holds keys and values of, the session's before ``start`` included
+    kv_len: int  # positions whose keys and values its fork holds, including those of the session before ``start``
 
     @property
     def end(self) -> int:
@@ -57,14 +58,14 @@ class Branch:
 
 @dataclass(slots=True)
 class Branches:
-    """At most ``max_branches`` branches of a session, and the margins of its text from what is ``committed`` on."""
+    """At most ``max_branches`` branches of a session, and the margins of its text after the ``committed`` part."""
 
     max_branches: int
     committed: int
     verdicts: Calibration = field(default_factory=Calibration)  # the tier above's verdicts on own tokens and runner-ups
     held: list[Branch] = field(default_factory=list)
     margins: list[Margin] = field(default_factory=list)  # one for each token
-    # the chance that the text before each token is right; the last one is that of all of it
+    # the chance that the text before each token is right; the last entry is for the whole text
     chances: list[float] = field(default_factory=lambda: [1.0])
     unsent: bool = False  # the tier above has not been sent all of the branches
 
@@ -75,8 +76,8 @@ class Branches:
     def keep_rejected(
         self, start: int, draft: Draft, own: Sequence[int], margins: Sequence[Margin], path: Sequence[int]
     ) -> None:
-        """Make branches of what was scored in vain: of the nodes of a ``draft`` at ``start`` beside the accepted ``path`` that
-        are runner-ups there, with the own tokens after them."""
+        """Make branches of rejected nodes whose scores can still be of use: nodes of a ``draft`` at ``start``, off the accepted
+        ``path``, that are runner-ups there. The own tokens after them are kept, too."""
         for place, at in enumerate((-1, *path)):
             if at + 1 >= len(own):
                 break
@@ -97,13 +98,13 @@ class Branches:
                     self.unsent = True
 
     def commit(self, num_tokens: int) -> None:
-        """The tier above agrees with the text: so many more tokens are committed."""
+        """The tier above agrees with the text: ``num_tokens`` more are committed."""
         self._judge(num_tokens)
         self._start_at(self.committed + num_tokens, self.margins[num_tokens:])
         self.held = [branch for branch in self.held if branch.start >= self.committed]
 
     def correct(self, num_tokens: int, instead: Sequence[int]) -> Branch | None:
-        """It agrees with so many more tokens and then says ``instead``. The branch that begins so is the text now."""
+        """The tier above accepts ``num_tokens`` more and then commits ``instead``. A branch that begins so becomes the text."""
         self._judge(num_tokens, instead[0])
         cut, size = self.committed + num_tokens, len(instead)
         branch = next((b for b in self.held if b.start == cut and tuple(b.tokens[:size]) == tuple(instead)), None)
@@ -113,7 +114,7 @@ class Branches:
         return branch
 
     def _judge(self, num_right: int, instead: int | None = None) -> None:
-        """The tier above has said so many tokens of the text, and then ``instead`` in place of the next one, if anything."""
+        """Learn that the tier above accepted ``num_right`` tokens, and then, if given, picked ``instead`` for the next one."""
         for place, margin in enumerate(self.margins[: max(0, num_right + (instead is not None))]):
             said = instead if place == num_right else None
             self.verdicts.judged(0, margin.gap, first=not place, right=said is None)
@@ -126,22 +127,22 @@ class Branches:
         for margin in margins:
             self.append(margin)
 
-    # what is worth writing
+    # which branches are worth extending
 
     def chance(self, branch: Branch) -> float:
-        """That the tier above says all of a branch."""
+        """Chance that the tier above accepts the whole branch."""
         chance = self._head_chance(branch)
         for margin in branch.margins[1:]:
             chance *= self.verdicts.chance(0, margin.gap, first=False)
         return chance
 
     def _head_chance(self, branch: Branch) -> float:
-        """That its first token and the text before it are right."""
+        """Chance that the branch's first token and the text before it are right."""
         place = branch.start - self.committed
         return list(self._runner_ups_at(place))[branch.rank - 1][0]
 
     def _runner_ups_at(self, place: int) -> Iterator[tuple[float, int, int]]:
-        """Runner-ups at a place of the text: the chance to be right, no greater than that of a nearer one, token and gap."""
+        """Runner-ups at a place: the chance to be right (never above that of a nearer one), token and gap."""
         before = chance = self.chances[place]
         for rank, (token, gap) in enumerate(self.margins[place].runner_ups, start=1):
             chance = min(chance, before * self.verdicts.chance(rank, gap, first=not place))
@@ -157,7 +158,7 @@ class Branches:
                     yield chance, place, rank, token, gap
 
     def candidates(self, limit: int, ends: Set[int]) -> list[tuple[float, Branch]]:
-        """Branches to write on, up to position ``limit`` or one of ``ends``, each with its chance to be of use.
+        """Branches worth extending, up to position ``limit`` or one of ``ends``, each with its chance to be of use.
 
         New ones are not held yet.
         """
@@ -180,7 +181,7 @@ class Branches:
             self.held.remove(min(self.held, key=self._head_chance))
         self.held.append(branch)
 
-    # what the tier above is sent
+    # what is sent to the tier above
 
     def proposal(self, text: Sequence[int], origins: bytes, level: int) -> Draft:
         """The uncommitted ``text`` as a tree: runner-ups beside its tokens if they are likely enough, branches after these."""

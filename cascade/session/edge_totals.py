@@ -1,4 +1,4 @@
-"""Totals of a session's edge and of those below it, over every drafter that it ever had."""
+"""Totals of a session's edge and of the edges below it, over every drafter that it ever had."""
 
 from collections.abc import Sequence
 
@@ -7,21 +7,21 @@ from cascade.messages import MAX_POSITIONS, MAX_RANKS, Edge, add_edges
 
 
 class EdgeTotals:
-    """Totals of the edge to the verifier ``tier`` and of those below it."""
+    """Totals of the edge whose verifier is ``tier``, and of the edges below it."""
 
     def __init__(self, tier: str) -> None:
         self._tier = tier
         self._drafter = ""  # the tier below, "" for none
         self._by_drafter: dict[str, Edge] = {}
         self.current = self._edge("")  # the edge to the tier below
-        self._below: tuple[Edge, ...] = ()  # the latest totals that the tier below has sent of its own edges
-        self._below_past: dict[tuple[str, str], Edge] = {}  # the same of tiers that drafted before
+        self._below: tuple[Edge, ...] = ()  # the latest totals that the tier below has sent for its own edges
+        self._below_past: dict[tuple[str, str], Edge] = {}  # the same, from tiers that drafted earlier
 
     def passed(self, draft: Draft, num_scored: int, path: Sequence[int], num_new: int, drafters: Sequence[str] = ()) -> None:
         """A pass scored the first nodes of a draft, accepted those of ``path``, and gave ``num_new`` tokens.
 
-        ``drafters`` names the drafter inside the tier that guessed a node, "" for the tier below; empty if that guessed all.
-        The pass itself counts for the tier below; without one for a drafter inside, if there is any.
+        ``drafters`` names for each node the drafter inside the tier that guessed it, "" for the tier below; it is empty if the
+        tier below guessed all. The pass counts on the edge of the tier below, or without one on that of a drafter inside.
         """
         current = whose = self.current
         if not num_scored:
@@ -55,17 +55,17 @@ class EdgeTotals:
         return self._edge(drafter) if drafter else self.current
 
     def prepared(self, num_tokens: int) -> None:
-        """The drafter had written so many tokens after a correction before it heard of it."""
+        """The drafter had prepared ``num_tokens`` tokens after a correction before the correction arrived."""
         self.current.prefetched += 1
         self.current.prefetched_tokens += num_tokens
 
     def receive(self, edges: tuple[Edge, ...]) -> None:
-        """Take the totals of the tier below; older ones, which were overtaken, are ignored."""
+        """Take the totals of the tier below; totals that are older than the present ones are ignored."""
         if edges and sum(edge.passes for edge in edges) > sum(edge.passes for edge in self._below):
             self._below = edges
 
     def change_drafter(self, drafter: str) -> None:
-        """Another tier below from now on, or none."""
+        """Count for another tier below from now on, or for none."""
         self._below_past = add_edges(self._below_past, self._below)
         self._drafter, self._below = drafter, ()
         self.current = self._edge(drafter)
@@ -79,7 +79,7 @@ class EdgeTotals:
 
 
 def _count(counts: list[int], place: int, most: int) -> None:
-    """Add one at a place, unless ``most`` places come before it."""
+    """Add one at a place, if it is among the first ``most``."""
     if place < most:
         if place >= len(counts):
             counts += [0] * (place + 1 - len(counts))

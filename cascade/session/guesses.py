@@ -1,4 +1,4 @@
-"""What is guessed after a session's text, by the tier below and by drafters inside the tier, and how good that was so far."""
+"""The guesses after a session's text, by the tier below and by drafters inside the tier, and how good they were so far."""
 
 from collections.abc import Sequence, Set
 from functools import lru_cache
@@ -10,14 +10,14 @@ from cascade.planner.acceptance import Calibration, DraftStats
 from cascade.planner.tuning import LIKELY
 from cascade.session.edge_totals import EdgeTotals
 
-MAX_NODES = 64  # the limit of a draft
+MAX_NODES = 64  # nodes of a draft at most
 
 
 class Hint(NamedTuple):
     """What one drafter inside the tier guesses."""
 
     drafter: str
-    calibration: Calibration  # what its guesses are worth
+    calibration: Calibration  # how likely its guesses are right
     draft: Draft
 
 
@@ -25,12 +25,12 @@ class Pool(NamedTuple):
     """All guesses after a text as one tree, the nodes of the tier below first."""
 
     draft: Draft
-    chances: tuple[float, ...]  # the chance of each node, that the text goes along its path
-    drafters: tuple[str, ...] = ()  # for each node the drafter inside the tier that alone guesses it; empty without hints
+    chances: tuple[float, ...]  # for each node, the chance that the text takes its path
+    drafters: tuple[str, ...] = ()  # for each node the drafter inside the tier if only that guesses it; empty without hints
 
 
 def pooled(draft: Draft, calibration: Calibration, hints: Sequence[Hint]) -> Pool:
-    """The union. A node that several guess has the best of their chances."""
+    """The union of a draft and hints. A node that several drafters guess gets the best of their chances."""
     if not hints:
         return Pool(draft, calibration.chances(draft))
     if not draft.tokens and len(hints) == 1:
@@ -50,9 +50,9 @@ def pooled(draft: Draft, calibration: Calibration, hints: Sequence[Hint]) -> Poo
 
 
 def usable_nodes(pool: Pool, depth: int, ends: Set[int], most: int) -> tuple[Sequence[int], Sequence[float]]:
-    """Nodes less than ``depth`` deep that a pass can use, the likeliest ``most`` of them, in ascending order; their chances.
+    """The likeliest ``most`` nodes, less than ``depth`` deep, that a pass can use, in ascending order; and their chances.
 
-    None is there without its parent. An ending token is compared but never read, since nothing comes after it.
+    A node never comes without its parent. An ending token is compared but never read, since nothing comes after it.
     """
     draft, chances, _ = pool
     tokens = draft.tokens
@@ -75,15 +75,15 @@ def usable_nodes(pool: Pool, depth: int, ends: Set[int], most: int) -> tuple[Seq
     return nodes, chances
 
 
-@lru_cache(2**10)  # many drafts of a pass are alike
+@lru_cache(2**10)  # many drafts of a pass are equal
 def _likeliest(chances: tuple[float, ...], most: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Places of the greatest chances, in ascending order, and these; the first of equal ones, so parents come with nodes."""
+    """Places of the greatest chances, in ascending order, and the chances; of equal ones the first, so parents come along."""
     places = sorted(sorted(range(len(chances)), key=chances.__getitem__, reverse=True)[:most])
     return tuple(places), tuple([chances[place] for place in places])
 
 
 class Guesses:
-    """Guesses of token ids under ``vocab_size``, at most ``window`` positions ahead; ``totals`` counts what they are worth."""
+    """Guesses of token ids below ``vocab_size``, at most ``window`` positions ahead; ``totals`` counts how many are right."""
 
     def __init__(self, vocab_size: int, window: int, totals: EdgeTotals) -> None:
         self._vocab_size = vocab_size
@@ -92,11 +92,11 @@ class Guesses:
         self.draft = NO_DRAFT  # the tier below's
         self.hints: tuple[Hint, ...] = ()  # what drafters inside the tier guess
         self.stats = DraftStats()  # the tier below's
-        self.calibration = Calibration()  # what its guesses are worth
-        self.complete = False  # it writes no more until it hears how the text goes on
-        self._unprepared: int | None = None  # position of a correction that no guess is known after
-        self._pool: tuple[Draft, tuple[Hint, ...], Pool] | None = None  # the last one, and what it was made of
-        self._unlearnt: list[tuple[Calibration, Draft, Sequence[int]]] = []  # guesses, and what the text went on with
+        self.calibration = Calibration()  # how likely its guesses are right
+        self.complete = False  # the tier below drafts no more until the next commit
+        self._unprepared: int | None = None  # position of a correction after which there is no guess yet
+        self._pool: tuple[Draft, tuple[Hint, ...], Pool] | None = None  # the latest pool, and what it was made of
+        self._unlearnt: list[tuple[Calibration, Draft, Sequence[int]]] = []  # guesses, and how the text continued
 
     @property
     def pool(self) -> Pool:
@@ -107,18 +107,18 @@ class Guesses:
 
     @property
     def likely_length(self) -> int:
-        """The longest path of guesses; of drafters inside the tier only guesses that are likely."""
+        """Length of the longest path of guesses; guesses of drafters inside the tier count only if they are likely."""
         of_hints = (hint.calibration.chances(hint.draft.trunk) for hint in self.hints)
         return max([self.draft.height, *(sum(chance > LIKELY for chance in chances) for chances in of_hints)])
 
     def change_drafter(self) -> None:
-        """The tier below is another one, or none, from now on."""
+        """Another tier drafts from now on, or none."""
         self.stats, self._unprepared, self.complete = DraftStats(), None, False
 
     def advance(self, start: int, new: Sequence[int], path: Sequence[int]) -> None:
-        """The text goes on with ``new`` at ``start``: count which guesses were right, and keep what is guessed after them.
+        """The text continues with ``new`` at ``start``: count which guesses were right, and keep the guesses after them.
 
-        ``path`` are the nodes of the draft that say the same, as far as there are any.
+        ``path`` are the nodes of the draft with the same tokens, as far as there are any.
         """
         draft, self._unprepared, self.complete = self.draft, None, False
         for hint in self.hints:
@@ -147,14 +147,14 @@ class Guesses:
         self._unlearnt.clear()
 
     def cut(self, rest: Sequence[int] | None) -> None:
-        """The tier above has corrected the text; where it only goes on further, by ``rest``."""
+        """The tier above has changed the text. If it only extended the text, it did so by ``rest``; else that is ``None``."""
         path = self.draft.find(rest) if rest is not None else []
         self.draft = self.draft.below(path[-1]) if rest and len(path) == len(rest) else NO_DRAFT
         self.hints, self.complete = (), False
         self.stats.interrupt()
 
     def receive(self, proposal: Proposal, text: Sequence[int]) -> None:
-        """Guesses from below: ignored if they do not join ``text``; the newest win where they contradict older ones."""
+        """Take guesses from below; ignored if they do not continue ``text``. Where they contradict older ones, they win."""
         if not 0 <= len(text) - proposal.start < len(proposal.draft):
             return
         behind = text[proposal.start :]
@@ -172,7 +172,7 @@ class Guesses:
         self.draft = fresh.union(self.draft)[0].first(MAX_NODES) if agrees else fresh
 
     def hint(self, hints: Sequence[Hint]) -> None:
-        """What drafters inside the tier guess after the text as it is, in place of what they did."""
+        """Replace the guesses of drafters inside the tier by those after the present text."""
         self.hints = ()
         for hint in hints:
             if (draft := hint.draft.fitting(self._vocab_size, MAX_NODES, MAX_NODES)).tokens:

@@ -23,27 +23,27 @@ from cascade.session.branches import UNKNOWN, Branch, Branches, Margin
 from cascade.session.edge_totals import EdgeTotals
 from cascade.session.guesses import Guesses, Hint, usable_nodes
 
-MAX_REPEATED = 4  # tokens of a proposal at most, for each that the tier above has not been sent
-TOTALS_EVERY = 8  # proposals, one of which has totals of edges: they take four times as long to encode as all the rest
+MAX_REPEATED = 4  # a proposal has at most this many tokens for each token that is new to the tier above
+TOTALS_EVERY = 8  # one proposal in this many has totals of edges, which take four times as long to encode as the rest
 MAX_PROMPT_SCORED = 128  # positions of a prompt whose logits one pass gives: they take far more memory than keys and values
 
 
 class ProtocolError(Exception):
-    """The tier above sent a commit that does not join the text: the link is broken and the session void."""
+    """The tier above sent a commit that leaves a gap after the text: the link is broken and the session void."""
 
 
 @dataclass(slots=True)
 class Work:
-    """One row of a pass, before it is known where its keys and values lie: score ``tokens`` and the draft after them.
+    """One row of a pass, without the place of its keys and values: score ``tokens`` and the draft after them.
 
-    It is never changed, but not frozen: every session makes one for every pass, and that would take twice as long.
+    It is never changed. It is not frozen, because every session makes one for every pass, and frozen ones take twice as long.
     """
 
     start: int  # position of the first token
     tokens: list[int]
     num_own: int  # own tokens wanted after the last of tokens: 1, or 0 for a prefill chunk that does not end the text
     draft: Draft = NO_DRAFT
-    branch: Branch | None = None  # these are its tokens; None: they are the session's text
+    branch: Branch | None = None  # the branch that ``tokens`` belong to; None: they belong to the session's text
     drafters: tuple[str, ...] = ()  # the drafter of each node, see `cascade.session.guesses.Pool`
 
     def __len__(self) -> int:
@@ -72,73 +72,73 @@ class Correction(NamedTuple):
     """What a commit of the tier above has changed."""
 
     start: int  # the text differs from here on
-    branch: Branch | None  # the text now goes on along it; its keys and values are in its fork
+    branch: Branch | None  # the branch that is now the text; its keys and values are still in its fork
 
 
 class Session:
     """A request at the tier named ``tier``, ``level`` tiers above the bottom one.
 
-    Guesses are only dropped together with a commit to the tier below, and a proposal repeats all that is not committed: so both
-    sides agree again after any loss.
+    Guesses are dropped only together with a commit to the tier below, and a proposal repeats everything that is not committed.
+    So both sides agree again after a message is lost.
     """
 
     def __init__(self, opening: Open, tier: str, level: int, vocab_size: int, verdicts: Calibration | None = None) -> None:
-        """``verdicts`` are those of the tier above on this tier's own tokens, learnt by all sessions together."""
+        """``verdicts`` is how the tier above judged this tier's own tokens; all sessions share it."""
         self.name = opening.session
         self.spec = spec = opening.spec
         self.tier = tier
         self.level = level
         self._vocab_size = vocab_size
-        self.text = list(spec.tokens)  # one list for life: drafters and sampling states hold on to it
+        self.text = list(spec.tokens)  # never replaced: drafters and sampling states keep a reference to this list
         self.committed = len(self.text)
         self.kv_len = 0  # positions whose keys and values are those of `text`
-        self.cached = 0  # positions of the prompt whose keys and values other sessions had left
+        self.cached = 0  # positions of the prompt whose keys and values were reused from other sessions
         self.drafter = ""  # name of the tier below that proposes, "" while there is none
         self.drafter_session = ""
         self.skip_reason = ""  # why it has no drafter, if the planner left them out
         self.changed_from = 0  # position from which on the text differs from that at the last hint
         self.run_ahead = RunAhead()
-        self._least_chance = NO_GUESS if spec.in_turns else 0.0  # the chance from which on its text is written on
-        self._most = 0  # tokens that it writes in its turn at most; 0: as many as there is room for
+        self._least_chance = NO_GUESS if spec.in_turns else 0.0  # it drafts on while its text is right with this chance
+        self._most = 0  # tokens that it drafts in its turn at most; 0: as many as there is room for
         self.totals = EdgeTotals(tier)
         self.guesses = Guesses(vocab_size, spec.draft_window, self.totals)
-        self.branches: Branches | None = None  # if the tier above takes any
+        self.branches: Branches | None = None  # None if the tier above takes no branches
         if spec.branches:
             self.branches = Branches(spec.branches, self.committed, verdicts or Calibration())
         self._sent_len = len(self.text)  # positions of the text that the tier above has been sent
-        self._sent_below = len(self.text)  # the same of the tier below
+        self._sent_below = len(self.text)  # positions that the tier below has been sent
         self._without_totals = TOTALS_EVERY  # proposals since the last one with totals of edges
         self._origins = bytearray(len(self.text))  # parallel to text, except for passes that are not counted yet
-        # passes that are not counted yet: row, guesses scored, new tokens, nodes that say the same, all guesses at hand
+        # passes that are not counted yet: row, guesses scored, new tokens, nodes with the same tokens, all guesses at hand
         self._passes: list[tuple[Work, int, Sequence[int], Sequence[int], Draft]] = []
         self._limit = spec.prompt_len + spec.params.max_tokens
         self.done = False  # the text is at its end, unless the tier above corrects it
-        self.window = spec.window  # tokens that it runs ahead of what is committed
+        self.window = spec.window  # tokens that it may run ahead of the committed text
         self.stalled = False  # there is nothing to score: the text has ended or the window is used up
         self.max_depth = 0  # longest path of guesses that a pass can use: one own token must still fit after it
         self._measure()
 
     def _measure(self) -> None:
-        """How far the text may go on. Computed when it or what is committed changes, since each pass asks many times."""
+        """Compute how far the text may grow. Done whenever the text or its committed part changes, since passes ask often."""
         size, spec = len(self.text), self.spec
         self.done = size >= self._limit or (size > spec.prompt_len and self.text[-1] in spec.ends)
-        if self.run_ahead.num_cut:  # else all it wrote was kept
+        if self.run_ahead.num_cut:  # without a correction so far, the whole window is of use
             useful = self.run_ahead.tokens
             self.window = spec.window if useful >= spec.window else max(MIN_RUN_AHEAD, math.ceil(useful))
         left = min(self._limit, self.committed + self.window) - size
         self.stalled = self.done or left <= 0 or (spec.in_turns and self._turn_over)
         self.max_depth = left - 1 if left > 0 else 0
 
-    # what the tier asks
+    # queries of the tier
 
     @property
     def prefilling(self) -> bool:
-        """The text it was opened with is not scored yet."""
+        """Whether the text that the session was opened with is not scored yet."""
         return self.kv_len < len(self.spec.tokens) - 1 and self.num_pending > 1
 
     @property
     def scoring_prompt(self) -> bool:
-        """Log-probabilities of the prompt are wanted, and not all of it is scored."""
+        """Whether log-probabilities of the prompt are wanted, and not all of the prompt is scored."""
         return self.spec.params.prompt_logprobs is not None and self.kv_len < self.spec.prompt_len - 1
 
     @property
@@ -153,7 +153,7 @@ class Session:
 
     @property
     def likely_depth(self) -> int:
-        """The same, but of drafters inside the tier only guesses that are likely."""
+        """`depth`, but guesses of drafters inside the tier count only if they are likely."""
         return min(self.guesses.likely_length, self.max_depth)
 
     @property
@@ -167,34 +167,34 @@ class Session:
 
     @property
     def chance(self) -> float:
-        """That the tier above says what the text says so far."""
+        """Chance that the tier above accepts all of the text so far."""
         return self.branches.chances[-1] if self.branches is not None else 1.0
 
     @property
     def _chance_kept(self) -> float:
-        """The same, where no runner-ups are known as well."""
+        """`chance`, also where runner-ups are not known."""
         return self.chance if self.branches is not None else self.run_ahead.share ** (len(self.text) - self.committed)
 
     @property
     def _turn_over(self) -> bool:
-        """It has written all that is worth the time of the tier above."""
+        """Whether the session has drafted all that is worth the time of the tier above."""
         return self._chance_kept < self._least_chance or 0 < self._most <= len(self.text) - self.committed
 
     def branch_candidates(self) -> list[tuple[float, Branch]]:
-        """Branches to write on, held or new, each with the chance that this is of use."""
+        """Branches worth extending, held or new, each with its chance to be of use."""
         if self.branches is None or self.spec.in_turns or self.num_pending > 1 or self.spec.params.structured is not None:
             return []
         return self.branches.candidates(min(self._limit, self.committed + self.spec.window), self.spec.ends)
 
     def branch_work(self, branch: Branch) -> Work:
-        """The row that writes a branch on, which is held from then on."""
+        """The row that extends a branch, which is held from then on."""
         assert self.branches is not None
         if branch not in self.branches.held:
             self.branches.hold(branch)
         return Work(branch.kv_len, branch.pending, 1, branch=branch)
 
     def work(self, max_tokens: int, nodes: Sequence[int] = ()) -> Work:
-        """The next row: at most ``max_tokens`` positions of the text, then the draft's ``nodes``, none without its parent."""
+        """The next row: at most ``max_tokens`` positions of the text, then the draft's ``nodes``, each after its parent."""
         assert 0 <= self.kv_len < len(self.text)
         assert not self.stalled
         if self.scoring_prompt:
@@ -211,13 +211,13 @@ class Session:
             drafters = tuple(map(pool.drafters.__getitem__, nodes))
         return Work(self.kv_len, pending, 1, pool.draft.pick(nodes), None, drafters)
 
-    # a pass has scored a row
+    # results of a pass
 
     def advance(self, work: Work, scored: Scored) -> int:
-        """Take what a pass says of ``work``: the guesses that are right and the own token after them.
+        """Take the results of ``work``: accept the guesses that are right, and the own token after them.
 
-        Returns how many tokens the text has gained, 0 after a prefill chunk or a branch. Guesses after the last own token have
-        not been scored; there is at least one.
+        Returns how many tokens the text has gained, 0 after a prefill chunk or a branch. ``scored`` has at least one own token;
+        guesses after the last one were not scored.
         """
         if work.branch is not None:
             self._advance_branch(work.branch, work, scored)
@@ -244,14 +244,14 @@ class Session:
         return len(new)
 
     def settle(self) -> None:
-        """Count and learn what the passes since the last call have said: nothing in the next one waits for it."""
+        """Count and learn from the passes since the last call. The next pass does not depend on it."""
         self._count()
         self.guesses.settle()
 
     def _count(self) -> None:
-        """Count the passes since the last call, and note whose guesses their tokens were."""
+        """Count the passes since the last call, and note who guessed their tokens."""
         for work, num_scored, new, path, pool in self._passes:
-            accepted = path[: len(new) - 1]  # a guess that says the last new token is not used: nothing was scored after it
+            accepted = path[: len(new) - 1]  # a guess equal to the last new token does not count: nothing was scored after it
             self.totals.passed(work.draft, num_scored, accepted, len(new), work.drafters)
             right = path if work.draft is pool else pool.find(new)
             trunk = isinstance(right, range)
@@ -259,7 +259,7 @@ class Session:
             if len(right) < len(new):
                 wrong = next(iter(pool.children(right[-1] if right else -1)), None)
                 own = origin(self.level, None if wrong is None else origin_level(pool.origins[wrong]))
-                self._origins += bytes([own]) * (len(new) - len(right))  # one, but where a draft says the same twice
+                self._origins += bytes([own]) * (len(new) - len(right))  # one token, or more where a draft has equal siblings
         self._passes.clear()
 
     def _advance_branch(self, branch: Branch, work: Work, scored: Scored) -> None:
@@ -270,13 +270,13 @@ class Session:
         branch.margins.append(Margin.of(scored.runner_ups[0]) if scored.runner_ups else UNKNOWN)
         self.branches.unsent = True
 
-    # messages of the tier above and the tier below
+    # messages from the tiers above and below
 
     def commit(self, start: int, tokens: Sequence[int], least_chance: float = 0.0, most: int = 0) -> Correction | None:
-        """The tier above fixes the text. Returns what changed, ``None`` if nothing did; see `Commit`.
+        """Take a commit of the tier above, see `Commit`. Returns what changed in the text, ``None`` if nothing did.
 
-        Raises `ProtocolError`, or `InvalidRequest` if this tier's model cannot read the text: the vocabulary of the tier above
-        may be padded further. Then nothing has changed.
+        Raises `ProtocolError`, or `InvalidRequest` if the text has ids beyond this tier's vocabulary, since that of the tier
+        above may have more padding. Then nothing has changed.
         """
         if not self.spec.prompt_len <= start <= len(self.text) or not tokens:
             raise ProtocolError(f"commit at {start} does not join a text of {len(self.text)} tokens")
@@ -298,7 +298,7 @@ class Session:
         self.kv_len = min(self.kv_len, cut)
         all_sent = branches is not None and not branches.unsent
         branch = branches.correct(cut - self.committed, rest) if branches is not None else None
-        prepared = tuple(branch.tokens[len(rest) :]) if branch is not None else ()  # what had been written after the correction
+        prepared = tuple(branch.tokens[len(rest) :]) if branch is not None else ()  # drafted after the correction
         self.text[cut:] = rest + prepared
         self._count()
         self._origins[cut:] = bytes(len(rest)) + bytes([origin(self.level)]) * len(prepared)
@@ -309,28 +309,28 @@ class Session:
         return Correction(cut, branch)
 
     def propose(self, proposal: Proposal) -> None:
-        """Guesses from below: ignored if they do not join the text; the newest win where they contradict older ones."""
+        """Take guesses from below, see `Guesses.receive`; those of an earlier drafter are ignored."""
         if proposal.session != self.drafter_session:
             return
         self.totals.receive(proposal.edges)
         self.guesses.receive(proposal, self.text)
 
     def hint(self, hints: Sequence[Hint]) -> None:
-        """What drafters inside the tier guess after the text as it is, in place of what they did."""
+        """Replace the guesses of drafters inside the tier by those after the present text."""
         self.guesses.hint(hints)
         self.changed_from = len(self.text)
 
     def proposal(self) -> Proposal | None:
-        """All that is not committed, for the tier above; ``None`` if there is nothing, or nothing worth a message.
+        """All uncommitted tokens, for the tier above; ``None`` if there are none, or too few new ones for a message.
 
-        The further ahead a token is, the less its chance to be right, and the longer until it is wanted: so what is repeated
-        with it may be `MAX_REPEATED` times as long, and a text ahead takes few messages instead of one for each token.
+        The further ahead a token is, the less likely it is right, and the later it is needed. So new tokens are sent when
+        at most `MAX_REPEATED` times as many tokens are repeated: a text far ahead takes few messages.
         """
         ahead, new = len(self.text) - self.committed, len(self.text) - max(self.committed, self._sent_len)
         branches = self.branches
         worth_it = new > 0 and (MAX_REPEATED * new >= ahead or self.stalled)
         if self.spec.in_turns and self.stalled and ahead:
-            worth_it = True  # the tier above waits to hear that there will be no more
+            worth_it = True  # the tier above waits for the message that no more will come
         if not (worth_it or (branches is not None and branches.unsent)):
             return None
         self._sent_len = len(self.text)
@@ -351,7 +351,7 @@ class Session:
         )
 
     def news(self) -> Commit | None:
-        """What the tier below has not been sent of the text; ``None`` if there is no such tier, or nothing."""
+        """The part of the text that the tier below has not been sent; ``None`` if there is no such tier, or no such part."""
         start, self._sent_below = self._sent_below, len(self.text)
         if not self.drafter or start == len(self.text):
             return None
@@ -366,18 +366,18 @@ class Session:
     # the tier below
 
     def attach(self, chain: tuple[str, ...], session: str, *, in_turns: bool = False) -> SessionSpec:
-        """Begin to draft with the first tier of ``chain``; what its ``session`` is opened as."""
+        """Begin to draft with the first tier of ``chain``; returns the spec of its ``session``."""
         self._change_drafter(chain[0], session)
         self._sent_below = len(self.text)
         return self.spec.below(self.text, chain, in_turns=in_turns)
 
     def recall(self) -> None:
-        """Send the tier below the last token again: it waits for a commit."""
+        """Let `news` repeat the last token: the tier below rests until it gets a commit."""
         if len(self.text) > self.spec.prompt_len:
             self._sent_below = min(self._sent_below, len(self.text) - 1)
 
     def detach(self) -> Close | None:
-        """Go on alone; the message that closes the session below, ``None`` if there is none."""
+        """Continue without a tier below; returns the message that closes its session, ``None`` if there is none."""
         closing = Close(self.drafter_session) if self.drafter else None
         self._change_drafter("", "")
         return closing

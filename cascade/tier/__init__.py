@@ -1,1 +1,1 @@
-"""A tier: one model, many sessions, one loop; which of them have a place in memory, and what goes into a pass."""
+"""A tier: one model, many sessions, one loop; which sessions have memory, and which rows make up a pass."""

@@ -1,8 +1,9 @@
-"""Memory for keys and values, counted in blocks: who holds how much, what is kept for reuse, what must go. Pure.
+"""Memory for keys and values, counted in blocks: which session holds how much, what is kept for reuse, what is evicted. Pure.
 
-A session's positions are one *allocation*, in a store that is contiguous or has a table of blocks. What two sessions have in
-common is copied from store to store, or held by both; each allocation counts all of its blocks. Allocations whose session is
-over are kept until their memory is needed, and are found again by the tokens of their blocks; the least recently used go first.
+A session's positions are one *allocation*, in a store that is contiguous or has a table of blocks. A prefix that two sessions
+share is copied from store to store, or held by both; each allocation counts all of its blocks. Allocations of ended sessions
+are kept until their memory is needed, and are looked up by the tokens of their blocks; the least recently used are evicted
+first.
 """
 
 import logging
@@ -25,8 +26,8 @@ class Allocation:
     blocks: int
     in_use: bool = True  # a session holds it; False while it is kept for reuse
     salt: str = ""
-    tokens: tuple[int, ...] = ()  # others may reuse their keys and values: they are never rolled back
-    keys: tuple[int, ...] = ()  # the keys of the full blocks of tokens, see `block_keys`
+    tokens: tuple[int, ...] = ()  # the prefix that others may reuse, since it is never rolled back
+    keys: tuple[int, ...] = ()  # one for each full block of ``tokens``, see `block_keys`
 
     @property
     def capacity(self) -> int:
@@ -34,7 +35,7 @@ class Allocation:
 
 
 def block_keys(tokens: Sequence[int], salt: str) -> Iterator[int]:
-    """A hash of each full block of ``tokens`` with all before it. Equal texts under different salts share nothing."""
+    """A hash of each full block of ``tokens`` and all blocks before it. Equal texts under different salts share nothing."""
     key = hash(salt)
     for begin in range(0, len(tokens) - BLOCK + 1, BLOCK):
         key = hash((key, *tokens[begin : begin + BLOCK]))
@@ -51,7 +52,7 @@ class BlockManager:
         self.total = num_tokens // first.block * self._unit  # blocks
         self.free = self.total
         self.queried = 0  # positions of all texts that were opened
-        self.reused = 0  # those that were not scored again
+        self.reused = 0  # positions of these that were reused
         self.lent = 0  # blocks of forks
         self._new_store = new_store
         self._allocations: set[Allocation] = set()
@@ -60,7 +61,7 @@ class BlockManager:
 
     @property
     def usage(self) -> float:
-        """Share of the blocks that sessions hold; what is kept for reuse is as good as free. From any thread."""
+        """Share of the blocks that sessions hold; blocks kept for reuse count as free. Callable from any thread."""
         kept = sum(allocation.blocks for allocation in list(self._kept))
         return max(0.0, 1 - (self.free + kept) / max(1, self.total))
 
@@ -72,12 +73,12 @@ class BlockManager:
         """Blocks that a session of this length takes."""
         return self._whole(num_blocks(positions))
 
-    # what a session does
+    # operations of a session
 
     def open(self, tokens: Sequence[int], salt: str, positions: int) -> tuple[Allocation, int] | None:
-        """An allocation with room for ``positions``, and how many of ``tokens`` it holds already; None if memory is short.
+        """An allocation with room for ``positions``, and how many of ``tokens`` it already holds; None if memory is short.
 
-        The last token is never among them, since it must be scored.
+        It never holds the last token, which must be scored.
         """
         donor, num_held = self._find(tokens, salt)
         if donor is None:
@@ -105,7 +106,7 @@ class BlockManager:
         return True
 
     def lend(self, positions: int) -> int | None:
-        """Blocks for a fork of so many positions, and for the block in which it begins; None if memory is short."""
+        """Take blocks for a fork of ``positions``, and for the block in which it begins; None if memory is short."""
         blocks = self.blocks(positions) + self._unit
         if not self._make_room(blocks):
             return None
@@ -125,13 +126,13 @@ class BlockManager:
             self._index[key][allocation] = None
 
     def close(self, allocation: Allocation, tokens: Sequence[int], salt: str) -> None:
-        """A session is over: keep its allocation for others who need ``tokens``, unless another holds them too."""
+        """A session has ended: keep its allocation for others with the prefix ``tokens``, unless another one holds that."""
         self.share(allocation, tokens, salt)
         self._prune(allocation)
         self._let_go(allocation)
 
     def drop(self, allocation: Allocation) -> None:
-        """A session gives up its allocation, whose contents are of no use."""
+        """Free the allocation of a session without keeping it for reuse."""
         self._forget(allocation)
         self._let_go(allocation)
 
@@ -142,7 +143,7 @@ class BlockManager:
     # blocks
 
     def _find(self, tokens: Sequence[int], salt: str) -> tuple[Allocation | None, int]:
-        """The allocation that holds most of ``tokens`` but the last, and how many."""
+        """The allocation with the longest prefix of ``tokens``, the last one excluded, and the length of this prefix."""
         allocations: dict[Allocation, None] = {}
         for key in block_keys(tokens[:-1], salt):
             if key not in self._index:
@@ -167,10 +168,10 @@ class BlockManager:
         return allocation
 
     def _copied(self, donor: Allocation, positions: int, num_held: int) -> Allocation | None:
-        """A copy of what a donor holds; None if memory is short, or nobody else would need the donor itself."""
+        """A copy of a donor's first ``num_held`` positions; None if memory is short, or the donor itself may be taken over."""
         if not donor.in_use and len(donor.tokens) - num_held < BLOCK:
             return None
-        self._kept.pop(donor, None)  # else it might be what makes room
+        self._kept.pop(donor, None)  # so that it is not evicted to make room
         copy = self._new(positions)
         if copy is not None:
             try:
@@ -184,7 +185,7 @@ class BlockManager:
         return copy
 
     def _inherited(self, donor: Allocation, positions: int) -> Allocation | None:
-        """The donor itself, if nobody uses it."""
+        """The donor itself, unless a session uses it."""
         if donor.in_use:
             return None
         del self._kept[donor]
@@ -196,11 +197,11 @@ class BlockManager:
         return donor
 
     def _reserved(self, store: Store, blocks: int) -> bool:
-        """Make room in a store, at the cost of what is kept where the device has less memory than there are blocks."""
+        """Reserve blocks in a store. If the device has less memory than expected, allocations kept for reuse are evicted."""
         while True:
             try:
                 store.reserve(blocks * BLOCK)
-            except Exception as error:  # each device has its own
+            except Exception as error:  # devices raise different errors
                 log.warning("There is no memory for %d blocks of keys and values: %s", blocks, reason(error))
                 if not self._kept:
                     return False
@@ -212,7 +213,7 @@ class BlockManager:
         return -(-blocks // self._unit) * self._unit
 
     def _make_room(self, blocks: int) -> bool:
-        """Free so many blocks at the cost of what is kept; False if that is not enough."""
+        """Have ``blocks`` free, and evict what is kept for reuse if needed; False if that is not enough."""
         if self.free < blocks and self.free + sum(allocation.blocks for allocation in self._kept) < blocks:
             return False
         while self.free < blocks:
@@ -226,7 +227,7 @@ class BlockManager:
             self._remove(allocation)
 
     def _prune(self, allocation: Allocation) -> None:
-        """Keep nothing twice: not this allocation, if another has all of it, nor others that are its beginning."""
+        """Keep no prefix twice: neither this allocation, if another one covers it, nor kept ones that are a prefix of it."""
         if allocation.keys and len(self._index[allocation.keys[-1]]) > 1:
             self._forget(allocation)
         for key in allocation.keys:
@@ -234,7 +235,7 @@ class BlockManager:
                 self._remove(other)
 
     def _forget(self, allocation: Allocation) -> None:
-        """Let nobody find it any more."""
+        """Remove an allocation from the index."""
         for key in allocation.keys:
             allocations = self._index[key]
             del allocations[allocation]

@@ -1,4 +1,4 @@
-"""Which tiers below draft for the sessions of a tier: as planned, and around those that failed until they are due again."""
+"""Which tiers below draft for the sessions of a tier: those of the plan, without tiers that failed until they are retried."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
@@ -28,7 +28,7 @@ class Progress(NamedTuple, Generic[U]):
 
 
 class Failure(NamedTuple):
-    """A tier below has failed, and is not asked before ``retry_at``, in seconds of the loop's clock."""
+    """A tier below has failed, and is not tried again before ``retry_at``, in seconds of the loop's clock."""
 
     backoff_s: float  # twice as long as after the failure before
     retry_at: float
@@ -40,12 +40,12 @@ class Drafting(Generic[U]):
     def __init__(self, send: Callable[[str, Message], None], planner: Planner) -> None:
         self._send = send
         self._planner = planner
-        self._failures: dict[str, Failure] = {}  # each failed tier's, until it works again
+        self._failures: dict[str, Failure] = {}  # by tier, until it works again
         self.calibrations = Calibrations()
         self._num_begun = 0
 
     def begin(self, slot: Slot[U], num_sessions: int, now: float) -> None:
-        """Find a drafter for a new session, one of so many. It does not settle: that its first guesses are late counts."""
+        """Find a drafter for a new session of ``num_sessions``. It has no time to settle: late first guesses count."""
         slot.allowed = slot.session.spec.chain
         self._num_begun += 1
         slot.scouts = self._num_begun % SCOUTS == 0
@@ -75,7 +75,7 @@ class Drafting(Generic[U]):
         return min((at for at in again_at if at > now), default=None)
 
     def _usable(self, chain: Chain, now: float) -> Chain:
-        """The chain from its first tier on that works; that one sees to those below it."""
+        """The chain from the first tier that works; that tier takes care of those below it."""
         first = next((i for i, tier in enumerate(chain) if self._works(tier, now)), len(chain))
         return chain[first:]
 
@@ -83,7 +83,7 @@ class Drafting(Generic[U]):
         return tier not in self._failures or self._failures[tier].retry_at <= now
 
     def leave(self, slot: Slot[U]) -> None:
-        """Let go of the drafter, if there is one; closing a session that has failed is harmless."""
+        """Detach the drafter, if there is one; to close a session that has failed is harmless."""
         drafter = slot.session.drafter
         closing = slot.session.detach()
         slot.attached, slot.least_chance = ALONE, 0.0
@@ -92,7 +92,7 @@ class Drafting(Generic[U]):
             self._send(drafter, closing)
 
     def commit(self, slot: Slot[U]) -> None:
-        """Let the tier below know how the text has gone on."""
+        """Send the tier below how the text continues."""
         news = slot.session.news()
         if news is not None:
             if slot.least_chance:
@@ -100,13 +100,13 @@ class Drafting(Generic[U]):
             self._send(slot.session.drafter, news)
 
     def in_turns(self, slot: Slot[U]) -> bool:
-        """Its drafter computes on the processors of this tier, and knows it, so that one works while the other rests."""
+        """Whether a session's drafter takes turns with this tier, because both compute on the same processors."""
         return slot.opened_in_turns and slot.session.drafter in self._planner.shared
 
     def turn(self, slot: Slot[U], num_in_turns: int, policy: Policy, profile: Profile) -> None:
-        """The text has gone on: choose how far a tier below on the same processors is to write, before the next pass.
+        """The text has grown: choose how far a tier below on the same processors drafts before the next pass.
 
-        All ``num_in_turns`` sessions of that pass wait for the longest of their guesses: so there is a limit to each.
+        All ``num_in_turns`` sessions of that pass wait for the longest draft, so each draft has a limit.
         """
         slot.least_chance, slot.most = 0.0, 0
         if self.in_turns(slot):
@@ -115,14 +115,14 @@ class Drafting(Generic[U]):
             slot.session.guesses.stats.interrupt()
 
     def waited(self, slot: Slot[U], profile: Profile) -> None:
-        """A pass starts that has waited for its guesses: learn how fast they come."""
+        """A pass starts after waiting for guesses: learn how fast they arrive."""
         num_guess = slot.session.guesses.draft.height
         if slot.awaits_guesses and num_guess and slot.heard is not None and slot.heard > slot.since:
             slot.session.guesses.stats.waited(num_guess, (slot.heard - slot.since) / profile.pass_s)
 
     def receive(self, slot: Slot[U], message: Proposal | Failed, now: float) -> tuple[str, str] | None:
-        """A message from below; the drafter that is lost and the reason, if one is."""
-        if message.session != slot.session.drafter_session:  # one that has been left
+        """Handle a message from below; returns the drafter and the reason if a drafter is lost, else None."""
+        if message.session != slot.session.drafter_session:  # from an earlier drafter
             return None
         drafter = slot.session.drafter
         if isinstance(message, Proposal):
@@ -130,9 +130,9 @@ class Drafting(Generic[U]):
             slot.settling, slot.heard = 0, now
             self._failures.pop(drafter, None)
             return None
-        if message.fault:  # others may draft there, and this one elsewhere
+        if message.fault:  # the tier cannot draft for this session, but for others; another tier may draft for this one
             slot.allowed, slot.chain = _without(drafter, slot.allowed), _without(drafter, slot.chain)
-        elif self._works(tier := message.tier or drafter, now):  # many fail when a replica goes: that is one failure
+        elif self._works(tier := message.tier or drafter, now):  # a dead replica fails many sessions: they count once
             before_s = self._failures[tier].backoff_s if tier in self._failures else FIRST_BACKOFF_S / 2
             backoff_s = min(MAX_BACKOFF_S, 2 * before_s)
             self._failures[tier] = Failure(backoff_s, now + backoff_s)
@@ -149,10 +149,10 @@ class Drafting(Generic[U]):
         num_read: int,
         now: float,
     ) -> None:
-        """A pass gave ``rows`` own tokens and read ``num_read`` tokens of texts, at whose end the tier had ``num_sessions``.
+        """A pass gave own tokens to ``rows`` and read ``num_read`` tokens; at its end the tier had ``num_sessions`` sessions.
 
-        ``slots`` are those that it has now.
-        Rates leave reading out: it is most of one pass and nothing of the next, whoever drafts.
+        ``slots`` are the present sessions. Rates leave out the time for reading, which varies from pass to pass whichever tiers
+        draft.
         """
         reading_s = profile.token_s * num_read
         alone_s = profile.turn(len(rows), sum(row.work.start for row in rows))
@@ -166,7 +166,7 @@ class Drafting(Generic[U]):
         num_rows, lengths = Counter[tuple[Chain, bool]](), defaultdict[tuple[Chain, bool], list[int]](list)
         for (allowed, sampled, *_), had in totals.items():
             num_rows[allowed, sampled] += len(had)
-        for slot in dict.fromkeys([*slots, *(row.slot for row in rows)]) if totals else ():  # some have just ended
+        for slot in dict.fromkeys([*slots, *(row.slot for row in rows)]) if totals else ():  # also those that just ended
             if slot.planned:
                 lengths[slot.allowed, slot.sampled].append(len(slot.session.text))
         for (allowed, sampled, chain, settled), had in totals.items():
@@ -180,7 +180,7 @@ class Drafting(Generic[U]):
             self.draft(slot, now)
 
     def _plan(self, slots: Collection[Slot[U]], num_sessions: int) -> None:
-        """Choose a chain for each session; those that may use the same tiers and are sampled alike get the same."""
+        """Choose a chain for each session, the same for all of a kind (tiers allowed, greedy or sampled, scout or not)."""
         planned: dict[tuple[Chain, bool, bool], tuple[Chain, str]] = {}
         for slot in slots:
             if not slot.planned:
@@ -195,7 +195,7 @@ class Drafting(Generic[U]):
 
 
 def _turn(session: Session, num_in_turns: int, policy: Policy, profile: Profile) -> tuple[float, int]:
-    """See `Policy.turn`; a session that has to wait for the tier above needs no guesses yet."""
+    """See `Policy.turn`; a session that waits for the tier above needs no guesses yet."""
     if session.stalled:
         return NO_GUESS, 0
     at_hand = max(
@@ -211,5 +211,5 @@ def _without(tier: str, chain: Chain) -> Chain:
 
 
 def verifier(session: str) -> str:
-    """The session that ``session``, of the tier below, drafts for."""
+    """The session for which ``session`` of the tier below drafts."""
     return session.rpartition(".")[0]

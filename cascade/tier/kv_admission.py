@@ -1,7 +1,7 @@
-"""Which sessions of a tier have a place in memory. When it is short, some wait, or are preempted and scored again later.
+"""Which sessions of a tier have memory for keys and values. When it is short, some wait, or are preempted and rescored later.
 
-Sessions rank by when they were opened. Each may preempt those after it, and those that have been idle for a while. So the first
-one always gets on, and every session becomes the first in the end.
+Sessions rank by the time at which they were opened. Each may preempt those after it, and those that have been idle for a while.
+So the first one always proceeds, and in the end every session becomes the first.
 """
 
 import logging
@@ -16,8 +16,8 @@ from cascade.tier.slot import Fork, Slot, U
 
 log = logging.getLogger(__name__)
 
-IDLE_S = 1.0  # a session with nothing to score for so long may lose its place to any other
-MEMORY_RETRY_S = 0.1  # a session that waits for memory looks again so often, if nothing else happens
+IDLE_S = 1.0  # a session with nothing to score for this long may be preempted by any other
+MEMORY_RETRY_S = 0.1  # between two tries of a session that waits for memory, if nothing else happens
 
 
 class KVAdmission:
@@ -25,7 +25,7 @@ class KVAdmission:
 
     def __init__(self, new_store: Callable[[], Store], num_tokens: int) -> None:
         self.block_manager = BlockManager(new_store, num_tokens)
-        self.preempted = 0  # times that a session lost its place
+        self.preempted = 0  # times that a session lost its memory
 
     @property
     def num_tokens(self) -> int:
@@ -44,8 +44,8 @@ class KVAdmission:
     def admit(
         self, slots: Collection[Slot[U]], max_guesses: int, now: float
     ) -> tuple[list[Slot[U]], list[Slot[U]], float | None]:
-        """The sessions that have room for their next row; those that get none though no other has any, because the device has
-        less than it should; when to look again, if others wait for memory."""
+        """The sessions that have room for their next row; those that get no room although no other session has any, since the
+        device has less memory than expected; and when to try again, if other sessions wait for memory."""
         ranked: Sequence[Slot[U]] = sorted(slots, key=rank)
         able: list[Slot[U]] = []
         lost: list[Slot[U]] = []
@@ -60,7 +60,7 @@ class KVAdmission:
             roomy = held is not None and length + max_guesses <= held.capacity
             if roomy or self._reserve(slot, length + min(session.depth, max_guesses)):
                 able.append(slot)
-            elif self._place(slot, length, ranked, now):  # nobody is preempted for guesses
+            elif self._place(slot, length, ranked, now):  # no session is preempted for guesses
                 assert slot.allocation is not None
                 session.max_depth = min(session.max_depth, slot.allocation.capacity - length)
                 able.append(slot)
@@ -91,14 +91,14 @@ class KVAdmission:
         return True
 
     def settle(self, slot: Slot[Any], accepted: Branch | None = None) -> None:
-        """Move the keys and values of the ``accepted`` branch, which is the text now, into the session's store; free the forks
-        of branches that are gone. Without room for them they are computed again."""
+        """Move the keys and values of the ``accepted`` branch, which is the text now, into the session's store; without room
+        they are computed again. Free the forks of branches that are gone."""
         session, branches = slot.session, slot.session.branches
         if branches is None:
             return
         if accepted is not None and (fork := slot.forks.pop(accepted, None)) is not None:
             assert slot.allocation is not None
-            if self.block_manager.reserve(slot.allocation, accepted.kv_len):  # the fork's own blocks do not count as free yet
+            if self.block_manager.reserve(slot.allocation, accepted.kv_len):  # while the fork still holds its blocks
                 slot.cache.join(fork.store)
                 session.kv_len = accepted.kv_len
             else:
@@ -118,7 +118,7 @@ class KVAdmission:
             slot.session.branches.held = []
 
     def leave(self, slot: Slot[Any], *, spoilt: bool = False) -> None:
-        """A session is over; its keys and values are kept for reuse unless they may be ``spoilt``."""
+        """A session has ended; its keys and values are kept for reuse, unless they may be wrong (``spoilt``)."""
         self._free_branches(slot)
         allocation, session, slot.allocation = slot.allocation, slot.session, None
         if allocation is not None and spoilt:
@@ -127,7 +127,7 @@ class KVAdmission:
             self.block_manager.close(allocation, session.text[: session.kv_len], _salt(slot))
 
     def _place(self, slot: Slot[U], positions: int, ranked: Sequence[Slot[U]], now: float) -> bool:
-        """Make room for so many positions, if need be by preempting others, and without branches of its own."""
+        """Make room for ``positions``; if needed, preempt others, then give up the session's own branches."""
         while not self._reserve(slot, positions):
             victim = _victim(slot, ranked, now)
             if victim is None and slot.forks:
@@ -143,7 +143,7 @@ class KVAdmission:
         return True
 
     def _reserve(self, slot: Slot[Any], positions: int) -> bool:
-        """The same without preempting others."""
+        """Make room for ``positions`` without preempting others."""
         if slot.allocation is not None:
             return positions <= slot.allocation.capacity or self.block_manager.reserve(slot.allocation, positions)
         session = slot.session
@@ -151,21 +151,21 @@ class KVAdmission:
         if opened is None:
             return False
         slot.allocation, session.kv_len = opened
-        if len(session.text) == len(session.spec.tokens):  # else it may have found what it had left itself
+        if len(session.text) == len(session.spec.tokens):  # later it would count what it had computed itself
             session.cached = min(session.kv_len, session.spec.prompt_len)
         return True
 
 
 def _salt(slot: Slot[Any]) -> str:
-    """Sessions with the same salt may share keys and values, which depend on the adapter and on drafters that read them."""
+    """Sessions with the same salt may share keys and values, which depend on the adapter and on heads."""
     spec = slot.session.spec
     own = "" if spec.params.prompt_logprobs is None else slot.session.name  # log-probabilities need all positions scored
     return f"{spec.params.adapter}\0{spec.cache_salt}\0{own}\0{slot.model_guesses != UNREAD}"
 
 
 def _victim(slot: Slot[U], ranked: Sequence[Slot[U]], now: float) -> Slot[U] | None:
-    """Whom ``slot`` preempts: the last session after it, or else the last one that is idle."""
-    is_after = True  # the place in the list decides: sessions that came together have the same rank
+    """The session that ``slot`` preempts: the last one after it, or else the last one that is idle."""
+    is_after = True  # told by the place in the list, since sessions opened together have the same rank
     for other in reversed(ranked):
         if other is slot:
             is_after = False

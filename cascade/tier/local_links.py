@@ -1,4 +1,4 @@
-"""Links in memory: between the tiers of one process, and from its full tier to those who ask."""
+"""Links in memory: between the tiers of one process, and from its full tier to callers."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ class Deliver(Link):
 
 
 class LocalDownlink(Link):
-    """To the tiers below one: an Open goes to the tier it names, what follows goes where its Open went."""
+    """Link to the tiers below: an Open goes to the tier that it names, later messages of its session follow it there."""
 
     def __init__(self, tiers: Mapping[str, Tier], up: Link) -> None:
         self._tiers = tiers
@@ -49,7 +49,7 @@ class LocalDownlink(Link):
 
 
 class Requests:
-    """The requests of one call, told apart by their session; ``link`` takes what the tier ``full`` answers."""
+    """The requests of one call, by session; ``link`` takes the proposals of the tier ``full``."""
 
     def __init__(self, full: Tier, answers: Sequence[Answer], link: Link) -> None:
         self._full = full
@@ -65,7 +65,7 @@ class Requests:
         return tuple(self._answers)
 
     def run(self, receive: Callable[[], Sequence[Message]]) -> Iterator[Chunk]:
-        """Open all, and answer what ``receive`` waits for until they are finished."""
+        """Open all, and yield pieces from the messages that ``receive`` waits for, until all are finished."""
         try:
             self.open()
             while not self.finished:
@@ -78,7 +78,7 @@ class Requests:
         self._full.post([Open(session, answer.spec) for session, answer in self._answers.items()], self._link)
 
     def receive(self, message: Message) -> list[Chunk]:
-        """The next piece of the text that a message of the full tier is for, if it brings one."""
+        """The next piece of text that a message of the full tier brings, if any."""
         assert isinstance(message, Proposal | Failed)
         answer = self._answers.get(message.session)
         if answer is None:
@@ -102,7 +102,7 @@ class Requests:
 class Mailbox(Link):
     """Takes the messages of a pass for all requests of an event loop at once.
 
-    Waking the loop takes longer than all else that an answer asks of the tier's thread, since both want the interpreter then.
+    Waking the event loop costs the tier's thread more than all else that an answer needs, since both then compete for the GIL.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -115,7 +115,7 @@ class Mailbox(Link):
 
     @contextlib.contextmanager
     def reading(self, sessions: Sequence[str]) -> Iterator[asyncio.Queue[Message]]:
-        """Where messages of these sessions come, as long as it is open."""
+        """A queue for the messages of ``sessions``, while the context is open."""
         inbox: asyncio.Queue[Message] = asyncio.Queue()
         self._inboxes |= dict.fromkeys(sessions, inbox)
         try:

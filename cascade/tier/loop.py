@@ -1,6 +1,6 @@
-"""What a tier does about its passes: receive messages, schedule rows, settle, advance. No thread, clock or model.
+"""What a tier does around its passes: receive messages, schedule rows, settle, advance. Has no thread, clock or model.
 
-The serving tier adds these, the simulator adds virtual time. Times are those of one clock, in seconds.
+The serving tier adds these; the simulator adds virtual time. All times are in seconds on one clock.
 """
 
 import logging
@@ -24,17 +24,17 @@ from cascade.tier.slot import InnerDrafter, Slot, U
 
 log = logging.getLogger(__name__)
 
-# from a session's spec, and its text while it grows; raises `InvalidRequest`
+# makes the state of a session from its spec and its growing text; raises `InvalidRequest`
 NewState: TypeAlias = Callable[[SessionSpec, Sequence[int]], RowState]
-# what a pass said of a row; None if it cannot be scored, an error if that is the request's own fault
+# the result of a row; None if it cannot be scored, an error if the request is at fault
 Result: TypeAlias = Scored | InvalidRequest | None
-# a session, a drafter inside the tier, and what it is asked
+# a session, a drafter inside the tier, and the query to it
 Asked: TypeAlias = tuple[Slot[U], InnerDrafter, Query]
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What sessions a tier takes, and how large its passes may be."""
+    """Which sessions a tier takes, and how its passes are filled."""
 
     vocab_size: int
     context_len: int
@@ -45,11 +45,11 @@ class Limits:
 class Loop(Generic[U]):
     """Sessions of the tier ``name``, ``level`` tiers above the bottom one.
 
-    ``send_up`` takes messages for those who opened sessions, each named as in `receive`; ``send_down`` messages for a tier
+    ``send_up`` takes messages for the openers of sessions, each named as in `receive`; ``send_down`` takes messages for a tier
     below, by its name. ``drafters`` guess inside the tier, where a request allows it.
     """
 
-    has_below = True  # else sessions leave their chains unused
+    has_below = True  # False: there is no tier below, and sessions leave their chains unused
 
     def __init__(
         self,
@@ -65,12 +65,12 @@ class Loop(Generic[U]):
         drafters: Sequence[Drafter] = (),
     ) -> None:
         self.slots: dict[str, Slot[U]] = {}  # one for each session
-        self.agreed = self.corrected = 0  # own tokens of sessions that are over, as the tier above has judged them
+        self.agreed = self.corrected = 0  # own tokens of ended sessions, as the tier above has judged them
         self.kv_admission = kv_admission
-        self._changed: dict[Slot[U], None] = {}  # sessions of which `settle` has something to send or to learn
+        self._changed: dict[Slot[U], None] = {}  # sessions for which `settle` has something to send or to learn
         self._to_draft: dict[Slot[U], None] = {}  # sessions with new texts, after which drafters have not guessed yet
         self._batch: Batch[U] = []  # the last pass
-        self._progress: list[Progress[U]] = []  # what its rows got
+        self._progress: list[Progress[U]] = []  # what its rows gained
         self._num_sessions = 0  # sessions at its end
         self._name = name
         self._level = level
@@ -83,9 +83,9 @@ class Loop(Generic[U]):
     # receive
 
     def receive(self, message: Message, up: U | None, now: float) -> None:
-        """A message from above or below; with an Open comes ``up``, who takes its session's proposals."""
+        """Handle a message from above or below; ``up``, given with an Open, receives its session's proposals."""
         if isinstance(message, Commit):
-            if (slot := self.slots.get(message.session)) is not None:  # else it has failed meanwhile
+            if (slot := self.slots.get(message.session)) is not None:  # it may have failed meanwhile
                 self._commit(slot, message, now)
         elif isinstance(message, Open):
             assert up is not None
@@ -95,11 +95,11 @@ class Loop(Generic[U]):
             lost = self._drafting.receive(slot, message, now) if slot is not None else None
             if lost is not None:
                 log.info("Tier %s goes on without %s: %s", self._name, *lost)
-        elif message.session in self.slots:  # it closes
+        elif message.session in self.slots:  # a Close
             self._leave(self.slots[message.session])
 
     def drop(self, up: U) -> None:
-        """The one who opened sessions as ``up`` is gone: close them all."""
+        """``up`` is gone: close all sessions that it opened."""
         for slot in [slot for slot in self.slots.values() if slot.up is up]:
             self._leave(slot)
 
@@ -117,7 +117,7 @@ class Loop(Generic[U]):
         try:
             self._check(spec)
             state = self._new_state(spec, session.text)
-        except Exception as error:  # of grammars' library, too
+        except Exception as error:  # the library for grammars may raise anything
             self._send_up(up, Failed(opening.session, reason(error), self._name, fault=isinstance(error, InvalidRequest)))
             return
         drafters = self._inner_drafters(spec)
@@ -139,7 +139,7 @@ class Loop(Generic[U]):
         return tuple(begun)
 
     def _notify(self, slot: Slot[U], event: Callable[[Guesser], None]) -> None:
-        """Let drafters inside the tier know what has become of a text."""
+        """Tell drafters inside the tier of an event of a text."""
         for drafter in slot.drafters:
             try:
                 event(drafter.guesser)
@@ -147,13 +147,13 @@ class Loop(Generic[U]):
                 self._remove([slot], drafter.name)
 
     def _remove(self, slots: Iterable[Slot[U]], drafter: str) -> None:
-        """Sessions go on without a drafter that has just raised."""
+        """Let sessions continue without a drafter that has just raised."""
         log.exception("Sessions of tier %s go on without the drafter %s, which raised", self._name, drafter)
         for slot in slots:
             slot.drafters = tuple(other for other in slot.drafters if other.name != drafter)
 
     def _check(self, spec: SessionSpec) -> None:
-        """Raise `InvalidRequest` if a session cannot be served by any replica of this tier."""
+        """Raise `InvalidRequest` if no replica of this tier can serve a session."""
         name, limits = self._name, self._limits
         end = spec.prompt_len + spec.params.max_tokens
         if end > limits.context_len:
@@ -164,11 +164,11 @@ class Loop(Generic[U]):
             raise InvalidRequest(f"tier {name} cannot hold the session: {lack}")
 
     def _new_state(self, spec: SessionSpec, text: Sequence[int]) -> RowState | None:
-        """What own tokens of a text depend on beside logits; raises `InvalidRequest`."""
+        """What own tokens depend on besides logits, None if nothing; raises `InvalidRequest`."""
         if not spec.params.shaped:
             return None
         if self._limits.new_state is None:
-            raise InvalidRequest(f"tier {self._name} honours temperature and the filters of likely tokens alone")
+            raise InvalidRequest(f"tier {self._name} honours only temperature, top_k, top_p and min_p")
         return self._limits.new_state(spec, text)
 
     def _commit(self, slot: Slot[U], commit: Commit, now: float) -> None:
@@ -182,25 +182,25 @@ class Loop(Generic[U]):
             self.kv_admission.settle(slot, correction.branch if correction is not None else None)
         if correction is not None:
             if slot.state is not None:
-                slot.state.rewind(correction.start)  # the next row may begin later, behind a branch
+                slot.state.rewind(correction.start)  # now, since the next row may begin after an accepted branch
             self._notify(slot, lambda guesser: guesser.cut())
             self._changed[slot] = self._to_draft[slot] = None
         elif stalled and self._drafting.in_turns(slot):
-            slot.session.recall()  # the tier below rests while this one does
+            slot.session.recall()  # the tier below rests, too, and needs a commit to start again
             self._changed[slot] = self._to_draft[slot] = None
         if slot.session.spec.in_turns and slot.session.stalled and commit.least_chance <= 1:
-            self._changed[slot] = None  # the tier above waits to hear that what it has is all
+            self._changed[slot] = None  # the tier above waits for the message that no more guesses come
         if correction is not None or stalled:
             slot.since = now
 
     # schedule
 
     def schedule(self, max_tokens: int, now: float) -> tuple[Batch[U], float | None]:
-        """The rows of the next pass, of at most ``max_tokens``; if none, when to look again (None: when a message comes)."""
+        """The rows of the next pass, of at most ``max_tokens``; if none, when to try again (None: when a message comes)."""
         self._draft()
         wake_at: float | None = None
         for slot in self.slots.values():
-            if slot.attached != slot.chain:  # it drafts with others than it should, or with nobody
+            if slot.attached != slot.chain:  # it does not draft with the tiers that were chosen
                 wake_at = earliest(wake_at, self._drafting.draft(slot, now))
         able, lost, retry_at = self.kv_admission.admit(self.slots.values(), self._limits.policy.max_guesses, now)
         for slot in lost:
@@ -214,7 +214,7 @@ class Loop(Generic[U]):
         return batch, earliest(wake_at, start_at, retry_at)
 
     def _draft(self) -> None:
-        """Let drafters inside the tier guess after new texts, each after all of them at once, and a tier in turns with it."""
+        """Let each drafter inside the tier guess after all new texts at once; set how far tiers in turns shall draft."""
         if not self._to_draft:
             return
         policy, slots = self._limits.policy, self._to_draft
@@ -240,7 +240,7 @@ class Loop(Generic[U]):
             self._drafting.turn(slot, num_in_turns, policy, self._profile)
 
     def _guess(self, rows: Sequence[Asked[U]]) -> list[Draft | None]:
-        """What one drafter inside the tier guesses after each text; None where it raises: that session goes on without it."""
+        """The guesses of one drafter after each text; None where it raises, and that session continues without it."""
         try:
             return list(type(rows[0][1].guesser).guess_all([query for _, _, query in rows])) if rows else []
         except Exception:
@@ -248,11 +248,11 @@ class Loop(Generic[U]):
                 slot, drafter, _ = rows[0]
                 self._remove([slot], drafter.name)
                 return [None]
-        # one call for all texts does not tell which of them made it raise: each is tried by itself, in this pass
+        # a call for all texts does not show which text made it raise: each is tried by itself, in this pass
         return [draft for row in rows for draft in self._guess([row])]
 
     def _fork(self, slot: Slot[U], work: Work) -> bool:
-        """Give a branch a place in memory, and hold it no longer if there is none; whether it has one."""
+        """Give a branch memory, or give the branch up if there is none; returns whether it has memory."""
         session, branch = slot.session, work.branch
         assert branch is not None
         assert session.branches is not None
@@ -266,7 +266,7 @@ class Loop(Generic[U]):
     # advance
 
     def advance(self, batch: Batch[U], results: Sequence[Result], now: float) -> None:
-        """Sessions take what a pass said that ends ``now``, as far as the next pass depends on it. The rest is `settle`'s."""
+        """Give sessions the results of a pass that ends ``now``, as far as the next pass needs them; `settle` does the rest."""
         progress, changed = self._progress, self._changed
         for (slot, work), result in zip(batch, results, strict=True):
             if work.branch is not None:
@@ -290,8 +290,8 @@ class Loop(Generic[U]):
         self._batch, self._num_sessions = batch, len(self.slots)
 
     def settle(self, now: float) -> None:
-        """Send and learn what the last pass and corrections have decided. The next pass may run meanwhile, for this touches no
-        keys and values."""
+        """Send and learn what the last pass and corrections have decided. This touches no keys and values, so the next pass
+        may run meanwhile."""
         changed, self._changed = self._changed, {}
         for slot in changed:
             if self.slots.get(slot.session.name) is slot:
@@ -309,7 +309,7 @@ class Loop(Generic[U]):
         self._notify(slot, lambda guesser: guesser.observe(work.tokens[-1], work.draft, result))
 
     def _advance_branch(self, slot: Slot[U], work: Work, result: Result) -> None:
-        """A branch takes its own token; one that could not be scored is given up."""
+        """Append the own token to a branch; a branch that could not be scored is given up."""
         branch, branches = work.branch, slot.session.branches
         assert branch is not None
         assert branches is not None
@@ -319,7 +319,7 @@ class Loop(Generic[U]):
             slot.session.advance(work, result)
             slot.forks[branch].text.append(branch.tokens[-1])
         else:
-            branches.held = [other for other in branches.held if other is not branch]  # another may have its place already
+            branches.held = [other for other in branches.held if other is not branch]  # it may have been replaced already
             self.kv_admission.settle(slot)
 
     def _propose(self, slot: Slot[U]) -> None:
@@ -333,7 +333,7 @@ class Loop(Generic[U]):
         self._send_up(slot.up, proposal)
 
     def _leave(self, slot: Slot[U], *, spoilt: bool = False) -> None:
-        """Free everything the session occupies, here and below; what it leaves is not reused if it may be ``spoilt``."""
+        """Free all that the session occupies, here and below; its keys and values are not reused if they may be ``spoilt``."""
         self._drafting.leave(slot)
         self.agreed += slot.session.run_ahead.num_kept
         self.corrected += slot.session.run_ahead.num_cut

@@ -1,4 +1,4 @@
-"""Runs the passes of a tier: what they cost, at the start and as they run, and what is done when one fails."""
+"""Runs the passes of a tier, measures what they cost, and recovers when one fails."""
 
 import logging
 import math
@@ -17,14 +17,14 @@ from cascade.tier.slot import Slot
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 20.0  # every step of a loop has so long at least: machines pause
-FACTOR = 30.0  # times the predicted time, which a pass exceeds under load and at its first run
-SMALL_PASS = 4  # tokens below which a failed pass is not for want of memory
-MAX_PASS_FAILURES = 3  # times that the model may break one after another before the tier calls itself unhealthy
-GREEDY = SamplingParams(temperature=0, seed=0)  # for rows that nobody has asked for
-# tokens of timed passes; the first sizes tell most, for slow models get no further
+GRACE_S = 20.0  # the least deadline of every step of a loop, since machines may pause
+FACTOR = 30.0  # the deadline of a pass over its predicted time, which a loaded machine or a first run exceeds
+SMALL_PASS = 4  # tokens below which a failed pass is not blamed on short memory
+MAX_PASS_FAILURES = 3  # consecutive failures of the model after which the tier is unhealthy
+GREEDY = SamplingParams(temperature=0, seed=0)  # of rows that belong to no request
+# tokens of timed passes, the most telling sizes first: slow models time only these
 GRID = (1, 16, 4, 64, 8, 12, 2, 32, 24, 6, 3, 128, 256, 512)
-MAX_SCORED = 128  # own tokens of a timed pass: there might be no room for more logits
+MAX_SCORED = 128  # own tokens of a timed pass at most: logits of more might not fit into memory
 CONTEXT = 512  # positions before a pass that is timed a second time
 ROUNDS = 5
 
@@ -37,20 +37,20 @@ class TierStats:
     tokens: int = 0  # positions scored
     own_tokens: int = 0
     busy_s: float = 0.0  # time in passes
-    failures: int = 0  # passes that raised
+    failures: int = 0  # passes that failed
 
 
 class Watchdog:
-    """Whether a loop hangs: on a device that no longer answers a pass neither ends nor fails.
+    """Whether a loop hangs: on a device that no longer responds, a pass neither ends nor fails.
 
-    The loop's thread says when a step begins; any other thread may ask whether it takes too long.
+    The loop's thread reports when a step begins; any other thread may ask whether the step takes too long.
     """
 
     def __init__(self) -> None:
         self._deadline = float("inf")  # on the clock of `time.monotonic`
 
     def begin(self, expected_s: float = 0.0) -> None:
-        """The next step is expected to take so long."""
+        """A step begins, which should take ``expected_s``."""
         self._deadline = time.monotonic() + max(GRACE_S, FACTOR * expected_s)
 
     def rest(self) -> None:
@@ -58,13 +58,13 @@ class Watchdog:
 
     @property
     def hangs(self) -> bool:
-        """The step is long overdue. One that ends after all is forgiven."""
+        """Whether the step is long overdue. If it ends after all, the loop no longer hangs."""
         return time.monotonic() > self._deadline
 
 
 @dataclass(slots=True)
 class Flight:
-    """A pass under way."""
+    """A pass that runs."""
 
     batch: Batch[Any]
     begin: float  # on the clock of `time.monotonic`
@@ -86,9 +86,9 @@ class Runner:
         self._model = model
         self._max_tokens = max_tokens
         self._profile = profile
-        self._ended: float | None = None  # when the last pass did, if there was work ever since
+        self._ended: float | None = None  # when the last pass ended; None if there was no work after it
         self.watchdog = Watchdog()
-        self._broken = 0  # failures one after another
+        self._broken = 0  # consecutive failures of the model
 
     @property
     def healthy(self) -> bool:
@@ -101,13 +101,13 @@ class Runner:
         return self._launch(batch)
 
     def collect(self, flight: Flight) -> list[Result]:
-        """Wait for a pass: what it says of each row, or why it says nothing."""
+        """Wait for a pass: the result of each row, or why it has none."""
         results, batch = self._collect(flight), flight.batch
         if results is None:
-            results = [self._rescue(*row) for row in batch]  # to score a row twice gives the same
+            results = [self._rescue(*row) for row in batch]  # scoring a row twice is harmless
             self._broken = 0 if any(results) or self._scores_canary() else self._broken + 1
             scored = all(isinstance(result, Scored) for result in results)
-            if len(batch) > 1 and scored:  # no row is bad: together they were too many
+            if len(batch) > 1 and scored:  # rows succeed one by one: together they were too large
                 self._shrink(sum(len(work) for _, work in batch) // 2)
         else:
             self._broken = 0
@@ -115,11 +115,11 @@ class Runner:
         return results
 
     def rest(self) -> None:
-        """There is nothing to run: the time until the next pass is not this tier's."""
+        """There is nothing to run: the time until the next pass does not count as the tier's own work."""
         self._ended = None
 
     def _rescue(self, slot: Slot[Any], work: Work) -> Result:
-        """Score a row whose pass failed: by itself, then in smaller and smaller pieces, in case memory is short."""
+        """Score a row whose pass failed: alone, then in ever smaller pieces, in case memory is short."""
         results = self._score([(slot, work)])
         size = len(work) // 2 if work.branch is None else 0
         while results is None and size >= SMALL_PASS and work.num_read:
@@ -182,7 +182,7 @@ class Runner:
             self.max_tokens = min(self._max_tokens, self.max_tokens + 1)
 
     def _scores_canary(self) -> bool:
-        """Whether the model still scores a row that nothing is wrong with."""
+        """Whether the model still scores a row that is known to be good."""
         cache = self._model.new_cache()
         self.watchdog.begin(self._profile.predict(1))
         try:
@@ -202,7 +202,7 @@ def row_of(slot: Slot[Any], work: Work) -> Row:
     if work.branch is not None:
         fork = slot.forks[work.branch]
         cache, state, guesses = fork.store, fork.state, min(0, guesses)
-    elif session.scoring_prompt:  # logits of all its positions: own tokens are not looked at, log-probabilities are
+    elif session.scoring_prompt:  # logits of all positions are needed for log-probabilities; own tokens are ignored
         params = SamplingParams(temperature=0, seed=0, adapter=params.adapter, logprobs=params.prompt_logprobs)
         num_own, runner_ups, guesses = len(work.tokens), 0, min(0, guesses)
     return Row(cache, work.start, work.tokens, num_own, params, state, work.draft, runner_ups, guesses)
@@ -217,13 +217,13 @@ def measure(model: Scorer, *, max_tokens: int = GRID[-1], budget_s: float = 0.6)
     room = model.context_len - 1
     context = max(1, min(CONTEXT, room // 2))
     grid = [tokens for tokens in GRID if tokens <= min(max_tokens, room - context)] or [1]
-    best: dict[tuple[int, int], float] = {}  # keys: tokens, positions before them
+    best: dict[tuple[int, int], float] = {}  # by tokens and positions before them
     _time(model, grid[0], 1)  # the first pass of a process is slow
     for shape in [*((tokens, 1) for tokens in grid), (1, context)] * ROUNDS:
         if shape != (1, context) and len(best) > 1 and time.perf_counter() > end:
             break
         best[shape] = min(best.get(shape, math.inf), _time(model, *shape))
-    if max(best)[0] > MAX_SCORED:  # add the logits that were not wanted
+    if max(best)[0] > MAX_SCORED:  # add the cost of logits that were not computed
         logits_s = max(0.0, best[MAX_SCORED, 1] - _time(model, MAX_SCORED, 1, num_own=1)) / (MAX_SCORED - 1)
         for tokens in [tokens for tokens, held in best if tokens > MAX_SCORED and held == 1]:
             best[tokens, 1] += logits_s * (tokens - MAX_SCORED)
@@ -232,13 +232,13 @@ def measure(model: Scorer, *, max_tokens: int = GRID[-1], budget_s: float = 0.6)
 
 
 def _time(model: Scorer, num_tokens: int, context: int, num_own: int = MAX_SCORED) -> float:
-    """Seconds of a pass of ``num_tokens`` after ``context`` positions that gives ``num_own`` own tokens, if it has so many."""
+    """Seconds of a pass of ``num_tokens`` after ``context`` positions that gives at most ``num_own`` own tokens."""
     tokens = [place % model.vocab_size for place in range(context + num_tokens)]
     cache = model.new_cache()
     try:
         model.collect(model.launch([Row(cache, 0, tokens[:context], 0, GREEDY)]))
         row = Row(cache, context, tokens[context:], min(num_tokens, num_own), GREEDY)
-        model.collect(model.launch([row]))  # the first pass after a long one finds cold caches
+        model.collect(model.launch([row]))  # repeated, since caches are cold after a long pass
         begin = time.perf_counter()
         model.collect(model.launch([row]))
         return time.perf_counter() - begin

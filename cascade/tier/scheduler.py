@@ -1,8 +1,8 @@
 """Which rows make up the next pass. Pure; the serving tier and the simulator follow the same rules.
 
-A pass has a budget of tokens. Sessions that decode come before those that prefill, each in its turn; a long text is read in
-chunks beside them, of a size that lengthens the pass only so far. How many guesses and branches are scored beside the texts,
-`cascade.planner.choice` computes.
+A pass has a budget of tokens. Sessions that decode come before those that prefill. A long text is read in chunks beside them,
+whose size is bounded by how much they may lengthen the pass. `cascade.planner.choice` computes how many guesses and branches
+are scored beside the texts.
 """
 
 import math
@@ -18,46 +18,46 @@ from cascade.session.branches import Branch
 from cascade.session.session import Work
 from cascade.tier.slot import Slot, U
 
-PRIORITY_S = 10.0  # a step of priority is worth having come so much earlier: so nobody starves
-PREFILL_SHARE = 4  # prefills get at least this part of a pass, one over it
-MAX_STRETCH = 3.0  # a prefill beside sessions that decode may take so many times their pass
+PRIORITY_S = 10.0  # one step of priority counts as arriving this much earlier, so no request starves
+PREFILL_SHARE = 4  # prefills get at least 1 / PREFILL_SHARE of a pass
+MAX_STRETCH = 3.0  # a prefill beside sessions that decode may take this many times the time of their pass
 
 Batch: TypeAlias = list[tuple[Slot[U], Work]]
-Offers: TypeAlias = list[tuple[float, Slot[U], Branch]]  # steps of branches: the chance to be of use, the session, the branch
+Offers: TypeAlias = list[tuple[float, Slot[U], Branch]]  # steps of branches, each with its chance to be of use
 
 
 def rank(slot: Slot[Any]) -> float:
-    """Sessions with a lower one have the older right to memory and to be read."""
+    """Sessions with a lower rank come first for memory and for prefill."""
     return slot.opened + PRIORITY_S * slot.session.spec.priority
 
 
 def _turn(slot: Slot[Any]) -> float:
-    """Sessions with a lower one have waited longer since their last pass."""
+    """Sessions with a lower value have waited longer since their last pass."""
     return slot.since + PRIORITY_S * slot.session.spec.priority
 
 
 def schedule(
     slots: Sequence[Slot[U]], policy: Policy, profile: Profile, max_tokens: int, now: float
 ) -> tuple[Batch[U], float | None]:
-    """The rows of the next pass, of at most ``max_tokens``; without any, when to look again (None: when something happens).
+    """The rows of the next pass, of at most ``max_tokens``; if none, when to try again (None: when something happens).
 
-    Those of ``slots`` that are stalled may have branches to write. A pass starts when one session wants it, and takes along
-    those that still wait for guesses: it costs them less than the next. Where a tier below writes in turns with this one, it
-    starts when that has written for all: passes of both at once slow each other. But a session for which no such tier writes
-    waits for nobody's guesses; those that go on waiting are left out of its pass.
+    Stalled sessions may have branches to extend. A pass starts when one session is due, and includes those that still wait
+    for guesses: that costs them less than the next pass. Where a tier below takes turns with this one, the pass starts when
+    that tier has drafted for all, since passes of both at once slow each other. But a session without such a tier does not
+    wait for guesses of others; sessions that keep waiting are left out of its pass.
     """
     prefills: list[Slot[U]] = []
     decodes: list[Slot[U]] = []
     offers: Offers[U] = []
     first: float | None = None
-    independent = math.inf  # when a session is due for which no tier writes in turns with this one
-    awaiting: dict[Slot[U], float] = {}  # sessions for which one is to write now, and until when they wait for it
+    independent = math.inf  # when the first session is due for which no tier drafts in turns with this one
+    awaiting: dict[Slot[U], float] = {}  # sessions that wait for guesses of a tier in turns, and until when
     for slot in slots:
         session = slot.session
         branches = session.branch_candidates() if session.branches is not None else []
         if session.stalled and not any(chance >= MIN_BRANCH_CHANCE for chance, _ in branches):
             continue
-        if slot.least_chance or independent > now:  # else the pass starts, whatever this one waits for
+        if slot.least_chance or independent > now:  # otherwise the pass starts in any case
             start_at = _start_at(slot, policy, profile)
             first = start_at if first is None else min(first, start_at)
             if slot.awaits_guesses:
@@ -77,7 +77,7 @@ def schedule(
     readable = _readable(prefills, decodes, profile, max_tokens)
     reserved = readable
     if prefills and decodes:
-        their_turn = min(map(_turn, prefills)) < min(map(_turn, decodes))  # where a pass is too short to be shared
+        their_turn = min(map(_turn, prefills)) < min(map(_turn, decodes))  # for a pass that is too small to be shared
         reserved = min(readable, max_tokens // PREFILL_SHARE or int(their_turn))
     batch = _decode_rows(decodes, offers, max_tokens - reserved, policy.max_guesses, profile, readable)
     if not prefills:
@@ -89,7 +89,7 @@ def schedule(
 
 
 def _start_at(slot: Slot[Any], policy: Policy, profile: Profile) -> float:
-    """When a session should be scored with what it has; a time that has passed means now."""
+    """When a session should be scored with the guesses it has; a time in the past means now."""
     session, since = slot.session, slot.since
     stats = session.guesses.stats
     if slot.awaits_guesses:
@@ -105,7 +105,7 @@ def _start_at(slot: Slot[Any], policy: Policy, profile: Profile) -> float:
 
 
 def _readable(prefills: Sequence[Slot[U]], decodes: Sequence[Slot[U]], profile: Profile, max_tokens: int) -> int:
-    """Tokens of prefill that a pass may read, beside sessions that decode if there are any."""
+    """Tokens of prefill that a pass may read; fewer beside sessions that decode."""
     pending = min(max_tokens, sum(slot.session.num_pending for slot in prefills))
     if not decodes or not profile.token_s:
         return pending
@@ -116,13 +116,13 @@ def _readable(prefills: Sequence[Slot[U]], decodes: Sequence[Slot[U]], profile: 
 def _decode_rows(
     slots: Sequence[Slot[U]], offers: Offers[U], budget: int, max_guesses: int, profile: Profile, num_read: int
 ) -> Batch[U]:
-    """Everyone's text before anyone's guesses and branches, and those first who wait longest.
+    """The texts of all sessions, the longest waiting first; then guesses and branches.
 
-    The pass has ``num_read`` tokens of prefill beside. What it costs whatever it has is shared by time: guesses make the
-    passes for decoding fewer, but not those for reading.
+    The pass also has ``num_read`` tokens of prefill. Its fixed cost is shared in proportion to time between decoding and
+    prefill: guesses save passes for decoding, but none for prefill.
     """
     texts: list[Slot[U]] = []
-    own, context, left = 0.0, 0, budget  # tokens that the texts are expected to gain, positions, tokens of the pass
+    own, context, left = 0.0, 0, budget  # tokens that the texts gain on average, positions, tokens left
     for slot in sorted(slots, key=_turn):
         session = slot.session
         if not session.stalled and left > 0:
@@ -165,15 +165,15 @@ def _decode_rows(
 
 
 def _best(chances: Floats, sizes: Ints, own: float, tokens: int, cost: Floats) -> Ints:
-    """The candidates that a pass scores, see `affordable`: the likeliest first."""
-    order = (-chances).argsort(kind="stable")  # the first of equal ones: a node's chance is at most its parent's
+    """The candidates that a pass scores, the likeliest first; see `affordable`."""
+    order = (-chances).argsort(kind="stable")  # stable: a node's chance is at most its parent's, which stands before it
     return order[: affordable(chances[order], sizes[order], own, tokens, cost)]
 
 
 def _prefill_rows(slots: Sequence[Slot[U]], budget: int) -> Batch[U]:
-    """Half of the budget for the first to come, the rest for the shortest texts: neither waits for all of the other.
+    """Half of the budget goes to the first session by rank, the rest to the shortest texts, so that neither blocks the other.
 
-    The pass after the last piece of a text is the first with guesses: they are priced beside those of all others.
+    Guesses after a text are scored from the pass after its last piece on: they are priced together with all others.
     """
     if not slots or budget <= 0:
         return []

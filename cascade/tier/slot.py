@@ -1,4 +1,4 @@
-"""What a session occupies at a tier, and what the tier knows of its drafters."""
+"""What a session occupies at a tier, and the state of its drafters there."""
 
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -19,18 +19,18 @@ class InnerDrafter(NamedTuple):
     """A drafter inside the tier that guesses for a session."""
 
     name: str
-    calibration: Calibration  # what its guesses are worth
+    calibration: Calibration  # how likely its guesses are right
     guesser: Guesser
 
 
 @dataclass(slots=True)
 class Fork:
-    """What a branch occupies beside its session."""
+    """What a branch occupies in addition to its session."""
 
-    store: Any  # its keys and values, see `cascade.scorer.Store.fork`
-    blocks: int  # lent for it
+    store: Any  # keys and values, see `cascade.scorer.Store.fork`
+    blocks: int  # blocks lent to it
     text: list[int]  # the session's text up to the branch, and the branch
-    state: RowState | None = None  # the state of this text, if sampling parameters ask for it
+    state: RowState | None = None  # the state of this text, if sampling parameters need one
 
 
 @dataclass(slots=True, eq=False)
@@ -41,22 +41,22 @@ class Slot(Generic[U]):
     up: U
     since: float  # when it became idle, seconds
     opened: float
-    routing: Routing = NO_ROUTING  # how the sessions below travel
-    allocation: Allocation | None = None  # its keys and values, if it has a place in memory
-    state: RowState | None = None  # its text's state, if sampling parameters ask for it
-    allowed: Chain = ALONE  # all tiers below that its request allows, without those that cannot serve it
-    chain: Chain = ALONE  # those that the planner has chosen
-    attached: Chain = ALONE  # those that draft for it
+    routing: Routing = NO_ROUTING  # passed on to the sessions below
+    allocation: Allocation | None = None  # keys and values, if the session has memory
+    state: RowState | None = None  # the state of its text, if sampling parameters need one
+    allowed: Chain = ALONE  # tiers below that its request allows, except those that cannot serve it
+    chain: Chain = ALONE  # tiers that the planner has chosen
+    attached: Chain = ALONE  # tiers that draft for it now
     num_drafters: int = 0  # sessions below that it has had
-    scouts: bool = False  # it drafts with tiers on processors of their own, whatever the others do
-    opened_in_turns: bool = False  # the tier below was told to write in turns with this one
-    least_chance: float = 0.0  # see `Commit`, for a tier below that writes in turns with this one; else 0
-    most: int = 0  # likewise
+    scouts: bool = False  # it drafts with tiers on processors of their own, even while other sessions do not
+    opened_in_turns: bool = False  # the tier below was told to take turns with this one
+    least_chance: float = 0.0  # see `Commit`, for a tier below that takes turns with this one; else 0
+    most: int = 0  # see `Commit`
     heard: float | None = None  # when the latest proposal of the tier below came, if any has
-    settling: int = 0  # passes to come that say nothing yet about a new drafter
+    settling: int = 0  # passes left in which a new drafter is not judged yet
     forks: dict[Branch, Fork] = field(default_factory=dict)
     drafters: tuple[InnerDrafter, ...] = ()
-    unscored: int = 0  # passes since one last scored a guess
+    unscored: int = 0  # passes since the last one that scored a guess
 
     @property
     def cache(self) -> Store:
@@ -65,17 +65,17 @@ class Slot(Generic[U]):
 
     @property
     def awaits_guesses(self) -> bool:
-        """A tier below that writes in turns with this one is to write now."""
+        """Whether it is the turn of a tier below that takes turns with this one."""
         return 0 < self.least_chance <= 1
 
     @property
     def asks_drafters(self) -> bool:
-        """Drafters inside the tier are to guess now: seldom where their guesses do not pay."""
+        """Whether drafters inside the tier guess now: seldom, if their guesses do not pay."""
         return bool(self.drafters) and (self.unscored < USELESS_PASSES or self.unscored % SELDOM == 0)
 
     @property
     def planned(self) -> bool:
-        """The planner chooses who drafts for it, not its request."""
+        """Whether the planner, not the request, chooses the tiers that draft."""
         return self.session.spec.adaptive and self.allowed != ALONE
 
     @property
@@ -84,7 +84,7 @@ class Slot(Generic[U]):
 
     @property
     def model_guesses(self) -> int:
-        """Guesses that the next pass is to make for drafters that read the model; `UNREAD` if none does."""
+        """Guesses that the next pass shall make for a head; `UNREAD` without a head."""
         if not self.drafters:
             return UNREAD
         return min(self.session.max_depth, max([drafter.guesser.wants for drafter in self.drafters]))

@@ -1,8 +1,8 @@
 """A tier: one model, many sessions, one loop in a thread with four verbs: schedule, launch, settle, collect and advance.
 
-Prefill chunks, verification of guesses and plain decoding are the same thing here: "score these tokens from this position".
-While the model works, the loop settles what the pass before has decided: it sends proposals and commits, and counts and learns.
-The loop never waits for a link: neither `Tier.post`, by which messages come, nor `Link.send` blocks.
+Prefill chunks, verification of guesses and plain decoding are the same here: "score these tokens from this position". While the
+model works, the loop settles what the pass before has decided: it sends proposals and commits, counts and learns.
+The loop never waits for a link: neither `Tier.post`, which takes messages, nor `Link.send` blocks.
 """
 
 import contextlib
@@ -24,16 +24,16 @@ from cascade.tier.runner import Runner
 
 log = logging.getLogger(__name__)
 
-JOIN_S = 0.5  # between two looks at a loop that is to end
+JOIN_S = 0.5  # between two checks whether a loop has ended
 
 
 class Tier:
     """Serves sessions of ``model`` as the tier ``name``, ``level`` tiers above the bottom one.
 
-    - ``below``: the link to the tiers below. Its Opens name the tier they are for; answers come back through `post`.
+    - ``below``: the link to the tiers below. An Open names its tier; replies come through `post`.
     - ``cache_tokens``: positions of keys and values at most, by default as many as there is memory for.
     - ``profile``: what passes cost; kept current.
-    - ``new_state``: makes what sampling parameters need beside logits; without it requests with such parameters fail.
+    - ``new_state``: makes the state that some sampling parameters need; without it requests with such parameters fail.
     - ``planner`` chooses the tiers below that draft; ``drafters`` guess inside this tier.
     """
 
@@ -105,7 +105,7 @@ class Tier:
 
     @property
     def hangs(self) -> bool:
-        """The loop has been in one step, such as a pass, for far longer than that should take."""
+        """Whether the loop has been in one step, such as a pass, for far longer than expected."""
         return self._runner.watchdog.hangs
 
     @property
@@ -114,7 +114,7 @@ class Tier:
 
     @property
     def verdicts(self) -> tuple[int, int]:
-        """Own tokens of sessions that are over: how often the tier above said the same, and how often another."""
+        """Own tokens of ended sessions: how many the tier above accepted, and how many it corrected."""
         return self._loop.agreed, self._loop.corrected
 
     # the loop
@@ -147,7 +147,7 @@ class Tier:
             self._refuse()
 
     def _receive(self, wake_at: float | None) -> bool:
-        """Take in all messages, after waiting for one until ``wake_at`` (for ever if None); False when told to stop."""
+        """Handle all messages, after waiting for one until ``wake_at`` (for ever if None); False if the tier shall stop."""
         try:
             item = self._inbox.get(timeout=None if wake_at is None else max(0.0, wake_at - time.monotonic()))
             while item is not None:
@@ -171,7 +171,7 @@ class Tier:
                     up.send([Failed(session, f"tier {self.name} stopped", self.name) for session in late])
 
     def _send_down(self, tier: str, message: Message) -> None:
-        assert self.below is not None, f"tier {self.name} has nobody below, not {tier}"
+        assert self.below is not None, f"tier {self.name} has no tier below, so not {tier}"
         self._out[self.below].append(message)
 
     def _flush(self) -> None:
@@ -181,4 +181,4 @@ class Tier:
                 link.send(messages)
             except Exception:  # a broken link must not harm the sessions of others
                 log.exception("A link of tier %s broke", self.name)
-                self.drop(link)  # the pass is over, which its sessions may be in
+                self.drop(link)  # safe: no pass runs, so none has rows of its sessions

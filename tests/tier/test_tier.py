@@ -217,7 +217,7 @@ def test_poisonous_row_harms_only_itself(tiers: list[Tier], models: list[Countin
     [
         ({"tokens": (1, 99)}, "32 token ids and the text has others"),
         ({"tokens": (1,) * 5000, "prompt_len": 5000}, "4096 tokens"),
-        ({"params": SamplingParams(presence_penalty=1.0, seed=0)}, "honours temperature and the filters"),
+        ({"params": SamplingParams(presence_penalty=1.0, seed=0)}, "honours only temperature"),
         (
             {"tokens": (1,) * 90, "prompt_len": 90, "params": SamplingParams(max_tokens=10, seed=0)},
             "its memory holds 96 tokens in 6 blocks of 16, the request may need 100 in 7",

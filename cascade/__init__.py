@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cascade.llm import LLM
     from cascade.local import Cascade
 
-# loaded when they are asked for: they need PyTorch or gRPC, and who uses one of the two need not have the other
+# imported on first use: some need PyTorch and some gRPC, and users of one need not install the other
 LAZY = {
     "Cascade": "cascade.local",
     "LLM": "cascade.llm",

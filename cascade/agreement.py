@@ -1,7 +1,7 @@
-"""How often the own tokens of smaller models are those of a larger one, measured along the larger one's answers.
+"""How often the own tokens of smaller models equal those of a larger one, measured along the larger one's answers.
 
-`record` lets the full model answer prompts, and every smaller model give its own token at each position of each answer: one
-pass a text. Under shared noise that is what a draft tier would guess there, at any temperature.
+`record` lets the full model answer prompts. Then every smaller model gives its own token at each position of each answer, in
+one pass a text. Under shared noise a draft tier would guess the same tokens there, at any temperature.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ from cascade.prompts import Prompt
 from cascade.scorer import Row, RunnerUp
 from cascade.simulation.recording import Ranked, RecordedText, Recording
 
-Written: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # a prompt and what follows, token ids
+Written: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # token ids of a prompt and of the answer
 
 
 def chat_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of a chat in which a user says ``text`` and the model is to answer; of a base model's, those of the text."""
+    """Token ids of a chat in which a user says ``text``; for a model without a chat template, those of the text."""
     if tokenizer.chat_template is None:
         return tokenizer.encode(text)
     return tokenizer.encode_part(prompt_of(ChatTemplate(tokenizer), [{"role": "user", "content": text}]))
@@ -40,11 +40,10 @@ def record(
     dtype: str | None = None,
     runner_ups: int = RUNNER_UPS,
 ) -> Recording:
-    """Own tokens of each of ``models``, bottom to top, along the last one's answers to ``prompts``; seeds number the answers.
+    """Own tokens of each of ``models``, bottom to top, along the last one's answers to ``prompts``.
 
-    ``runner_ups`` of each own token are kept.
-    Answers of fewer than two tokens are left out. Raises `ModelError` if a model cannot be loaded, `ConfigError` if the models
-    have different tokenizers.
+    Answer ``i`` has the seed ``i``. Each own token comes with ``runner_ups`` runner-ups. Answers of fewer than two tokens are
+    left out. Raises `ModelError` if a model cannot be loaded, `ConfigError` if the models have different tokenizers.
     """
     seeded = [replace(params, seed=seed) for seed in range(len(prompts))]
     texts = written(models[-1], prompts, seeded, dtype)
@@ -59,7 +58,7 @@ def along(
     dtype: str | None = None,
     runner_ups: int = RUNNER_UPS,
 ) -> Recording:
-    """Own tokens of ``drafts``, bottom to top, along ``texts`` that the full model wrote with ``params``, each with its seed.
+    """Own tokens of ``drafts``, bottom to top, along ``texts`` that the full model wrote, each with one of ``params``.
 
     Texts of fewer than two tokens are left out. Raises `ModelError` if a model cannot be loaded.
     """
@@ -75,7 +74,7 @@ def along(
 def written(
     source: str, prompts: Sequence[Prompt], params: Sequence[SamplingParams], dtype: str | None = None
 ) -> list[Written]:
-    """Prompts, and what the model of a path or hub id alone answers, all at once; raises `ModelError`."""
+    """Each prompt with the answer of the model at a path or hub id, without drafts, all at once; raises `ModelError`."""
     with Cascade.from_pretrained([source], dtype=dtype, drafter=None) as full:
 
         async def write() -> list[Written]:
@@ -106,22 +105,22 @@ def ranked(
 def _loaded_and_ranked(
     source: str, texts: Sequence[Written], params: Sequence[SamplingParams], dtype: str | None, runner_ups: int
 ) -> list[tuple[Ranked, ...]]:
-    """The same of a model of a path or hub id."""
+    """`ranked` for the model at a path or hub id."""
     return ranked(Model.from_pretrained(source, dtype=dtype), texts, params, runner_ups)
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How often one tier's own token is the full one's, as shares of positions."""
+    """How often a tier's own token equals that of the full tier, as shares of positions."""
 
     positions: int
     own: float
-    after_error: float | None  # its share right after a position where it differs; `None` if there are none
-    runner_ups: tuple[float, ...]  # where it differs: how often its first, second, ... runner-up is right
+    after_error: float | None  # the share at positions right after a difference; `None` if there are none
+    runner_ups: tuple[float, ...]  # where own tokens differ: how often its first, second, ... runner-up is right
 
 
 def agreement(recording: Recording, tier: int, category: str | None = None) -> Agreement:
-    """Of tier number ``tier``, counted from the bottom, with the full one; of all texts, or those of one category."""
+    """Agreement of a tier (0 is the bottom one) with the full tier, over all texts or those of one category."""
     positions = right = after = after_right = 0
     ranks = [0] * max(RUNNER_UPS, *(len(near) - 1 for text in recording.texts for near in text.ranked[tier]))
     for text in recording.texts:

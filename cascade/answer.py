@@ -1,7 +1,6 @@
-"""From the full tier's proposals to what a client gets. Pure; the library and the router run this code.
+"""Turns the full tier's proposals into the answer that a client gets. Pure; used by the library and the router.
 
-A token is handed out with the text that it completes. Text that may be the beginning of a stop string is held back until it is
-certain.
+A token is handed out with the text that it completes. Text that may be the beginning of a stop string is held back.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from cascade.messages import Commit, Edge, Logprobs, Proposal, SessionSpec
 FinishReason = Literal["stop", "length"]
 Undrafted = Literal["disabled", "load", "low_acceptance", "no_replica", "short", "late"]
 
-SHORT_PASSES = 4  # passes of the full tier; so early no guess can be late
+SHORT_PASSES = 4  # passes of the full tier in which guesses do not count as late
 
 
 class TextDecoder(Protocol):
@@ -26,7 +25,7 @@ class TextDecoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What it took to write a text."""
+    """How a text was written: counts of tokens and passes, and times."""
 
     prompt_tokens: int
     completion_tokens: int  # the full tier's count, with an ending token
@@ -46,7 +45,7 @@ class Stats:
 
     @property
     def drafted(self) -> Edge:
-        """What all drafters together did for the full tier; its passes are those that scored guesses."""
+        """The sum over all drafters of the full tier; counts only passes that scored guesses."""
         top = self.edges[0].verifier if self.edges else ""
         total = sum((edge for edge in self._of_full_tier if edge.drafter), Edge("", top))
         return replace(total, passes=total.passes - total.undrafted_passes, undrafted_passes=0)
@@ -58,7 +57,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class PromptToken:
-    """A token of the prompt, with log-probabilities as those of the answer; the first token has none."""
+    """A token of the prompt, with log-probabilities like those of the answer; the first token has none."""
 
     id: int
     logprob: float | None = None
@@ -83,7 +82,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of a text. Joined, those of a request are its completion's ``text``, ``token_ids``, ``origins``, ``logprobs``."""
+    """A piece of a text. The pieces of a request, joined, give its completion's ``text``, ``token_ids`` and so on."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -117,21 +116,21 @@ def joined(chunks: Sequence[Chunk]) -> Chunk:
 
 @dataclass(slots=True)
 class Answer:
-    """The text of one request as it grows; ``spec`` is what the full tier was first asked.
+    """The growing text of one request; ``spec`` is the session as first opened at the full tier.
 
-    Output that the spec has is delivered already: the client's stream broke off there. Only what comes after it is handed out,
-    and the completion has only that.
+    Output tokens in the spec were delivered before the client's stream broke off. Only what comes after them is handed out, and
+    the completion has only that.
     """
 
     spec: SessionSpec
     decoder: TextDecoder
     index: int = 0
-    elapsed: Callable[[], float] | None = None  # seconds since the request came
+    elapsed: Callable[[], float] | None = None  # seconds since the request arrived
     finish_reason: FinishReason | None = None
     tokens: list[int] = field(default_factory=list)  # output of the full tier so far
     _num_delivered: int = 0  # how many of them the client has
-    _origins: bytearray = field(default_factory=bytearray)  # one a token, 0 if it was delivered before
-    logprobs: list[Logprobs] = field(default_factory=list)  # one for each token that the client has not, if asked for
+    _origins: bytearray = field(default_factory=bytearray)  # one a token, 0 for tokens that were delivered before
+    logprobs: list[Logprobs] = field(default_factory=list)  # if requested, one for each token that was not delivered before
     prompt: tuple[PromptToken, ...] = ()
     _ends: list[int] = field(default_factory=list)  # characters of _text up to the end of each token
     _text: str = ""
@@ -145,7 +144,7 @@ class Answer:
     _stop_string: str | None = None
 
     def __post_init__(self) -> None:
-        """Take up the text after the tokens that the client has, as if they had been written here."""
+        """Continue after the tokens that the client has, as if they had been written here."""
         delivered = self.spec.tokens[self.spec.prompt_len :]
         self._extend(delivered, bytes(len(delivered)))
         self._num_delivered = self._num_sent_tokens = len(self.tokens)
@@ -161,17 +160,17 @@ class Answer:
 
     @property
     def delivered(self) -> Chunk:
-        """What the client has, as one piece without history; with a completion if that is the whole answer."""
+        """What the client already has, as one piece without history; with a completion if that is the whole answer."""
         text, ids = self._text[: self._num_delivered_chars], tuple(self.tokens[: self._num_delivered])
         ends = tuple(min(end, len(text)) for end in self._ends[: self._num_delivered])
         return Chunk(text, ids, ends, bytes(len(ids)), self._completion(self._num_delivered), self.index)
 
     def rest(self) -> Chunk | None:
-        """The last, empty piece of an answer that the client has whole; ``None`` if there is more to come."""
+        """A last, empty piece if the client already has the whole answer; ``None`` if there is more to come."""
         return self._piece() if self.finished else None
 
     def receive(self, proposal: Proposal) -> tuple[Chunk | None, Commit | None]:
-        """Take in a proposal of the full tier: the next piece of text, if there is one, and the tier's acknowledgement."""
+        """Take a proposal of the full tier; returns the next piece of text, if any, and the commit that acknowledges it."""
         if self.finished:
             return None, None
         begin = self.spec.prompt_len + len(self.tokens)
@@ -194,7 +193,7 @@ class Answer:
         return self._piece(), Commit(proposal.session, begin, tuple(new))
 
     def resumed(self) -> SessionSpec:
-        """The session that lets another replica go on where this text stands."""
+        """The session with which another replica continues this text."""
         return self.spec.after(self.tokens)
 
     def _extend(self, tokens: Sequence[int], origins: bytes) -> None:
@@ -216,7 +215,7 @@ class Answer:
             self._stop()
 
     def _stop(self) -> None:
-        """Cut at the first stop string in text that is not sent yet and that is not of the first `min_tokens` tokens."""
+        """Cut at the first stop string in text that is not sent yet and lies after the first `min_tokens` tokens."""
         params = self.spec.params
         kept = self._covers(min(params.min_tokens, len(self._ends)))
         begin = max(self._num_sent_chars, kept)
@@ -227,9 +226,9 @@ class Answer:
             self._text = self._text[:at]
 
     def _piece(self) -> Chunk | None:
-        """What is certain and was not handed out yet; ``None`` if nothing is."""
+        """The text that is certain and not handed out yet; ``None`` if there is none."""
         certain = len(self._text)
-        if not self.finished:  # what may begin a stop string may be taken back
+        if not self.finished:  # hold back what may begin a stop string
             certain -= max((overlap(self._text, stop) for stop in self.spec.params.stop), default=0)
         num_tokens = self._num_sent_tokens
         while num_tokens < len(self._ends) and self._ends[num_tokens] <= certain:
@@ -259,7 +258,7 @@ class Answer:
         )
 
     def _covers(self, num_tokens: int) -> int:
-        """Characters up to the end of so many tokens."""
+        """Characters up to the end of the first ``num_tokens`` tokens."""
         return self._ends[num_tokens - 1] if num_tokens else 0
 
     def _completion(self, num_tokens: int) -> Completion | None:
@@ -284,12 +283,12 @@ def _prompt_tokens(spec: SessionSpec, logprobs: Sequence[Logprobs]) -> tuple[Pro
 
 
 def undrafted(spec: SessionSpec, edges: Sequence[Edge], skip_reason: str = "") -> Undrafted | None:
-    """Why no guess was scored at the full tier: ``None`` if one was.
+    """Why the full tier scored no guess; ``None`` if it scored one.
 
-    ``disabled``: the request wanted none, or there is no tier below. ``load``, ``low_acceptance``: the full tier found that
-    drafting does not pay, now or ever (`cascade.planner.chains.Planner.undrafted`). ``no_replica``: most passes had no drafter.
-    ``short``: the text ended before drafts were tried or guesses came. ``late``: there was a drafter, but its guesses never
-    came in time.
+    ``disabled``: the request wanted no guesses, or there is no drafter. ``load``, ``low_acceptance``: drafting does not pay, at
+    this load or at all (`cascade.planner.chains.Planner.undrafted`). ``no_replica``: most passes had no drafter. ``short``: the
+    text ended before drafts were tried or guesses arrived. ``late``: there was a drafter, but its guesses never arrived in
+    time.
     """
     own = [edge for edge in edges if edge.verifier == spec.tier]
     if any(edge.proposed for edge in own):

@@ -1,4 +1,4 @@
-"""From a request to what the full tier is asked. The library and the router admit by the same code."""
+"""Checks a request and turns it into a session of the full tier. Used by the library and the router."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,35 +12,35 @@ SEED_MISSING = "resume has tokens and seed is missing: give the seed that came w
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a request asks for, as tokens and parameters."""
+    """A request as tokens and parameters."""
 
     ids: Sequence[int]  # the prompt
     params: SamplingParams
     speculation: Speculation = field(default_factory=Speculation)
     handling: Handling = field(default_factory=Handling)
-    delivered: Sequence[int] = ()  # tokens of the answer that the client has, whose stream broke off there
+    delivered: Sequence[int] = ()  # tokens of the answer that the client got before its stream broke off
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a cascade can serve, and what a request gets where it says nothing. The library and the router admit by it."""
+    """What a cascade can serve, and the defaults of requests."""
 
     names: tuple[str, ...]  # drafters inside tiers and tiers, bottom to top
     vocab_size: int
     context_len: int  # positions of prompt and output together
     end_ids: frozenset[int]  # tokens that end a text, unless `ignore_eos`
     adapters: tuple[str, ...]  # the full tier's
-    # raises `InvalidRequest` if it cannot be compiled, or does not allow these tokens
+    # raises `InvalidRequest` if a grammar cannot be compiled, or does not allow these tokens
     check_grammar: Callable[[Structured, Sequence[int]], object]
     window: int  # tokens that a tier may run ahead of the one above, unless the request says otherwise
     answer_window: int  # tokens that the full tier may write before the client takes them
-    drafters: tuple[str, ...] = ()  # those of ``names`` that are inside tiers
-    max_tokens: int | None = None  # the limit of an answer
+    drafters: tuple[str, ...] = ()  # the ``names`` of drafters inside tiers
+    max_tokens: int | None = None  # output tokens of an answer at most
 
     def check(self, params: SamplingParams, delivered: Sequence[int] = ()) -> None:
-        """Raise `InvalidRequest` if a parameter cannot be honoured, after the tokens of the answer that the client has.
+        """Raise `InvalidRequest` if a parameter cannot be honoured, also after the ``delivered`` tokens of the answer.
 
-        A grammar that is new is compiled for that.
+        Compiles a grammar that is new.
         """
         if self.max_tokens is not None and params.max_tokens > self.max_tokens:
             raise InvalidRequest(
@@ -59,9 +59,9 @@ class Capabilities:
             self.check_grammar(params.structured, delivered)
 
     def admit(self, task: Task) -> SessionSpec:
-        """What the full tier is asked to write, with a seed.
+        """The session of the full tier for a task; draws a seed if the task has none.
 
-        Raises `InvalidRequest` if the prompt cannot be served, or any parameter not be honoured.
+        Raises `InvalidRequest` if the prompt cannot be served, or a parameter cannot be honoured.
         """
         ids, params, speculation = task.ids, task.params, task.speculation
         self.check(params, task.delivered)
@@ -98,9 +98,10 @@ class Capabilities:
 
 
 def room(prompt_tokens: int, context_len: int, param: str = "prompt") -> int:
-    """Tokens that an answer to a prompt, given as ``param``, can have; raises `ContextLengthExceeded` if none.
+    """Tokens that an answer to a prompt can have; raises `ContextLengthExceeded`, with the field ``param``, if none.
 
-    The sentence has the words by which agents of OpenAI's and of Anthropic's APIs know that they must shorten a conversation.
+    The message has the phrases by which agents for OpenAI's and Anthropic's APIs recognise that they must shorten a
+    conversation.
     """
     if prompt_tokens >= context_len:
         raise ContextLengthExceeded(

@@ -1,4 +1,4 @@
-"""What is guessed after a text: the currency between tiers, and between a tier and its drafters."""
+"""Guesses after a text, as tiers and drafters exchange them."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence, Set
@@ -20,17 +20,17 @@ def num_same(first: Sequence[int], second: Sequence[int]) -> int:
 class Draft:
     """Guesses after a text: a tree of tokens with its root at the text's end. A line is a tree with one branch.
 
-    A node stands after its parent, so that the first nodes are a draft, too. Likelier children of a node stand before others:
-    the own token of the one who guesses, then its runner-ups. It is never changed, but not frozen: every session makes some
-    for every pass, and that would take twice as long.
+    Every node comes after its parent, so the first nodes are a draft, too. Likelier children of a node come first: the
+    drafter's own token, then its runner-ups. A draft is never changed. It is not frozen, because every session makes some for
+    every pass, and frozen ones take twice as long.
     """
 
     tokens: tuple[int, ...] = ()  # one a node
     origins: bytes = b""  # one a node, see `origin`
-    confidences: bytes = b""  # one a node, its gap, see `cascade.planner.acceptance`; 0 if nobody knows; or none at all
+    confidences: bytes = b""  # one a node: its gap, see `cascade.planner.acceptance`, 0 if unknown; or empty
     parents: tuple[int, ...] = ()  # the parent of each node, -1 for the text; empty for a line, whose parents are -1, 0, 1, ...
 
-    trunk_size: int = field(init=False, repr=False, compare=False)  # first nodes, each of which is the parent of the next
+    trunk_size: int = field(init=False, repr=False, compare=False)  # length of the line that the first nodes form
 
     def __post_init__(self) -> None:
         size = self.trunk_size = len(self.tokens)
@@ -53,17 +53,17 @@ class Draft:
         return self.parents[node] if self.parents else node - 1
 
     def children(self, node: int) -> Iterable[int]:
-        """Nodes right after ``node``, -1 for the text."""
+        """Children of ``node``; -1 is the text."""
         if not self.parents:
             return (node + 1,) if node + 1 < len(self.tokens) else ()
         return (child for child in range(node + 1, len(self.parents)) if self.parents[child] == node)
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Of each node, how many of its siblings stand before it."""
+        """For each node, how many of its siblings come before it."""
         trunk = self.trunk_size
         ranks = bytearray(trunk)
-        siblings: dict[int, int] = {}  # children of each node so far, beside its child in the trunk
+        siblings: dict[int, int] = {}  # by node: the index of its latest child outside the trunk
         for parent in self.parents[trunk:]:
             siblings[parent] = siblings.get(parent, -1) + 1
             ranks.append(siblings[parent] + (parent + 1 < trunk))
@@ -71,7 +71,7 @@ class Draft:
 
     @property
     def depths(self) -> Sequence[int]:
-        """Of each node, how many nodes lie between the text and it."""
+        """For each node, how many nodes lie between the text and it."""
         if not self.parents:
             return range(len(self.tokens))
         depths = list(range(self.trunk_size))
@@ -85,10 +85,10 @@ class Draft:
         return len(self.tokens) if not self.parents else max(self.depths) + 1
 
     def walk(self, own: Sequence[int], ends: Set[int] = frozenset()) -> tuple[list[int], Sequence[int]]:
-        """Follow own tokens through the tree: the new tokens of the text, and the nodes that say the same.
+        """Follow own tokens through the tree; returns the new tokens of the text, and the nodes with these tokens.
 
-        ``own[0]`` is the own token after the text and ``own[1 + node]`` the one after a node, as far as nodes are scored. The
-        last new token may have no node. Nothing comes after the first of ``ends``.
+        ``own[0]`` is the own token after the text and ``own[1 + node]`` the one after a node, as far as nodes are scored. There
+        may be no node for the last new token. An ending token (``ends``) is the last new token.
         """
         same = num_same(self.tokens[: self.trunk_size], own)
         new = list(own[: same + 1])
@@ -108,7 +108,7 @@ class Draft:
         return new, [*range(same), *path] if path else range(same)
 
     def find(self, tokens: Sequence[int]) -> Sequence[int]:
-        """The path that says ``tokens``, as far as there is one."""
+        """The path whose tokens are ``tokens``, as far as there is one."""
         same = num_same(self.tokens[: self.trunk_size], tokens)
         if not self.parents or same == len(tokens) or (node := self._child(same - 1, tokens[same])) is None:
             return range(same)
@@ -121,7 +121,7 @@ class Draft:
 
     @property
     def trunk(self) -> "Draft":
-        """The line that the tree begins with: its first nodes, as far as each is the parent of the next."""
+        """The line that the first nodes form, each the parent of the next."""
         return self.first(self.trunk_size)
 
     def first(self, size: int) -> "Draft":
@@ -133,11 +133,11 @@ class Draft:
         return Draft(self.tokens[:size], self.origins[:size], self.confidences[:size], parents)
 
     def pick(self, nodes: Sequence[int]) -> "Draft":
-        """The draft of ``nodes`` alone, which ascend and come with their parents."""
+        """The draft of only ``nodes``, which are in ascending order and include their parents."""
         size = len(nodes)
         if size == 0 or nodes[-1] == size - 1:
             return self.first(size)
-        trunk = bisect_left(nodes, self.trunk_size)  # so many of them stand in the trunk
+        trunk = bisect_left(nodes, self.trunk_size)  # how many of them are in the trunk
         rest = nodes[trunk:]
         places = {node: place for place, node in enumerate(rest, trunk)}
         return Draft(
@@ -148,7 +148,7 @@ class Draft:
         )
 
     def fitting(self, vocab_size: int, depth: int, size: int) -> "Draft":
-        """Of the first ``size`` nodes those at most ``depth`` tokens deep whose paths are tokens of the vocabulary."""
+        """The part of the first ``size`` nodes and ``depth`` levels whose paths have only ids below ``vocab_size``."""
         tokens = self.tokens
         fits = len(tokens) <= size and (len(tokens) <= depth or self.height <= depth)
         if fits and (not tokens or 0 <= min(tokens) <= max(tokens) < vocab_size):
@@ -163,7 +163,7 @@ class Draft:
         return self.pick(sorted(kept)[1:])
 
     def below(self, node: int) -> "Draft":
-        """What is guessed after ``node``, -1 for the text."""
+        """The guesses after ``node``; -1 is the text."""
         if node < 0:
             return self
         if not self.parents:
@@ -184,7 +184,7 @@ class Draft:
         )
 
     def union(self, other: "Draft") -> tuple["Draft", Sequence[int]]:
-        """Both trees in one, this one's nodes first, and the node there of each node of ``other``.
+        """Both trees in one, this one's nodes first; and for each node of ``other`` its node in the union.
 
         Nodes of both have this one's origins and confidences.
         """
@@ -195,7 +195,7 @@ class Draft:
         places = {(self.parent(node), token): node for node, token in enumerate(self.tokens)}
         tokens, origins, parents = list(self.tokens), bytearray(self.origins), [self.parent(i) for i in range(len(self))]
         confidences = bytearray(self.confidences or bytes(len(self)))
-        there = {-1: -1}  # each node of the other draft: its place in the union
+        there = {-1: -1}  # by node of the other draft: its place in the union
         for node, token in enumerate(other.tokens):
             at = there[other.parent(node)]
             if (at, token) not in places:
@@ -209,14 +209,14 @@ class Draft:
         return Draft(tuple(tokens), bytes(origins), sent, tuple(parents)), list(there.values())[1:]
 
     def _child(self, node: int, token: int) -> int | None:
-        """A child of ``node`` beside the trunk."""
+        """The child of ``node`` outside the trunk that is ``token``, if there is one."""
         for child in range(max(node + 1, self.trunk_size), len(self.parents)):
             if self.parents[child] == node and self.tokens[child] == token:
                 return child
         return None
 
 
-@lru_cache(2**12)  # many trees are alike
+@lru_cache(2**12)  # many trees have the same shape
 def _trunk_size(parents: tuple[int, ...]) -> int:
     return next(compress(count(), map(ne, parents, count(-1))), len(parents))
 

@@ -1,13 +1,13 @@
-"""Every error that a user of cascade can meet; docs/reference/errors.md tells how each looks to gRPC and HTTP clients.
+"""Every error that a user of cascade can meet; docs/reference/errors.md shows how each looks to gRPC and HTTP clients.
 
-Each class says what clients are told: the name of gRPC's status, HTTP's status, `error.type` and `error.code` of OpenAI's body.
+Each class has what clients get: the gRPC status, the HTTP status, and `error.type` and `error.code` of OpenAI's body.
 """
 
 from typing import ClassVar
 
 
 def reason(error: BaseException) -> str:
-    """The first line of what another library says."""
+    """The first line of an error's message, for errors of other libraries."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -33,7 +33,7 @@ class ModelError(CascadeError):
 
 
 class InvalidRequest(CascadeError, ValueError):
-    """The request asks for something that cannot be honoured; ``param`` is the field to blame, if there is one."""
+    """The request asks for something that cannot be honoured; ``param`` names the field at fault, if there is one."""
 
     grpc, http, type, code = "INVALID_ARGUMENT", 400, "invalid_request_error", "invalid_request"
 
@@ -49,7 +49,7 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class UnsupportedMedia(InvalidRequest):
-    """The body is in a form that the server does not read."""
+    """The body has an encoding or a format that the server does not read."""
 
     http, code = 415, "unsupported_media_type"
 
@@ -61,7 +61,7 @@ class TooLarge(InvalidRequest):
 
 
 class NotFound(InvalidRequest):
-    """The request names something that is not there."""
+    """The request names something that does not exist."""
 
     grpc, http, code = "NOT_FOUND", 404, "not_found"
 
@@ -73,13 +73,13 @@ class Unauthenticated(CascadeError):
 
 
 class PermissionDenied(CascadeError):
-    """The request asks for what its API key does not allow; another key may."""
+    """The request's API key does not allow what it asks for; another key may."""
 
     grpc, http, type, code = "PERMISSION_DENIED", 403, "permission_error", "permission_denied"
 
 
 class Overloaded(CascadeError):
-    """The server takes no more requests at present; another try may succeed after ``retry_after_s`` seconds."""
+    """The server takes no more requests now; another try may succeed after ``retry_after_s`` seconds."""
 
     grpc, http, type, code = "RESOURCE_EXHAUSTED", 429, "rate_limit_error", "overloaded"
 
@@ -95,7 +95,7 @@ class Unavailable(CascadeError):
 
 
 class Aborted(CascadeError):
-    """Somebody with the request's API key ended it."""
+    """The request was aborted by a client with the same API key."""
 
     grpc, http, type, code = "ABORTED", 499, "aborted_error", "aborted"
 

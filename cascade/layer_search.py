@@ -1,9 +1,9 @@
-"""Which layers of a model to keep for a share of its pass, so that they say as often as possible what the model says.
+"""Searches for the layers of a model that agree best with it at a given share of its pass.
 
 Sets of layers are judged along the model's own answers, by how often their own token is the model's (SWIFT, Xia et al., arXiv
-2410.06916, here over whole layers). The search begins with the better of two sets: layers that are evenly spread, and those
-without each of which alone the model changes most. Then it swaps a layer that is kept for one that is not, at random, and stays
-with what is no worse. It reads every second answer; the others tell the agreement.
+2410.06916, here over whole layers). The search begins with the better of two sets: evenly spread layers, and the layers whose
+single removal changes the model most. Then it swaps a random layer that is kept for one that is not, and keeps the swap if it
+is no worse. The search uses every second answer; the others measure the agreement of the result.
 """
 
 import random
@@ -17,7 +17,7 @@ from cascade.params import SamplingParams
 from cascade.prompts import Prompt
 from cascade.training.student import spread
 
-LEAST = 2  # answers: one is read, one judges
+LEAST = 2  # answers: one for the search, one to measure the result
 Tell = Callable[[str], object]
 
 
@@ -26,12 +26,12 @@ class Found:
     """Layers of a model as a tier of their own."""
 
     layers: tuple[int, ...]
-    share: float  # the share of the weights that a pass of the whole model reads
-    agreement: float  # share of positions of answers that were not searched by
+    share: float  # weights that a pass reads, as a share of those of the whole model
+    agreement: float  # share of positions of answers that the search did not use
 
 
 class LayerSearch:
-    """A model, and its answers to ``prompts`` with ``params``; seeds number the answers."""
+    """A model, and its answers to ``prompts`` with ``params``; answer ``i`` has the seed ``i``."""
 
     def __init__(self, source: str, prompts: Sequence[Prompt], params: SamplingParams, dtype: str | None = None) -> None:
         """Raises `ModelError` if the model cannot be loaded, `ConfigError` if it does not write two answers."""
@@ -42,7 +42,7 @@ class LayerSearch:
         self._read, self._judged = texts[::2], texts[1::2]
         self._model = Model.from_pretrained(source, dtype=dtype)
         self.num_layers, self._layer, self._head = self._model.weights_read
-        self._alone: list[int] = []  # how many tokens are right without each layer
+        self._alone: list[int] = []  # by layer: how many tokens are right without it
 
     def find(self, share: float, trials: int, tell: Tell = lambda text: None) -> Found:
         """Layers whose pass reads at most ``share`` of the weights, after ``trials`` swaps; raises `ConfigError` if none do."""
@@ -62,7 +62,7 @@ class LayerSearch:
         return Found(best, (kept * self._layer + self._head) / total, self.agreement(best))
 
     def agreement(self, layers: Sequence[int]) -> float:
-        """How often these layers' own token is the model's, a share of positions of the answers that are not searched by."""
+        """How often the own token of these layers is the model's, as a share of positions of the other answers."""
         return self._right(layers, self._judged) / sum(len(text[1]) for text, _ in self._judged)
 
     def _beginnings(self, kept: int, tell: Tell) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -78,7 +78,7 @@ class LayerSearch:
         return sum(len(text[1]) for text, _ in self._read)
 
     def _right(self, layers: Sequence[int], texts: Sequence[tuple[Written, SamplingParams]] = ()) -> int:
-        """Positions of ``texts``, by default those to search by, where these layers say what stands there."""
+        """How many tokens of ``texts``, by default those for the search, equal the own token of these layers."""
         chosen = texts or self._read
         own_tokens = ranked(self._model.cut(layers), [text for text, _ in chosen], [own for _, own in chosen])
         pairs = zip(own_tokens, chosen, strict=True)

@@ -1,4 +1,4 @@
-"""Offline inference in the shape of vLLM's `LLM`.
+"""Offline inference with the interface of vLLM's `LLM`.
 
 >>> with LLM("Qwen/Qwen3-32B", draft_models=["Qwen/Qwen3-4B", "Qwen/Qwen3-0.6B"]) as llm:
 ...     [output] = llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(max_tokens=200))
@@ -22,7 +22,7 @@ from cascade.params import SamplingParams
 from cascade.settings.section import did_you_mean
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]  # as in OpenAI's API, oldest first
-# a text, token ids, also of NumPy or PyTorch, or one of both as vLLM's {"prompt": ...} or {"prompt_token_ids": ...}
+# a text, or token ids (also of NumPy or PyTorch), plain or as vLLM's {"prompt": ...} or {"prompt_token_ids": ...}
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None  # one for all prompts, or one for each
 
@@ -40,7 +40,7 @@ class LLM:
     """`Cascade` with the interface of vLLM's `LLM`: lists of prompts or conversations. Output is exactly that of ``model``.
 
     ``draft_models`` draft for it, the largest first, as with `cascade serve --draft`. Each is a local path or a hub id;
-    ``options`` are those of `Cascade.from_pretrained`, which tells what is raised.
+    ``options`` are those of `Cascade.from_pretrained`. Raises the same errors.
     """
 
     def __init__(self, model: str, draft_models: Sequence[str] = (), **options: Any) -> None:
@@ -58,9 +58,9 @@ class LLM:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, use_tqdm: bool = True
     ) -> list[RequestOutput]:
-        """The texts after ``prompts``, in their order: one, or several.
+        """The texts after ``prompts``, one prompt or several, in order.
 
-        Without ``sampling_params`` they are `get_default_sampling_params`. ``use_tqdm`` changes nothing: no progress is shown.
+        ``sampling_params`` are `get_default_sampling_params` by default. ``use_tqdm`` has no effect: no progress is shown.
 
         Raises `InvalidRequest`, or `Unavailable` if the full model fails.
         """
@@ -103,7 +103,7 @@ class LLM:
         return pretrained(self._model, trust_remote_code=self._trust_remote_code)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What requests without parameters get: those of the model's ``generation_config``."""
+        """Sampling parameters of requests that give none: those of the model's ``generation_config``."""
         return self.cascade.default_params
 
     def close(self) -> None:
@@ -163,7 +163,7 @@ def _prompt(given: Any) -> str | list[int]:
 
 
 def _ids(given: Any) -> list[int] | None:
-    """Token ids in a list or an array; ``None`` if it is none of the two."""
+    """Token ids of a list or an array; ``None`` for anything else."""
     listed = given.tolist() if hasattr(given, "tolist") else given
     if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):
         return None

@@ -43,7 +43,7 @@ TIER_NAMES = {
     4: ("tiny", "small", "medium", "full"),
     5: ("tiny", "small", "medium", "large", "full"),
 }
-ANSWER_WINDOW = 4096  # tokens that the full tier may write before they are taken
+ANSWER_WINDOW = 4096  # tokens that the full tier may write before the caller takes them
 
 
 class Cascade:
@@ -69,14 +69,14 @@ class Cascade:
         """Start a thread for each tier.
 
         - ``models``, bottom to top: one to five, all with the vocabulary of ``tokenizer`` (`from_pretrained` loads them).
-        - ``names``: one a model, as `Speculation.tiers` and statistics have them; of three: ``tiny``, ``medium``, ``full``.
+        - ``names``: one a model, for `Speculation.tiers` and statistics; for three models ``tiny``, ``medium``, ``full``.
         - ``window``: tokens that a tier may run ahead of the one above it, unless a request says otherwise.
-        - ``drafter``: what guesses inside every tier, by kind, see `cascade.drafters`; ``None``: nothing does. A head
-          is the last model's; others have those that they were loaded with.
-        - ``default_params``: what requests without parameters get.
+        - ``drafter``: kinds of drafters inside every tier, see `cascade.drafters`; ``None`` for none. A head
+          belongs to the last model; others keep the heads that they were loaded with.
+        - ``default_params``: sampling parameters of requests that give none.
         - ``policy``: how long a pass waits for guesses, and how many it scores (`cascade.planner.choice.Policy`).
 
-        Raises `ConfigError` if there are too few models or too many, or not as many names.
+        Raises `ConfigError` if there are too few or too many models, or not one name for each.
         """
         names = tier_names(models, names)
         kinds, drafters = _drafters(models, drafter, tokenizer)
@@ -84,8 +84,8 @@ class Cascade:
         self.names = (*kinds, *names)  # bottom to top
         self.tokenizer = tokenizer
         self.default_params = default_params or SamplingParams()
-        self._loaded: Sequence[Loaded] = ()  # models that `from_pretrained` has loaded, and nobody else closes
-        self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}  # the mailboxes of those who wait for answers
+        self._loaded: Sequence[Loaded] = ()  # models that `from_pretrained` has loaded, and `close` must close
+        self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}  # of event loops that wait for answers
         grammars = Grammars(tokenizer)
         self.tiers = tuple(
             Tier(
@@ -94,7 +94,7 @@ class Cascade:
                 model,
                 policy=policy,
                 planner=Planner([other for other, its in zip(names, models, strict=True) if _device(its) == _device(model)]),
-                profile=apart(partial(measure, model, max_tokens=64, budget_s=0.3)),  # quickly: its user waits for it
+                profile=apart(partial(measure, model, max_tokens=64, budget_s=0.3)),  # short, since the caller waits
                 new_state=state_maker(grammars.matcher),
                 drafters=inner,
             )
@@ -138,10 +138,10 @@ class Cascade:
         - ``names``: one a model; of three ``tiny``, ``medium``, ``full``.
         - ``window``: tokens that a tier may run ahead of the one above it, unless a request sets its own.
         - ``policy``: how long a pass waits for guesses, and how many it scores (`cascade.planner.choice.Policy`).
-        - ``drafter``: drafters inside every tier, by kind; ``None``: none. A head is the last model's.
-        - ``engine``: "vllm" runs all on vLLM. For its other arguments load each as a `cascade.engine.vllm.model.VllmModel`.
-        - ``generation_config``: defaults of requests: "auto" from the last model's own file, "vllm" none, else from a folder.
-        - ``layers``: layers that a tier keeps of its model, `{"tiny": ["0-11", "20-31"]}`, or the first 16, `{"tiny": 16}`.
+        - ``drafter``: drafters inside every tier, by kind; ``None`` for none. A head belongs to the last model.
+        - ``engine``: "vllm" runs all models on vLLM. Its other arguments: load `cascade.engine.vllm.model.VllmModel`s instead.
+        - ``generation_config``: defaults of requests: "auto" for the last model's own, "vllm" for none, or a folder with one.
+        - ``layers``: layers of its model that a tier keeps: `{"tiny": ["0-11", "20-31"]}`, or the first 16: `{"tiny": 16}`.
 
         Raises `ModelError` if a model cannot be loaded, `ConfigError` if they do not belong together.
         """
@@ -162,7 +162,7 @@ class Cascade:
     def demo(cls, *, dtype: str | None = None, device: str | None = None, drafter: Drafters = AUTO) -> Self:
         """The demonstration family: SmolLM2-135M-Instruct, and two models that this package ships below it.
 
-        Raises `ModelError` if the full one is not found.
+        Raises `ModelError` if the full model is not found.
         """
         models, sampling = family.paths(), str(family.WEIGHTS / family.NAMES[-1])
         return cls.from_pretrained(models, dtype=dtype, device=device, drafter=drafter, generation_config=sampling)
@@ -194,7 +194,7 @@ class Cascade:
         speculation: Speculation | None = None,
         handling: Handling | None = None,
     ) -> Completion | list[Completion]:
-        """The whole text after ``prompt``: a string or a list of token ids; a list of either gives a list.
+        """The whole text after ``prompt``, a string or a list of token ids. A list of prompts gives a list of texts.
 
         Raises `InvalidRequest`, or `Unavailable` if the full tier fails.
         """
@@ -208,7 +208,7 @@ class Cascade:
         speculation: Speculation | None = None,
         handling: Handling | None = None,
     ) -> Iterator[Chunk]:
-        """The text piece by piece; of a batch, the pieces of all texts as they come, by ``index``."""
+        """The text piece by piece. For a batch, pieces of all texts as they come; ``index`` is the number of the text."""
         inbox: queue.SimpleQueue[Sequence[Message]] = queue.SimpleQueue()
         answers = self._admit(prompt, params, speculation, handling, Deliver(inbox.put))
         return answers.run(inbox.get)
@@ -296,7 +296,7 @@ class Cascade:
 
 
 def _device(model: Scorer) -> str:
-    """Where a model runs; models that do not say it run on the processors of this process."""
+    """The device of a model; a model that does not name one runs on this machine's CPU."""
     return str(getattr(model, "device", "cpu"))
 
 
@@ -320,7 +320,7 @@ def tier_names(models: Sequence[object], names: Sequence[str] | None) -> tuple[s
 
 
 def _common_tokenizer(sources: Sequence[str], trust_remote_code: bool) -> Tokenizer:
-    """The one that all models have; raises `ConfigError` if there are several."""
+    """The tokenizer of all models; raises `ConfigError` if they have different ones."""
     tokenizers = [Tokenizer.from_pretrained(source, trust_remote_code=trust_remote_code) for source in sources]
     for source, tokenizer in zip(sources, tokenizers, strict=True):
         if tokenizer.fingerprint != tokenizers[-1].fingerprint:
@@ -342,7 +342,7 @@ def _kept(layers: Mapping[str, Layers], names: Sequence[str]) -> list[tuple[int,
 
 
 def _drafters(models: Sequence[Scorer], chosen: Drafters, tokenizer: Tokenizer) -> tuple[tuple[str, ...], list[list[Drafter]]]:
-    """Kinds of the drafters inside tiers, and those of each model: a head is made with its model."""
+    """Kinds of the drafters inside tiers, and the drafters of each model; heads were loaded with their models."""
     inner = [spec for spec in specs(chosen) if not spec.reads]
     heads: list[str] = [getattr(model, "drafter", "") for model in models]
     kinds = tuple(dict.fromkeys([*(spec.kind for spec in inner), *filter(None, heads)]))

@@ -1,4 +1,4 @@
-"""What a request may ask for. Clients use it, and need no torch for it."""
+"""Parameters of requests. Clients use this module, so it imports no PyTorch."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from cascade.errors import InvalidRequest
 
 MAX_SEED = 2**63 - 1
 DRAWN_BITS = 53  # bits of seeds drawn at random: JavaScript rounds larger numbers
-RANDOM_SEED = -1  # asks for a random one, as no seed does
+RANDOM_SEED = -1  # means a random seed, as does None
 MAX_TOP_K = 2**31 - 1
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
@@ -22,8 +22,8 @@ MAX_LOGPROBS = 20
 MAX_GRAMMAR_CHARS = 1 << 16
 MAX_CHOICES = 1024
 MAX_WINDOW = 256
-DEFAULT_WINDOW = 32  # twice what one pass scores: while it runs, the guesses for the next one are made
-MOST_BRANCHES = 8  # branches that a tier may offer and prepare, where a request does not say
+DEFAULT_WINDOW = 32  # twice what one pass scores: while it runs, the drafter makes guesses for the next one
+MOST_BRANCHES = 8  # branches that a tier may offer and prepare by default
 MAX_BRANCHES = 32  # the most that a request may ask for
 MAX_PRIORITY = 1000
 MAX_SALT_CHARS = 256
@@ -35,7 +35,7 @@ RANGES: dict[str, tuple[float, float]] = {  # allowed values of sampling paramet
     "repetition_penalty": (0.01, 100),
 }
 STRUCTURED_KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
-NOT_HERE = {  # vLLM's parameters that are not here, and what does the same
+NOT_HERE = {  # vLLM's parameters that do not exist here, and what to do instead
     "n": "give the prompt as often as you want answers, each with a SamplingParams and seed of its own",
     "best_of": "leave it out",
     "structured_outputs": "it is structured",
@@ -65,14 +65,14 @@ def _is_real(value: object, low: float, high: float) -> bool:
 
 
 def _own_number(value: Any) -> Any:
-    """A number of NumPy's or another library's as Python's; anything else as it is."""
+    """A number of NumPy or another library as Python's; anything else unchanged."""
     if isinstance(value, bool | int | float):
         return value
     return int(value) if isinstance(value, Integral) else float(value) if isinstance(value, Real) else value
 
 
 def _listed(name: str, value: Any) -> tuple[Any, ...]:
-    """What a field lists, none for ``None``, one for a string."""
+    """The values of a field as a tuple: empty for ``None``, one for a string."""
     if value is None or isinstance(value, str):
         return () if value is None else (value,)
     _require(isinstance(value, Iterable) and not isinstance(value, bytes), name, value, "a list")
@@ -80,7 +80,7 @@ def _listed(name: str, value: Any) -> tuple[Any, ...]:
 
 
 def _pairs(bias: Mapping[int, float] | Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """Pairs of token id and bias, by token id; of several pairs for one token the last one counts."""
+    """Pairs of token id and bias, sorted by id; of several pairs for one token the last one counts."""
     try:
         return tuple(sorted((_own_number(token), _own_number(value)) for token, value in dict(bias).items()))
     except (TypeError, ValueError):
@@ -95,7 +95,7 @@ def _json(schema: Mapping[str, Any]) -> str:
 
 
 def is_text(value: str) -> bool:
-    """Whether UTF-8 can encode it: JSON can spell a lone surrogate, UTF-8 cannot."""
+    """Whether UTF-8 can encode a string: JSON can spell a lone surrogate, UTF-8 cannot."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -105,7 +105,7 @@ def is_text(value: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Structured:
-    """What a text has to be: exactly one of these. Raises `InvalidRequest`; whether it compiles only the engine knows."""
+    """The form that a text must have: exactly one of these. Raises `InvalidRequest`; the engine checks whether it compiles."""
 
     json_schema: Mapping[str, Any] | str | None = None  # a JSON text of this schema; kept as JSON text
     json_object: bool = False  # any JSON object
@@ -142,17 +142,17 @@ class Structured:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How own tokens are chosen and where a text ends; docs/reference/parameters.md tells the order in which parameters act.
+    """How own tokens are chosen and where a text ends; docs/reference/parameters.md has the order in which parameters act.
 
-    Raises `InvalidRequest` naming the field, value and rule.
+    Raises `InvalidRequest` with the field, its value and the rule.
     """
 
     max_tokens: int = 128  # output tokens at most
     temperature: float = 1.0  # 0 is greedy
-    top_k: int = 0  # keep the k likeliest tokens; 0 keeps all, and -1, which is kept as 0
+    top_k: int = 0  # keep the k likeliest tokens; 0 keeps all; -1 becomes 0
     top_p: float = 1.0  # keep the smallest set of likeliest tokens with this probability
     min_p: float = 0.0  # keep tokens at least this share as likely as the likeliest
-    seed: int | None = None  # the shared noise's seed; drawn at random if None, and reported; -1 is kept as None
+    seed: int | None = None  # seed of the shared noise; None: random, and reported with the answer; -1 becomes None
     stop: tuple[str, ...] = ()  # the text ends before the first of these strings
     stop_token_ids: tuple[int, ...] = ()  # the text ends with the first of these tokens
     ignore_eos: bool = False  # continue after the model's end-of-text token
@@ -161,10 +161,10 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # likewise, once for each time that the output has them
     repetition_penalty: float = 1.0  # divides positive logits of tokens that prompt or output have, multiplies negative ones
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()  # added to the logits of these tokens; kept as pairs
-    min_tokens: int = 0  # output tokens at least: no end and no stop string before
+    min_tokens: int = 0  # output tokens at least: before them no ending token, and no stop string counts
     logprobs: int | None = None  # report log-probabilities: each token's own, and of so many likeliest ones
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt
-    structured: Structured | None = None  # what the text has to be
+    structured: Structured | None = None  # the form that the text must have
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
         names = [field.name for field in fields(cls)]
@@ -224,12 +224,12 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Whether logits depend on which tokens came before."""
+        """Whether logits depend on the tokens before, through penalties."""
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
 
     @property
     def shaped(self) -> bool:
-        """Whether a pass must know the tokens before, or report more than own tokens: more than temperature and filters."""
+        """Whether a row needs a `RowState`: any parameter beyond temperature, filters and seed."""
         changed = self.penalised or self.logit_bias or self.min_tokens or self.structured
         return bool(changed) or self.logprobs is not None or self.prompt_logprobs is not None
 
@@ -252,13 +252,13 @@ def check_adapter(name: str, adapters: Iterable[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """How drafts may be used for a request, which never changes its text. Raises `InvalidRequest`."""
+    """How a request uses drafts. This never changes its text. Raises `InvalidRequest`."""
 
     mode: Literal["auto", "off"] = "auto"  # "off": the full model alone
-    # lower tiers and drafters inside tiers to use, by name in any order; None: those that pay, see `Planner`
+    # names of the lower tiers and the drafters inside tiers to use, in any order; None: those that pay
     tiers: tuple[str, ...] | None = None
     window: int | None = None  # tokens a tier may run ahead of the tier above; None: the server's default
-    branches: int | None = None  # beside its text that a tier may write and offer; 0: lines only; None: as many as pay
+    branches: int | None = None  # branches that a tier may offer and extend; 0: none; None: as many as pay
 
     def __post_init__(self) -> None:
         if self.tiers is not None:
@@ -270,21 +270,21 @@ class Speculation:
         _require(branches_ok, "speculation.branches", self.branches, f"an integer from 0 to {MAX_BRANCHES}")
 
     def draft_window(self, default: int) -> int:
-        """Tokens that a tier may run ahead; ``default`` is the server's window, for requests that name none."""
+        """Tokens that a tier may run ahead: the request's window, or the server's ``default``."""
         return self.window or default
 
     @property
     def most_branches(self) -> int:
-        """Branches of a tier."""
+        """Branches of a tier at most."""
         return MOST_BRANCHES if self.branches is None else self.branches
 
     @property
     def adaptive(self) -> bool:
-        """Whether tiers that do not pay may be left out: not if the request names tiers."""
+        """Whether tiers that do not pay may be left out; False if the request names tiers."""
         return self.mode == "auto" and self.tiers is None
 
     def chosen(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Tiers and drafters to use below the full tier, top to bottom; ``names`` are all of the cascade, bottom to top."""
+        """Tiers and drafters to use below the full tier, top to bottom; ``names`` are those of the cascade, bottom to top."""
         lower = names[:-1]
         chosen = lower if self.tiers is None else self.tiers
         rule = f"one of the tiers and drafters below {names[-1]}: {', '.join(lower) or 'none'}"
@@ -295,9 +295,9 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class Handling:
-    """How the server handles a request among others, which never changes its text. Raises `InvalidRequest`."""
+    """How the server handles a request. This never changes its text. Raises `InvalidRequest`."""
 
-    priority: int = 0  # lower is served sooner; nobody starves, see `cascade.tier.scheduler.PRIORITY_S`
+    priority: int = 0  # lower is served sooner; no request starves, see `cascade.tier.scheduler.PRIORITY_S`
     cache_salt: str = ""  # keys and values of a prompt are reused only among requests with the same salt
     train: bool = True  # drafters may learn from the answer, where the server lets them
 

@@ -1,4 +1,4 @@
-"""Prompts to measure by: those that ship, or those of a file, also in the formats of published sets."""
+"""Prompts for measurements: those that ship, or those of a file, also in the formats of published sets."""
 
 import gzip
 import json
@@ -8,8 +8,8 @@ from pathlib import Path
 
 from cascade.errors import ConfigError
 
-UNSORTED = "prompts"  # category of a prompt that names none
-# categories of MT-Bench, which Spec-Bench counts as one; its other five stand for themselves
+UNSORTED = "prompts"  # category of prompts without one
+# categories of MT-Bench, which Spec-Bench counts as one; its other five stay as they are
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
 
@@ -22,7 +22,7 @@ class Prompt:
 
 
 def read_prompts(path: Path) -> tuple[Prompt, ...]:
-    """The prompts of a file, one a line; a name that ends with ``.gz`` is that of a compressed file.
+    """The prompts of a file, one a line; a file whose name ends with ``.gz`` is decompressed.
 
     A line is plain text, a JSON string, or a JSON object: ``{"prompt": ..., "category": ...}``, of which the category may be
     absent, or one of Spec-Bench (its first turn), HumanEval or GSM8K. Empty lines are skipped. Raises `ConfigError`.
@@ -45,7 +45,7 @@ def _prompt(line: str, where: str) -> Prompt:
     try:
         value = json.loads(line)
     except ValueError as error:
-        raise ConfigError(f"{where} begins like JSON and is none ({error}): mend it, or write the text as a string") from None
+        raise ConfigError(f"{where} begins like JSON and is none ({error}): correct it, or write it as a string") from None
     match value:
         case {"turns": [str(text), *_], "category": str(category)}:  # Spec-Bench
             category = "mt_bench" if category in MT_BENCH else category

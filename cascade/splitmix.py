@@ -1,6 +1,6 @@
 """SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014) on Python's integers.
 
-`cascade.engine.sampling.own_tokens` has it for tensors, `cascade.cpu.noise` for kernels.
+`cascade.engine.sampling.own_tokens` has the same for tensors, `cascade.cpu.noise` for kernels.
 """
 
 GOLDEN = 0x9E3779B97F4A7C15

@@ -1,4 +1,4 @@
-"""Bodies of conversations as OpenAI has them: messages, tools that the assistant may call, and its calls."""
+"""Bodies of conversations in OpenAI's form: messages, tools, and calls of tools."""
 
 import json
 from collections.abc import Sequence
@@ -14,24 +14,24 @@ from cascade.errors import InvalidRequest
 Text = Annotated[str, Field(max_length=4_000_000)]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 CallId = Annotated[str, Field(min_length=1, max_length=128)]
-PLAIN_KINDS = ("str", "int", "float", "bool")  # as pydantic names them
+PLAIN_KINDS = ("str", "int", "float", "bool")  # pydantic's names
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 MAX_TOOLS = 128
 MAX_MESSAGES = 4096
-MAX_PARTS = 4096  # the limit of a message
-MAX_FIELDS = 128  # the limit of an object: each unknown field would be an error of its own
+MAX_PARTS = 4096  # parts of a message at most
+MAX_FIELDS = 128  # fields of an object at most, since each unknown field is an error of its own
 
 
 def _likeliest(errors: Sequence[Any]) -> Any:
-    """The error to tell: of a value of several kinds, which has an error for each, that of the kind that was meant."""
+    """The error to report: a value of a union has an error for each type, and the type that was meant counts."""
     same_field = [error for error in errors if error["loc"][:2] == errors[0]["loc"][:2]]
     return next((error for error in same_field if not error["type"].endswith("_type")), errors[0])
 
 
 def mistake(errors: Sequence[Any], whole: str = "The body") -> tuple[str | None, str]:
-    """The first mistake in a body, of pydantic's ``errors``: the field, and one sentence that never repeats a long value.
+    """The first of pydantic's ``errors`` in a body: the field, and one sentence, which never repeats a long value.
 
-    ``whole`` is what the body is called where no field of it is to blame.
+    ``whole`` names the body in the sentence if no field is at fault.
     """
     first = _likeliest(errors)
     if first["type"] == "json_invalid":
@@ -43,13 +43,13 @@ def mistake(errors: Sequence[Any], whole: str = "The body") -> tuple[str | None,
     kind, *path = first["loc"]
     if kind == "header":
         where = "-".join(part.capitalize() for part in str(path[0]).split("-"))
-    else:  # pydantic's path also names the members of unions
+    else:  # pydantic's path also has the members of unions
         where = ".".join(
             str(part) for part in path if isinstance(part, int) or (part.isidentifier() and part not in PLAIN_KINDS)
         )
         where = where[:60] or whole
     if first["type"] == "extra_forbidden":
-        return where, f"{where} is not a known field: leave it out or mend its spelling"
+        return where, f"{where} is not a known field: leave it out or correct its spelling"
     if first["type"] == "missing":
         return where if path else None, f"{where} is missing: add it"
     blamed = first.get("ctx", {}).get("error")
@@ -60,7 +60,7 @@ def mistake(errors: Sequence[Any], whole: str = "The body") -> tuple[str | None,
 
 
 class Body(BaseModel):
-    """No unknown fields, no conversions: "5" is no number. Null is no field: clients write out all that they know."""
+    """Refuses unknown fields and converts nothing: "5" is not a number. Null fields count as absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -75,7 +75,7 @@ class Body(BaseModel):
 
 
 class Kept(Body):
-    """Keeps the client's own object too: chat templates get it as it was sent, down to the order of fields."""
+    """A body that also keeps the client's own object, for chat templates, with its order of fields."""
 
     _given: dict[str, Any] = PrivateAttr(default_factory=dict)
 
@@ -89,7 +89,7 @@ class Kept(Body):
 
     @property
     def given(self) -> dict[str, Any]:
-        """The client's own object; not to be changed."""
+        """The client's own object; must not be changed."""
         return self._given
 
 
@@ -109,7 +109,7 @@ class CalledFunction(Body):
     """What the assistant called."""
 
     name: FunctionName
-    arguments: Text  # a JSON object, or it as text, or what was written of that before it was cut
+    arguments: Text  # a JSON object, also as text, also cut off
 
     @field_validator("arguments", mode="before")
     @classmethod
@@ -128,7 +128,7 @@ class CallBody(Body):
     id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None  # a streamed answer that is sent back has it
+    index: int | None = None  # present in streamed answers that are sent back
 
 
 class ChatMessage(Kept):
@@ -140,8 +140,8 @@ class ChatMessage(Kept):
     tool_calls: Annotated[list[CallBody], Field(max_length=1024, fail_fast=True)] | None = None
     tool_call_id: CallId | None = None
     reasoning_content: Text | None = None  # what the assistant thought
-    reasoning: Text | None = None  # the same, as other servers name it
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None  # empty in messages that are sent back as they came
+    reasoning: Text | None = None  # the name that other servers use for it
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None  # an empty list in messages that are sent back
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
@@ -166,7 +166,7 @@ class ChatMessage(Kept):
 
     @property
     def num_chars(self) -> int:
-        """Characters of what it says, thinks and calls."""
+        """Characters of content, thoughts and calls."""
         called = sum(len(call.function.name) + len(call.function.arguments) for call in self.tool_calls or ())
         return len(self.text) + len(self.thoughts or "") + called
 
@@ -176,8 +176,8 @@ class FunctionBody(Body):
 
     name: FunctionName
     description: Text | None = None
-    parameters: dict[str, Any] | None = None  # JSON schema of an object; none if not given
-    strict: bool | None = None  # its arguments are held to the schema whenever it is called
+    parameters: dict[str, Any] | None = None  # JSON schema of an object
+    strict: bool | None = None  # a grammar holds the arguments of every call to the schema
 
     @field_validator("parameters")
     @classmethod
@@ -196,7 +196,7 @@ class FunctionBody(Body):
 
 
 class ToolBody(Kept):
-    """A tool; there are only functions."""
+    """A tool; all tools are functions."""
 
     type: Literal["function"]
     function: FunctionBody
@@ -209,7 +209,7 @@ class FunctionChoice(Body):
 
 
 class NamedChoice(Body):
-    """Call this function."""
+    """The choice to call one function."""
 
     type: Literal["function"]
     function: FunctionChoice
@@ -221,12 +221,12 @@ Tools = Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class StyleBody(Body):
-    """How a conversation becomes a prompt; named as in vLLM."""
+    """How a conversation becomes a prompt; fields are named as in vLLM."""
 
     chat_template_kwargs: dict[str, Any] | None = None  # variables that the model's template reads
-    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None  # one more, for templates that read it
+    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None  # another such variable
     add_generation_prompt: bool | None = None  # begin the assistant's turn; true unless the last message is continued
-    continue_final_message: bool | None = None  # the last message is the begin of the assistant's turn
+    continue_final_message: bool | None = None  # the last message is the beginning of the assistant's turn
 
     @property
     def style(self) -> Style:
@@ -235,10 +235,10 @@ class StyleBody(Body):
         return Style(self.chat_template_kwargs or {}, prompts, goes_on, self.reasoning_effort)
 
     def check_style(self, messages: Messages) -> None:
-        """Raise `InvalidRequest` if it contradicts itself, or there is nothing to go on with."""
+        """Raise `InvalidRequest` if fields contradict each other, or no message can be continued."""
         effort = self.reasoning_effort
         if effort is not None and (self.chat_template_kwargs or {}).get("reasoning_effort", effort) != effort:
-            raise InvalidRequest("reasoning_effort is another one in chat_template_kwargs: leave one out", "reasoning_effort")
+            raise InvalidRequest("reasoning_effort differs from chat_template_kwargs: leave one out", "reasoning_effort")
         if not self.continue_final_message:
             return
         if self.add_generation_prompt:
@@ -254,7 +254,7 @@ class StyleBody(Body):
 
 
 class Conversation(StyleBody):
-    """What was said so far and what the assistant may call, over any protocol."""
+    """A conversation and its tools, over any protocol."""
 
     messages: Messages
     tools: Tools | None = None
@@ -272,7 +272,7 @@ class Conversation(StyleBody):
 
     @classmethod
     def of(cls, body: dict[str, Any]) -> Self:
-        """Parse a conversation that was translated from another API; raises `InvalidRequest`."""
+        """Parse a conversation translated from another API; raises `InvalidRequest`."""
         try:
             return cls.model_validate(body)
         except PydanticError as error:
@@ -282,7 +282,7 @@ class Conversation(StyleBody):
 
     @property
     def chosen_tool(self) -> ToolChoice:
-        """The choice, or the default where there is none; raises `InvalidRequest`."""
+        """The tool choice or its default; raises `InvalidRequest`."""
         choice = self.tool_choice
         if not self.tools:
             if choice not in (None, "none"):

@@ -1,4 +1,4 @@
-"""The chat template that a tokenizer was published with: it alone writes prompts."""
+"""The chat template of a tokenizer, which writes prompts."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,12 +16,12 @@ from cascade.params import LONE_SURROGATE, is_text
 MessageDict = dict[str, Any]
 
 OPEN, CLOSE = "<think>", "</think>"  # around thoughts
-CUT = "INVALID_JSON"  # the member of an object that has arguments that are none
-OWN_NAMES = {  # every template has them; clients do not set them
+CUT = "INVALID_JSON"  # key of the object that stands for arguments that are not a JSON object
+OWN_NAMES = {  # variables of every template, which clients cannot set
     *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "raise_exception", "strftime_now"),
     *DEFAULT_NAMESPACE,
 }
-# A conversation that no client has: what a template makes of it says what it takes.
+# Parts of a probe conversation: the text that a template writes for it shows what the template supports.
 PROBE_ID = "probe1234"  # some templates want nine letters and digits
 PROBE_NAME, PROBE_WORDS, PROBE_ARGUMENT = "probe_tool", "probe_words", "probe_argument"
 PROBE_TOOL: MessageDict = {
@@ -34,24 +34,24 @@ PROBE_TOOL: MessageDict = {
 }
 QUESTION: MessageDict = {"role": "user", "content": "probe_question"}
 RESULT: MessageDict = {"role": "tool", "content": "probe_result", "tool_call_id": PROBE_ID, "name": PROBE_NAME}
-REFUSED = "refused"  # contents of a role
+REFUSED = "refused"  # result of a probe: the template refuses contents of a role
 PRINTED = f"{{'{PROBE_ARGUMENT}': 1}}"  # the probe's arguments, printed by a template that wants them as text
 
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How a conversation is to be written: further variables of the template, and how its last turn is."""
+    """How a conversation is written: further variables of the template, and how the last turn ends."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
-    prompts: bool = True  # the assistant's turn is begun
-    goes_on: bool = False  # the last message is the begin of what the assistant says
-    reasoning_effort: str | None = None  # a variable, too, but templates need not read it
+    prompts: bool = True  # begin the assistant's turn
+    goes_on: bool = False  # continue the last message
+    reasoning_effort: str | None = None  # another variable, which templates may ignore
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, or its absence, which refuses every conversation.
+    """A tokenizer's chat template. A tokenizer without one refuses every conversation.
 
-    A prompt is to the token what `apply_chat_template` gives for the client's own messages and tools, or it is refused.
+    A prompt has exactly the tokens that `apply_chat_template` gives for the client's messages and tools, or it is refused.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -62,15 +62,15 @@ class ChatTemplate:
     def encode(
         self, messages: Sequence[MessageDict], tools: Sequence[MessageDict] | None = None, style: Style = Style()
     ) -> list[int]:
-        """Token ids of a conversation in OpenAI's form; raises as `text`."""
+        """Token ids of a conversation in OpenAI's form; raises the errors of `text`."""
         return self._tokenizer.encode_part(self.text(messages, tools, style))
 
     def text(self, messages: Sequence[MessageDict], tools: Sequence[MessageDict] | None = None, style: Style = Style()) -> str:
         """The prompt of a conversation in OpenAI's form.
 
         Raises:
-            InvalidRequest: there is no template, it does not read a variable of ``style``, does not take these messages, or
-                writes no tools, no calls, or nothing of a role.
+            InvalidRequest: there is no template, or it does not read a variable of ``style``, refuses these messages, or
+                leaves out tools, calls or a role.
         """
         self._check(style)
         if tools and not self.shows_tools:
@@ -85,11 +85,11 @@ class ChatTemplate:
             raise InvalidRequest(f"The model's chat template does not take these messages: {reason}", "messages") from None
 
     def _translated(self, index: int, message: MessageDict, tools: bool) -> MessageDict:
-        """OpenAI's message in the form that Transformers documents for templates; nothing is added, moved or lost.
+        """OpenAI's message in the form that Transformers documents for templates, with the same contents in the same order.
 
-        Fields that are null are absent; arguments of calls are objects rather than JSON in a text, unless the template wants
-        text or they were cut; contents of several parts are one text, unless it wants parts; thoughts bear the name that
-        templates read. A developer is the system where the template does not write the role.
+        Null fields are left out. Arguments of calls become objects, unless the template takes text or they were cut off.
+        Contents of several parts become one text, unless the template takes parts. Thoughts get the name that templates read.
+        The role developer becomes system if the template does not know it.
         """
         turn = {name: value for name, value in message.items() if value is not None}
         if not turn.get("tool_calls"):
@@ -117,7 +117,7 @@ class ChatTemplate:
         return turn
 
     def _check(self, style: Style) -> None:
-        """Raise `InvalidRequest` if there is no template, or none that reads all variables of ``style``."""
+        """Raise `InvalidRequest` if there is no template, or it does not read all variables of ``style``."""
         if self._tokenizer.chat_template is None:
             raise InvalidRequest(
                 "The model has no chat template: ask it to complete a text, or save its tokenizer with a chat_template.jinja",
@@ -131,22 +131,22 @@ class ChatTemplate:
                 "chat_template_kwargs",
             )
 
-    # what the template reads
+    # variables that the template reads
 
     @cached_property
     def variables(self) -> tuple[str, ...]:
-        """Names that it reads and that clients may set."""
+        """Names of the variables that the template reads and clients may set."""
         names = set[str]().union(*map(variables, self._sources))
         return tuple(sorted(names - OWN_NAMES - set(self._tokenizer.special_tokens)))
 
     @cached_property
     def switches(self) -> tuple[str, ...]:
-        """Those of the variables by which the model is told to think, or not to."""
+        """The variables that turn thinking on or off."""
         return tuple(name for name in ("enable_thinking", "thinking") if name in self.variables)
 
     @cached_property
     def thinks(self) -> bool:
-        """Whether the assistant may write thoughts: the template names the tags around them."""
+        """Whether the model may write thoughts, because the template has the tags around them."""
         text = "\n".join(self._sources)
         return OPEN in text and CLOSE in text
 
@@ -155,7 +155,7 @@ class ChatTemplate:
         given = self._tokenizer.chat_template
         return [] if given is None else list(given.values()) if isinstance(given, dict) else [given]
 
-    # what the template writes, found out by letting it write
+    # what the template writes, found out by probes
 
     @cached_property
     def shows_tools(self) -> bool:
@@ -163,37 +163,37 @@ class ChatTemplate:
 
     @cached_property
     def writes_names(self) -> bool:
-        """Whether it writes the ``name`` of who says something."""
+        """Whether the template writes the ``name`` of messages."""
         return PROBE_NAME in (self._probe([{**QUESTION, "name": PROBE_NAME}], tools=False) or "")
 
     @cached_property
     def written_call(self) -> str:
-        """How it writes the assistant's call of a tool, in place of words; "" if it writes none."""
+        """The text that the template writes for a call of a tool; "" if it writes none."""
         text = self._probe([QUESTION, {"role": "assistant", "content": PROBE_WORDS}]) or ""
         before, called = text.partition(PROBE_WORDS)[0].rstrip(), self._called(self._takes_objects)
         return called[len(before) :].strip() if called.startswith(before) else called
 
     @cached_property
     def _takes_objects(self) -> bool:
-        """Whether arguments of calls are objects for it, as Transformers has them, rather than JSON in a text, as OpenAI."""
+        """Whether the template takes arguments of calls as objects, like Transformers, or as JSON text, like OpenAI's API."""
         written = self._called(as_object=True)
         return PRINTED not in written if written else not self._called(as_object=False)
 
     def _probe_calls(self, tools: bool) -> bool:
-        """Whether it leaves out calls without an error."""
+        """Whether the template silently leaves out calls."""
         written = self._called(self._takes_objects, tools)
         return bool(written) and PROBE_ARGUMENT not in written.rpartition("probe_question")[2]
 
     @cached_property
     def _takes_texts(self) -> bool:
-        """Whether arguments of calls may be any text where they are objects."""
+        """Whether arguments of calls may be any text, in a template that takes objects."""
         return bool(self._called(as_object=False))
 
     def _with_object(self, call: MessageDict) -> MessageDict:
-        """A call with its arguments as an object, an empty one for no text at all.
+        """A call with its arguments as an object; empty text becomes an empty object.
 
-        What is no object is what a model wrote until it was cut: it stays text, or is a member of an object, as in Anthropic's
-        API, where the template takes nothing else.
+        Text that is not an object was cut off. It stays text, or becomes a member of an object, as in Anthropic's API, if the
+        template takes only objects.
         """
         function, arguments = call["function"], call["function"]["arguments"]
         try:
@@ -203,12 +203,12 @@ class ChatTemplate:
         return call | {"function": function | {"arguments": given}}
 
     def _called(self, as_object: bool, tools: bool = True) -> str:
-        """A conversation in which the assistant calls a tool; some templates want the result, too."""
+        """A conversation in which the assistant calls a tool, also with the result, which some templates need."""
         messages = [QUESTION, _probe_call(as_object)]
         return self._probe(messages, tools=tools) or self._probe([*messages, RESULT], tools=tools) or ""
 
     def _probe_content(self, role: str, tools: bool) -> str | None:
-        """Whether it takes contents of a role as "text" or as "parts", or refuses both; ``None`` if it leaves both out.
+        """Whether the template takes contents of a role as "text" or "parts", or refuses both; ``None`` if it leaves both out.
 
         A tokenizer may have another template for conversations with ``tools``.
         """
@@ -221,13 +221,13 @@ class ChatTemplate:
             if PROBE_WORDS in (written or ""):
                 return form
             refused = refused or written is None
-        return REFUSED if refused else None  # it says itself what it refuses
+        return REFUSED if refused else None  # later the template itself raises, with its reason
 
     def _probe(self, messages: Sequence[MessageDict], style: Style = Style(prompts=False), *, tools: bool = True) -> str | None:
-        """What it writes, told of the probe's tool if there are ``tools``; ``None`` if it refuses."""
+        """The text that the template writes for ``messages``, with the probe's tool if ``tools``; ``None`` if it refuses."""
         try:
             return self._render(messages, [PROBE_TOOL] if tools else None, style)
-        except Exception:  # a template says no as it likes
+        except Exception:  # templates may raise anything
             return None
 
     def _render(self, messages: Sequence[MessageDict], tools: Sequence[MessageDict] | None, style: Style) -> str:
@@ -243,7 +243,7 @@ class ChatTemplate:
 
 
 def _with_text(call: MessageDict) -> MessageDict:
-    """A call with its arguments as JSON in a text, as OpenAI has them, where a client gives an object."""
+    """A call with its arguments as JSON text, as in OpenAI's API, if a client gives an object."""
     function = call["function"]
     given = function["arguments"]
     return (
@@ -252,14 +252,14 @@ def _with_text(call: MessageDict) -> MessageDict:
 
 
 def _probe_call(as_object: bool) -> MessageDict:
-    """A call of the probe's tool, its arguments an object or JSON in a text."""
+    """A call of the probe's tool, with its arguments as an object or as JSON text."""
     arguments = {PROBE_ARGUMENT: 1}
     function = {"name": PROBE_NAME, "arguments": arguments if as_object else json.dumps(arguments)}
     return {"role": "assistant", "content": "", "tool_calls": [{"id": PROBE_ID, "type": "function", "function": function}]}
 
 
 def parsed_object(text: str) -> dict[str, Any]:
-    """The JSON object that ``text`` is; raises `ValueError`."""
+    """Parse a JSON object; raises `ValueError` for anything else."""
     try:
         parsed = json.loads(text)
         shown = json.dumps(parsed, ensure_ascii=False)

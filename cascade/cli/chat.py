@@ -18,37 +18,37 @@ from cascade.errors import CascadeError, InvalidRequest
 from cascade.params import Handling, SamplingParams, Speculation
 
 HELP = """\
-/system TEXT   tell the assistant who it is; without a text no more
-/seed N        the same seed gives the same answers; without a number a new one each time
-/stats         what the last answer took, by pairs of tiers
-/clear         a new conversation
-/quit          the end, as Ctrl-D
+/system TEXT   set the system message; without a text remove it
+/seed N        use the same seed for all answers; without a number a random one each time
+/stats         statistics of the last answer, by pairs of tiers
+/clear         begin a new conversation
+/quit          end, as Ctrl-D does
 Ctrl-C stops an answer. A message that begins with / needs a blank before it."""
 
 
 @click.command(context_settings={"default_map": {"max_tokens": 512}})
 @click.argument("models", nargs=-1)
-@click.option("--address", help=f"Of a server, such as {DEFAULT_ADDRESS}. Without one the models run here.")
+@click.option("--address", help=f"A server's gRPC address, such as {DEFAULT_ADDRESS}; by default the models run here.")
 @click.option("--system", default="", metavar="TEXT", help="System message.")
 @click.option("--plain", is_flag=True, help="No colours, no statistics.")
 @sampling_options
 def chat(models: tuple[str, ...], address: str | None, system: str, plain: bool, **options: Any) -> None:
-    """Talk with MODELS, paths or hub ids, bottom to top; with SmolLM2-135M-Instruct and its tiers if none are named.
+    """Chat with MODELS, paths or hub ids, bottom to top; by default with SmolLM2-135M-Instruct and its drafts.
 
-    Each token has the colour of the tier that guessed it. /help lists what else can be typed; Ctrl-C stops an answer,
+    Each token has the colour of the tier that guessed it. /help lists commands; Ctrl-C stops an answer,
     Ctrl-D ends.
     """
     sampled, speculation = parameters(options)
     with connected(address, models) as backend:
         if not plain:
             console.print(screen.legend(backend.names))
-        console.print("/help lists what can be typed.\n", style="dim")
+        console.print("/help lists commands.\n", style="dim")
         Conversation(backend, sampled(backend.default_params), speculation, system, plain).run()
 
 
 @dataclass(slots=True)
 class Conversation:
-    """Turns of the user and the assistant, and how the next answer is asked for."""
+    """Turns of the user and the assistant, and the parameters of the next request."""
 
     backend: Backend
     params: SamplingParams
@@ -88,7 +88,7 @@ class Conversation:
             case "/seed":
                 try:
                     self.params = replace(self.params, seed=int(rest) if rest else None)
-                except ValueError:  # no number, or out of range
+                except ValueError:  # not a number, or out of range
                     console.print(f"The seed is {rest!r}: give a number from 0 up, or none.", markup=False, style="red")
             case "/stats":
                 if self.last is None:
@@ -130,7 +130,7 @@ class Conversation:
             del self.turns[-1]
 
     def _show(self, stream: Iterator[Piece]) -> tuple[Message, Completion | None]:
-        """Print an answer as it comes; what there is of it when it ends or Ctrl-C stops it."""
+        """Print an answer as it comes; returns what came of it before it ended or Ctrl-C stopped it."""
         text, shown = "", screen.Answer(plain=self.plain)
         with contextlib.suppress(KeyboardInterrupt), contextlib.closing(stream), stopping() as stopped:  # type: ignore[type-var]
             for piece in stream:
@@ -146,9 +146,9 @@ class Conversation:
 
 @contextlib.contextmanager
 def stopping() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed; pressed again, where no piece comes, it raises `KeyboardInterrupt` as ever.
+    """Record the first Ctrl-C; the yielded function tells whether it was pressed. A second one raises `KeyboardInterrupt`.
 
-    Raised at once it may hit gRPC while that holds a lock, which is then held for ever.
+    If the first one raised at once, it might interrupt gRPC while that holds a lock, which would then never be released.
     """
     pressed = False
     before = signal.getsignal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""`cascade check`, and the configuration that it and `cascade serve` take: a YAML file, or models that are named one by one."""
+"""`cascade check`, and the configuration of `check` and `serve`: a YAML file, or models named on the command line."""
 
 import os
 from collections.abc import Sequence
@@ -17,19 +17,19 @@ from cascade.errors import ConfigError, ModelError
 if TYPE_CHECKING:
     from cascade.settings.config import CascadeConfig
 
-SERVING = "deployments"  # package with all that runs on Ray
-LEAST_SHARE = 0.1  # the smallest model's share of a GPU that it shares
+SERVING = "deployments"  # the package that runs on Ray
+LEAST_SHARE = 0.1  # the least share of a GPU that a model gets
 # the argument and the options that `configured` takes
 model_options = adding(
     (
         click.argument("model", required=False),
         click.option("--draft", "drafts", multiple=True, metavar="MODEL", help="A smaller model; repeat, the largest first."),
         click.option("--tensor-parallel-size", type=click.IntRange(1), help="GPUs that share the full model, on vLLM."),
-        click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), help="Of all models."),
+        click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), help="Dtype of all models."),
         click.option(
-            "--max-model-len", type=click.IntRange(2), help="Tokens of prompt and output; by default what the models take."
+            "--max-model-len", type=click.IntRange(2), help="Tokens of prompt and output; by default the models' context."
         ),
-        click.option("--served-model-name", multiple=True, help="Name of the full model for clients; repeat."),
+        click.option("--served-model-name", multiple=True, help="Name of the full model for clients; may be repeated."),
     )
 )
 
@@ -37,9 +37,9 @@ model_options = adding(
 @click.command()
 @model_options
 def check(**models: Any) -> None:
-    """Say what the tiers of MODEL need and whether they fit together, without loading a weight.
+    """Print what the tiers of MODEL need, and check that they fit together, without loading a weight.
 
-    MODEL is as for `cascade serve`. Ends with status 1 and a sentence if they do not fit.
+    MODEL is as for `cascade serve`. If they do not fit, prints one sentence and exits with status 1.
     """
     parsed = configured(**models)  # before the imports that take seconds
     from cascade.settings.check import needs, remarks, unpinned, verify
@@ -49,7 +49,7 @@ def check(**models: Any) -> None:
         requirements = needs(parsed)
     console.print(screen.needs(requirements))
     verify(parsed)
-    build(parsed.model_copy(update={"verify": False}))  # whether Ray Serve takes the options of deployments
+    build(parsed.model_copy(update={"verify": False}))  # checks that Ray Serve takes the options of deployments
     problem = next((need.problem for need in requirements if need.problem), None)
     if problem:
         raise ConfigError(problem)
@@ -61,7 +61,7 @@ def check(**models: Any) -> None:
 def check_own_code() -> None:
     """Raise `ConfigError` if another module is imported as `deployments`, here or in Ray's processes.
 
-    Ray has the folder that a command runs in on the path of all its processes, before what is installed.
+    In all processes of Ray, the folder in which a command runs is on the path before installed packages.
     """
     own = Path(errors.__file__).parents[1] / SERVING
     spec = find_spec(SERVING)
@@ -114,7 +114,7 @@ def configured(
 
 
 def _tiers(models: Sequence[str], ranks: int) -> list[dict[str, Any]]:
-    """Tiers of ``models``, bottom to top, on this machine's GPUs or its cores; the last one takes ``ranks`` GPUs."""
+    """Tiers of ``models``, bottom to top, on this machine's GPUs or cores; the last one takes ``ranks`` GPUs."""
     import torch
 
     from cascade.local import tier_names
@@ -138,7 +138,7 @@ def _tiers(models: Sequence[str], ranks: int) -> list[dict[str, Any]]:
 
 
 def _gpus(models: Sequence[str], num_gpus: int, ranks: int) -> list[float]:
-    """GPUs of each model, or its share of one; raises `ConfigError` if there are too few, or a model cannot be looked at."""
+    """GPUs of each model, or its share of one; raises `ConfigError` if there are too few, or a model cannot be read."""
     num_drafts, free = len(models) - 1, num_gpus - ranks
     if not num_drafts:
         return [ranks]

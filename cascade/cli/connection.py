@@ -1,4 +1,4 @@
-"""Who answers: a server, or models in this process."""
+"""What answers the requests of a command: a server, or models in this process."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,18 +21,18 @@ DEFAULT_ADDRESS = "127.0.0.1:9000"
 
 
 class Piece(NamedTuple):
-    """A piece of the assistant's turn; the last one has the whole turn as a message for the next request."""
+    """A piece of the assistant's turn; the last one has the whole turn, as a message for the next request."""
 
     chunk: Chunk
     message: Message | None = None
 
 
 class Backend(NamedTuple):
-    """Who answers."""
+    """What answers requests."""
 
     names: tuple[str, ...]  # drafters and tiers, bottom to top
     default_params: SamplingParams
-    # a text and a conversation go on, with parameters, speculation and handling; both raise `InvalidRequest`
+    # continue a text and a conversation, with parameters, speculation and handling; both raise `InvalidRequest`
     stream: Callable[[str, SamplingParams, Speculation, Handling], Iterator[Chunk]]
     stream_chat: Callable[[Sequence[Message], SamplingParams, Speculation, Handling], Iterator[Piece]]
 
@@ -56,7 +56,7 @@ def local(cascade: "Cascade") -> Backend:
 
 
 def served(client: "Client") -> Backend:
-    """A server, asked over gRPC."""
+    """A server, called over gRPC."""
     info = client.describe()
 
     def stream_chat(
@@ -76,7 +76,7 @@ def user_turn(text: str) -> Sequence[Message]:
 
 @contextmanager
 def connected(address: str | None, models: tuple[str, ...] = ()) -> Iterator[Backend]:
-    """The server at ``address``, or what `loaded` loads; raises `click.UsageError` if both are named."""
+    """The server at ``address``, or ``models`` in this process; raises `click.UsageError` if both are given."""
     if address and models:
         raise click.UsageError("--address names a server and models run here: give one of them")
     if address:
@@ -90,9 +90,9 @@ def connected(address: str | None, models: tuple[str, ...] = ()) -> Iterator[Bac
 
 
 def loaded(models: tuple[str, ...]) -> "Cascade":
-    """``models``, bottom to top, or those that ship."""
+    """Load ``models``, bottom to top; by default those that ship."""
     if not models:
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the models that ship load in no time
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the models that ship load at once
     from cascade.local import Cascade
 
     with console.status("Loading models"):

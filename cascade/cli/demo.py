@@ -1,4 +1,4 @@
-"""`cascade demo`: five questions to a served cascade, and what drafts gain: here, on a text that repeats, and with GPUs."""
+"""`cascade demo`: five questions to a served cascade; speeds with and without drafts, here and with simulated GPUs."""
 
 import json
 import os
@@ -24,14 +24,14 @@ from cascade.params import Handling, SamplingParams, Speculation
 FOLDER = Path(__file__).parent
 LINES = (FOLDER / "questions.jsonl").read_text(encoding="utf-8").splitlines()
 QUESTIONS: dict[str, str] = {line["category"]: line["prompt"] for line in map(json.loads, LINES)}  # by kind
-# a conversation in which the assistant has written a program and is to print it again: drafters find it in the prompt
+# a conversation whose answer repeats a program in the prompt, where drafters find it
 AGAIN: Sequence[Message] = tuple(json.loads((FOLDER / "again.json").read_text(encoding="utf-8")))
 PARAMS = SamplingParams(max_tokens=96, temperature=0, seed=1)
 MODES = {"full model alone": Speculation("off"), "cascade": Speculation()}
-COMPARED = ("code", "mathematics", "rewrite")  # kinds of the questions that both modes answer, at each temperature
-COMPARED_TOKENS, AGAIN_TOKENS = 64, 192  # limits of answers: the demo ends within two minutes on two cores
-MOST_DRAFTS = 2  # models below the full one: a published trio has prices for so many
-WARM_TOKENS = 16  # the same limit for the first answer of each mode, which does not count
+COMPARED = ("code", "mathematics", "rewrite")  # kinds of the questions that both modes answer at each temperature
+COMPARED_TOKENS, AGAIN_TOKENS = 64, 192  # limits of answers, so that the demo ends within two minutes on two cores
+MOST_DRAFTS = 2  # models below the full one: the simulation has prices for a published trio
+WARM_TOKENS = 16  # limit of the first answer of each mode, which does not count
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +41,23 @@ class Row:
     what: str
     alone: float
     cascade: float
-    note: str  # a sentence on how it came about
-    same: bool = True  # the texts
+    note: str  # a sentence that explains the figures
+    same: bool = True  # whether the texts are the same
 
 
 @click.command()
 @click.argument("model", required=False)
 @DRAFT
 def demo(model: str | None, drafts: tuple[str, ...]) -> None:
-    """Serve the models that ship, or MODEL with drafts, ask five questions, compare with no drafts, shut down.
+    """Serve the models that ship, or MODEL with drafts; ask five questions; compare speeds without drafts; shut down.
 
     \b
     cascade demo Qwen/Qwen2.5-Coder-1.5B-Instruct --draft Qwen/Qwen2.5-Coder-0.5B-Instruct
     """
     if len(drafts) > MOST_DRAFTS:
         raise click.UsageError(f"--draft is given {len(drafts)} times: the demo has room for {MOST_DRAFTS}")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the models that ship load in no time
-    name = f"cascade-demo-{secrets.token_hex(3)}"  # on a cluster that is joined others may run
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the models that ship load at once
+    name = f"cascade-demo-{secrets.token_hex(3)}"  # a cluster may run other demos
     config = configured(model, drafts)
     with started(config, port=0, name=name) as server, connected(server.address) as served:
         console.print("Five questions to a cascade on this machine, then the same with drafts and without.")
@@ -76,7 +76,7 @@ def demo(model: str | None, drafts: tuple[str, ...]) -> None:
 
 
 def roles(names: Sequence[str], num_tiers: int) -> str:
-    """What stands behind the names of a cascade: drafters that need no model, and tiers, bottom to top."""
+    """Explains the names of a cascade: drafters that need no model, and tiers, bottom to top."""
     *smaller, full = names[-num_tiers:]
     readers = names[:-num_tiers]
     kinds = {"guesses without a model": readers, "smaller models": smaller, "the model itself, which has the last word": [full]}
@@ -88,7 +88,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def answer(served: Backend, kind: str, question: str) -> Completion:
-    """Ask and print, each token in the colour of the tier that guessed it."""
+    """Ask a question and print the answer, each token in the colour of the tier that guessed it."""
     console.print(f"\n[bold]{kind.capitalize()}[/]")
     console.print(question, style="dim", markup=False)
     shown = screen.Answer()
@@ -102,31 +102,31 @@ def answer(served: Backend, kind: str, question: str) -> Completion:
 
 
 def explained(names: Sequence[str], answers: Sequence[Completion]) -> str:
-    """How many passes answers of the cascade ``names`` took, and which drafters the planner used for them."""
+    """A sentence: how many passes the answers took, and which of the drafters in ``names`` the planner used."""
     edges = [edge for completion in answers for edge in completion.stats.edges if edge.verifier == names[-1] and edge.proposed]
     used = [name for name in names[:-1] if any(edge.drafter == name for edge in edges)]
     others = [name for name in names[:-1] if name not in used]
     tokens = sum(completion.stats.completion_tokens for completion in answers)
     passes = sum(completion.stats.full_passes for completion in answers)
-    guessed = f"{listed(used) or 'nobody'} guessed" + (f", and the planner left out {listed(others)}" if others else "")
+    guessed = f"{listed(used) or 'no drafter'} guessed" + (f", and the planner left out {listed(others)}" if others else "")
     return f"{tokens} tokens took {passes} passes of the full model; {guessed}."
 
 
 def measured(served: Backend, temperature: float) -> Row:
-    """Some of the questions, at a temperature."""
+    """Compare the modes on some of the questions at a temperature."""
     params = replace(PARAMS, max_tokens=COMPARED_TOKENS, temperature=temperature)
     what = f"{len(COMPARED)} questions, temperature {temperature:g}"
     return compared(served, what, [user_turn(QUESTIONS[kind]) for kind in COMPARED], params)
 
 
 def compared(served: Backend, what: str, conversations: Sequence[Sequence[Message]], params: SamplingParams) -> Row:
-    """Conversations that the full model alone and the cascade go on with in turns."""
+    """Let the full model alone and the cascade answer ``conversations`` in turns."""
     for mode in MODES:
         timed(served, conversations[0], replace(params, max_tokens=min(WARM_TOKENS, params.max_tokens)), mode)
     seconds = dict.fromkeys(MODES, 0.0)
     answers: dict[str, list[Completion]] = {mode: [] for mode in MODES}
     for number, conversation in enumerate(conversations):
-        for mode in list(MODES)[:: 1 if number % 2 else -1]:  # in turns, so that none is favoured by always coming first
+        for mode in list(MODES)[:: 1 if number % 2 else -1]:  # so that neither mode always comes first
             completion, took = timed(served, conversation, params, mode)
             answers[mode].append(completion)
             seconds[mode] += took
@@ -137,7 +137,7 @@ def compared(served: Backend, what: str, conversations: Sequence[Sequence[Messag
 
 
 def timed(served: Backend, conversation: Sequence[Message], params: SamplingParams, mode: str) -> tuple[Completion, float]:
-    """The answer in a mode, which knows nothing of other answers, and the seconds that it took."""
+    """The answer in a mode, without reuse of other answers, and the seconds that it took."""
     begin = time.perf_counter()
     handling = Handling(cache_salt=secrets.token_hex())
     *_, last = served.stream_chat(conversation, params, MODES[mode], handling)
@@ -146,7 +146,7 @@ def timed(served: Backend, conversation: Sequence[Message], params: SamplingPara
 
 
 def on_devices(sources: Mapping[str, str], answers: Mapping[str, Completion]) -> Row:
-    """The answers to the questions as a GPU for each tier would give them, simulated; two panes show it at a terminal.
+    """Simulate how fast the same answers come with a GPU for each tier; at a terminal, two panes show it.
 
     ``sources`` are the models by tier, bottom to top.
     """
@@ -156,7 +156,7 @@ def on_devices(sources: Mapping[str, str], answers: Mapping[str, Completion]) ->
 
     tokenizer = Tokenizer.from_pretrained([*sources.values()][-1])
     texts = [(tuple(chat_ids(tokenizer, QUESTIONS[kind])), completion.token_ids) for kind, completion in answers.items()]
-    with console.status("The draft models say what they would have guessed along these answers"):
+    with console.status("The draft models guess along these answers"):
         outcome = simulated(sources, texts, PARAMS, list(answers), tokenizer.num_ids)
     panes(outcome, texts, tokenizer)
     alone, cascade = outcome.speeds
@@ -169,7 +169,7 @@ def on_devices(sources: Mapping[str, str], answers: Mapping[str, Completion]) ->
 
 
 def show(rows: Sequence[Row]) -> None:
-    """One table, a sentence on each row, and whether drafts changed a text."""
+    """Print a table, a sentence on each row, and whether drafts changed a text."""
     numbers = (Column(name, justify="right", no_wrap=True) for name in (*MODES, "speed-up"))
     table = Table(Column("tokens per second"), *numbers, box=SIMPLE_HEAD)
     for row in rows:

@@ -1,6 +1,6 @@
-"""The same answers with a device for each tier, simulated: what `cascade demo` shows on a machine that has none.
+"""Simulates the same answers with a device for each tier, for `cascade demo` on machines without such devices.
 
-The draft models give their own tokens along the answers. Passes take what those of a published trio take on published devices
+The draft models give their own tokens along the answers. Passes take as long as those of a published trio on published devices
 (`cascade.simulation.costs`). The simulator runs the server's own loops.
 """
 
@@ -28,12 +28,12 @@ LINES = 14  # a pane's height
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """When each token of each answer comes, in seconds from its request on, and what the draft tiers agree on."""
+    """When each token of each answer comes, in seconds after its request, and how often the draft tiers agree."""
 
     alone: list[tuple[float, ...]]
     cascade: list[tuple[float, ...]]
-    agreement: Mapping[str, float]  # each draft tier's with the full model
-    models: tuple[str, ...]  # the published ones whose passes are priced, bottom to top
+    agreement: Mapping[str, float]  # by draft tier: agreement with the full model
+    models: tuple[str, ...]  # published models whose pass times are used, bottom to top
 
     @property
     def speeds(self) -> tuple[float, float]:
@@ -45,7 +45,7 @@ class Simulated:
 def simulated(
     sources: Mapping[str, str], texts: Sequence[Written], params: SamplingParams, kinds: Sequence[str], vocab: int
 ) -> Simulated:
-    """Answers that the full model gave with ``params``, as a device for each tier would give them.
+    """Simulate answers that the full model gave with ``params``, with a device for each tier.
 
     ``sources`` are two or three models by tier, bottom to top.
     """
@@ -62,7 +62,7 @@ def simulated(
 
 
 def panes(outcome: Simulated, texts: Sequence[Written], tokenizer: Tokenizer) -> None:
-    """Two panes that fill at the simulated speeds; nothing where nobody looks on."""
+    """Show two panes that fill at the simulated speeds; does nothing unless the output is a terminal."""
     if not console.is_terminal:
         return
     sides = [_joined(outcome.alone), _joined(outcome.cascade)]
@@ -76,7 +76,7 @@ def panes(outcome: Simulated, texts: Sequence[Written], tokenizer: Tokenizer) ->
 
 
 def _joined(answers: Sequence[tuple[float, ...]]) -> list[float]:
-    """Times of all tokens, one answer after the other."""
+    """Times of all tokens, with the answers one after the other."""
     times, begin = [], 0.0
     for answer in answers:
         times += [begin + at for at in answer]

@@ -14,14 +14,14 @@ from cascade.params import Handling
 
 @click.command()
 @click.argument("prompt")
-@click.option("--address", help=f"Of a server, such as {DEFAULT_ADDRESS}. Without one the models run here.")
+@click.option("--address", help=f"A server's gRPC address, such as {DEFAULT_ADDRESS}; by default the models run here.")
 @click.option(
-    "--model", "models", multiple=True, help="A path or hub id, bottom to top; repeat. By default the demonstration's."
+    "--model", "models", multiple=True, help="Path or hub id, bottom to top; repeat. By default the models that ship."
 )
 @click.option("--plain", is_flag=True, help="No colours, no statistics.")
 @sampling_options
 def generate(prompt: str, address: str | None, models: tuple[str, ...], plain: bool, **options: Any) -> None:
-    """Go on with PROMPT ("-" reads it from standard input), streaming. For conversations see `cascade chat`."""
+    """Continue PROMPT ("-" reads it from standard input), and stream the text. For conversations see `cascade chat`."""
     sampled, speculation = parameters(options)
     prompt = sys.stdin.read() if prompt == "-" else prompt
     with connected(address, models) as backend:

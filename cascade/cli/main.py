@@ -31,13 +31,13 @@ def main() -> None:
     """Serve a large language model faster, without changing a token of what it says.
 
     \b
-    cascade demo                        see it work: five questions, and a comparison
+    cascade demo                        five questions, and a comparison of speeds
     cascade serve                       the same models as a server: HTTP, gRPC and a chat page
     cascade serve my.yaml               your own models
-    cascade check my.yaml               what they will need, and whether they fit together
-    cascade plan --help                 what a cascade would give on your devices
-    cascade chat --address HOST:PORT    talk with the server
-    cascade generate "def main():"      go on with a text
+    cascade check my.yaml               what they need, and whether they fit together
+    cascade plan --help                 predict speeds on devices that are not at hand
+    cascade chat --address HOST:PORT    chat with the server
+    cascade generate "def main():"      continue a text
     cascade top                         watch a server
     """
 

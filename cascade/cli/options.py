@@ -1,4 +1,4 @@
-"""Options that several commands have: those of a request, and the models that answer here."""
+"""Options of requests, which several commands have."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,7 +11,7 @@ import click
 from cascade.params import SamplingParams, Speculation, Structured
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-MODELS = "the model's"  # generation config, as the server or the library has read it
+MODELS = "the model's"  # the default from the model's generation config
 OPTIONS = (
     click.option("--max-tokens", type=int, help="Output tokens at most; by default the model's, else 128."),
     click.option("--temperature", "-t", type=float, show_default=MODELS, help="0 is greedy."),
@@ -20,19 +20,19 @@ OPTIONS = (
     click.option("--min-p", type=float, show_default=MODELS, help="Keep tokens this likely relative to the likeliest."),
     click.option("--seed", type=int, help="Same seed, same text. Random if not given."),
     click.option("--stop", multiple=True, help="End the text before this string. May be repeated."),
-    click.option("--ignore-eos", is_flag=True, help="Go on after the model's end-of-text token."),
-    click.option("--presence-penalty", default=0.0, show_default=True, help="Against tokens that the output has."),
-    click.option("--frequency-penalty", default=0.0, show_default=True, help="The same for each time it has them."),
-    click.option("--repetition-penalty", type=float, show_default=MODELS, help="Divides logits of tokens seen before."),
+    click.option("--ignore-eos", is_flag=True, help="Continue after the model's end-of-text token."),
+    click.option("--presence-penalty", default=0.0, show_default=True, help="Subtracted from logits of tokens in the output."),
+    click.option("--frequency-penalty", default=0.0, show_default=True, help="The same, once for each occurrence."),
+    click.option("--repetition-penalty", type=float, show_default=MODELS, help="Divides logits of tokens that came before."),
     click.option("--json-schema", metavar="SCHEMA", help="The text is JSON of this schema; @FILE reads it from a file."),
     click.option("--regex", metavar="REGEX", help="The text matches this expression as a whole."),
     click.option("--mode", type=click.Choice(["auto", "off"]), default="auto", help="off: the full model alone."),
-    click.option("--tiers", help="Lower tiers and drafters to use, with commas between. Those that pay if not given."),
+    click.option("--tiers", help="Lower tiers and drafters to use, with commas between; by default those that pay."),
 )
 
 
 def counts(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
-    """Numbers of requests at once, each once."""
+    """Parse numbers of requests at once; drops repeated ones."""
     parts = [part.strip() for part in value.split(",")]
     if not all(part.isdecimal() and 0 < int(part) <= 10_000 for part in parts):
         raise click.BadParameter(f"{value!r} must be numbers from 1 to 10000 with commas between them, such as 1,4,16")
@@ -50,11 +50,11 @@ def adding(options: Sequence[Callable[[Any], Any]]) -> Callable[[Command], Comma
     return add
 
 
-sampling_options = adding(OPTIONS)  # those of `SamplingParams` and `Speculation`, which `parameters` collects
+sampling_options = adding(OPTIONS)  # `parameters` turns their values into `SamplingParams` and `Speculation`
 
 
 def parameters(options: dict[str, Any]) -> tuple[Callable[[SamplingParams], SamplingParams], Speculation]:
-    """What the values of `OPTIONS`, by name, ask for; the sampling parameters given those of the model."""
+    """Sampling parameters, as a function of the model's defaults, and speculation, from the values of `OPTIONS` by name."""
     tiers, mode = options.pop("tiers"), options.pop("mode")
     names = None if tiers is None else tuple(name.strip() for name in tiers.split(",") if name.strip())
     schema, regex = options.pop("json_schema"), options.pop("regex")

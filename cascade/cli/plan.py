@@ -1,4 +1,4 @@
-"""`cascade agreement`, `layers`, `plan`: how often models agree, and what a cascade of them would give on which devices."""
+"""`cascade agreement`, `layers`, `plan`: how often models agree, and how fast a cascade of them would be on given devices."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ DRAFT = click.option("--draft", "drafts", multiple=True, metavar="MODEL", help="
 PROMPTS = click.option(
     "--prompts",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="One a line: text, or JSON as in Spec-Bench, HumanEval or GSM8K; by default six kinds of eight.",
+    help="Prompts, one a line: text, or JSON as in Spec-Bench, HumanEval or GSM8K; by default the 48 that ship.",
 )
 
 
@@ -55,12 +55,12 @@ def agreement(
     from cascade.prompts import BUILT_IN, read_prompts
 
     if not drafts:
-        raise click.UsageError("Nothing to compare MODEL with: name a smaller model with --draft")
+        raise click.UsageError("There is nothing to compare MODEL with: name a smaller model with --draft")
     if out is not None and not out.parent.is_dir():
-        raise click.BadParameter(f"{out.parent} is no folder: make it first", param_hint="--out")
+        raise click.BadParameter(f"{out.parent} is not a folder: create it first", param_hint="--out")
     models = [*reversed(drafts), model]
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
-    with console.status(f"{model} answers, and the others are asked along its answers"):
+    with console.status(f"{model} answers, and the others guess along its answers"):
         recording = record(models, read_prompts(prompts) if prompts else BUILT_IN, params)
     if not recording.texts:
         raise ConfigError(f"{model} ended every answer at once: give other prompts")
@@ -81,7 +81,7 @@ def agreement(
             recording.save(out)
         except OSError as error:
             raise ConfigError(f"{out} cannot be written: {error}") from None
-        console.print(f"Kept in {out}: cascade plan ... --measured {out}", markup=False, soft_wrap=True)
+        console.print(f"Written to {out}; use it with: cascade plan ... --measured {out}", markup=False, soft_wrap=True)
 
 
 @click.command()
@@ -90,9 +90,9 @@ def agreement(
 @PROMPTS
 @click.option("--max-tokens", type=click.IntRange(2), default=32, show_default=True, help="Tokens of an answer at most.")
 def layers(model: str, shares: tuple[float, ...], prompts: Path | None, max_tokens: int) -> None:
-    """Find which layers of MODEL to keep for a share of its pass: as a tier they draft for MODEL without training.
+    """Find the layers of MODEL to keep for a share of its pass. As a tier they draft for MODEL without training.
 
-    Half of the prompts are for the search; the other half measure how often the layers agree with MODEL.
+    The search uses half of the prompts; the other half measure how often the layers agree with MODEL.
 
     \b
     cascade layers Qwen/Qwen3-8B --share 0.5 --share 0.75 --prompts mine.jsonl
@@ -111,22 +111,22 @@ def layers(model: str, shares: tuple[float, ...], prompts: Path | None, max_toke
             kept = f"{len(best.layers)} of {search.num_layers}"
             table.add_row(shown(best.layers), kept, f"{best.share:.2f}", f"{best.agreement:.2f}")
     console.print(table)
-    console.print(f"A tier of them: engine_kwargs: {{layers: [{shown(best.layers)}]}}", markup=False, soft_wrap=True)
+    console.print(f"To serve them as a tier: engine_kwargs: {{layers: [{shown(best.layers)}]}}", markup=False, soft_wrap=True)
 
 
 @click.command()
 @click.argument("model", required=False)
 @DRAFT
-@click.option("--agreement", "shares", multiple=True, type=SHARES, help="Share of tokens in common with MODEL, for each draft.")
+@click.option("--agreement", "shares", multiple=True, type=SHARES, help="How often a draft agrees with MODEL; for each draft.")
 @click.option(
-    "--measured", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="What `cascade agreement --out` kept."
+    "--measured", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Result of `cascade agreement --out`."
 )
-@click.option("--device", "devices", multiple=True, help="Such as H100; repeat for one a model, MODEL's first.")
+@click.option("--device", "devices", multiple=True, help="Such as H100; once for all models, or once for each, MODEL's first.")
 @click.option("--tensor-parallel-size", type=click.IntRange(1), default=1, show_default=True, help="Devices that share MODEL.")
-@click.option("--pass-ms", multiple=True, type=float, help="Instead of models: milliseconds of a pass, the full model's first.")
+@click.option("--pass-ms", multiple=True, type=float, help="In place of models: milliseconds of passes, MODEL's first.")
 @click.option("--load", default="1,8", show_default=True, callback=counts, help="Requests at once.")
-@click.option("--prompt-tokens", type=click.IntRange(1, 8192), default=256, show_default=True, help="Of a request.")
-@click.option("--max-tokens", type=click.IntRange(16, 4096), default=128, show_default=True, help="Of an answer.")
+@click.option("--prompt-tokens", type=click.IntRange(1, 8192), default=256, show_default=True, help="Tokens of a prompt.")
+@click.option("--max-tokens", type=click.IntRange(16, 4096), default=128, show_default=True, help="Tokens of an answer.")
 def plan(
     model: str | None,
     drafts: tuple[str, ...],
@@ -139,10 +139,10 @@ def plan(
     prompt_tokens: int,
     max_tokens: int,
 ) -> None:
-    """Predict tokens per second of MODEL without drafts, of pairs and of all tiers, without a device at hand.
+    """Predict tokens per second of MODEL without drafts, of pairs, and of all tiers, on devices that are not at hand.
 
-    Each tier has devices of its own. Passes are priced from sizes of models and data sheets of devices, or given. No weight is
-    loaded.
+    Each tier has devices of its own. Pass times are computed from sizes of models and data sheets of devices, or given. No
+    weight is loaded.
 
     \b
     cascade plan Qwen/Qwen3-32B --draft Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --device H100 --measured measured.json
@@ -152,7 +152,7 @@ def plan(
     from cascade.simulation.recording import Recording
 
     if pass_ms and (model or drafts or devices):
-        raise click.UsageError("--pass-ms stands instead of MODEL, --draft and --device: leave one or the other out")
+        raise click.UsageError("--pass-ms replaces MODEL, --draft and --device: give only one of the two")
     costs, vocab = _given(pass_ms) if pass_ms else _computed(model, drafts, devices, tensor_parallel_size)
     num_drafts = len(costs) - 1
     if bool(shares) == (measured is not None):
@@ -160,7 +160,7 @@ def plan(
     recording = None if measured is None else Recording.load(measured)
     num_shares = len(shares) if recording is None else recording.num_tiers - 1
     if num_shares != num_drafts:
-        raise click.UsageError(f"There are {num_drafts} drafts, and agreement is known of {num_shares}: give one for each")
+        raise click.UsageError(f"There are {num_drafts} drafts, and agreement is given for {num_shares}: give it for each")
     from cascade.local import TIER_NAMES
 
     names = TIER_NAMES[len(costs)]
@@ -176,7 +176,7 @@ def plan(
 
 
 def _given(pass_ms: Sequence[float]) -> "tuple[Sequence[Profile], int]":
-    """Profiles of passes that take so long for up to 256 tokens, and twice as long for 512; bottom to top."""
+    """Profiles of passes that take the given times for up to 256 tokens, and twice as long for 512; bottom to top."""
     from cascade.simulation.costs import flat
 
     if any(ms <= 0 for ms in pass_ms) or not 1 <= len(pass_ms) <= 5:
@@ -223,7 +223,7 @@ def _assumed(names: Sequence[str], costs: "Sequence[Profile]", shares: Sequence[
 
 
 def _show(prediction: "Prediction", alone_devices: int, all_devices: int) -> None:
-    """Speeds of the modes at one load, and what to take."""
+    """Print the speeds of the modes at one load, and the fastest one."""
     from cascade.simulation.plan import ALONE, PLANNER
 
     table = Table("mode", "tokens/s", "over alone", box=SIMPLE_HEAD, pad_edge=False, title=f"{prediction.load} at once")
@@ -241,7 +241,7 @@ def _show(prediction: "Prediction", alone_devices: int, all_devices: int) -> Non
         fewer = prediction.over_alone(PLANNER)
         if fewer < replicas:
             console.print(
-                f"For tokens a second alone, the same {all_devices} devices as replicas of the full model would give up to "
-                f"{replicas:.1f} times one replica, the cascade {fewer:.2f} times: drafts buy time per answer.",
+                f"For total tokens a second, the same {all_devices} devices as replicas of the full model would give up to "
+                f"{replicas:.1f} times one replica, the cascade {fewer:.2f} times: drafts make each answer faster.",
                 soft_wrap=True,
             )

@@ -1,4 +1,4 @@
-"""What a server counts, read from its ``GET /metrics``."""
+"""Reads a server's counters from its ``GET /metrics``."""
 
 import os
 import urllib.error
@@ -38,7 +38,7 @@ class Scrape:
         return next((dict(labels)["router"] for name, labels in self.samples if name == "target_info"), "")
 
     def since(self, earlier: "Scrape | None") -> "Scrape":
-        """What was counted since ``earlier``; everything if that is ``None``, or if the server has started again meanwhile."""
+        """The increase since ``earlier``; all counts if that is ``None``, or if the server has restarted since."""
         if earlier is None or self.total("answers_total") < earlier.total("answers_total"):
             return self
         return Scrape({key: value - earlier.samples.get(key, 0.0) for key, value in self.samples.items()})

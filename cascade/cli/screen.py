@@ -1,4 +1,4 @@
-"""What commands print, on `console`: text coloured by which tier guessed it, and tables."""
+"""Output of commands on `console`: text in the colours of the tiers that guessed it, and tables."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:  # importing it imports PyTorch, and the command line starts a
 
 console = Console(highlight=False)
 
-WIDE = "\u2e80-\u9fff\uac00-\ud7af\uff00-\uffef"  # characters between which a line may break: of Chinese, Japanese, Korean
+WIDE = "\u2e80-\u9fff\uac00-\ud7af\uff00-\uffef"  # Chinese, Japanese and Korean characters, between which a line may break
 PARTS = re.compile(rf"\n|[^\S\n]+|[{WIDE}]|[^\s{WIDE}]+")  # words, and blanks between them
-# One colour a level, from the bottom: readable on light and dark, told apart by the colour-blind (Okabe, Ito 2008).
+# One colour a level, from the bottom; readable on light and dark, and for the colour-blind (Okabe, Ito 2008).
 LEVEL_COLOURS = ("#009e73", "#0072b2", "#e69f00", "#cc79a7", "#56b4e9")
 
 
 def level_style(level: int, corrected: bool = False) -> str:
-    """Style of a token that the tier at ``level`` was the first to say; a correction is underlined."""
+    """Style of a token that the tier at ``level`` was the first to guess; a correction is underlined."""
     return LEVEL_COLOURS[level % len(LEVEL_COLOURS)] + (" underline" if corrected else "")
 
 
 def legend(names: Sequence[str]) -> Text:
-    """Which colour stands for which tier."""
+    """The colour of each tier."""
     text = Text()
     for level, name in enumerate(names):
         meaning = "guessed it, and all above accepted" if level < len(names) - 1 else "wrote it itself"
@@ -43,14 +43,14 @@ def legend(names: Sequence[str]) -> Text:
 class Answer:
     """An answer as it comes; unless it is ``plain``, each token has its tier's colour.
 
-    At a terminal a word that does not fit into the line begins the next one. So the last word waits until it is whole.
+    At a terminal a word that does not fit into the line begins the next one. So the last word is held until it is whole.
     """
 
     def __init__(self, *, plain: bool = False, after: str = "") -> None:
-        """``after`` is what stands before it on the screen."""
+        """``after`` is the text that precedes it on the screen."""
         self._plain = plain
-        self._word = Text()  # the last word, which may go on
-        self._column = cell_len(after.rpartition("\n")[2]) % console.width  # cells of the line that are taken
+        self._word = Text()  # the last word, which may continue
+        self._column = cell_len(after.rpartition("\n")[2]) % console.width  # occupied cells of the line
 
     def show(self, chunk: Chunk) -> None:
         """Print the next piece."""
@@ -95,7 +95,7 @@ class Answer:
 
 
 def summary(completion: Completion) -> str:
-    """What it took to write a text, in one line."""
+    """Statistics of a text, in one line."""
     stats = completion.stats
     return (
         f"{stats.completion_tokens} tokens in {stats.full_passes} full passes ({stats.tokens_per_full_pass:.2f} tokens per "
@@ -104,7 +104,7 @@ def summary(completion: Completion) -> str:
 
 
 def acceptance(edges: Iterable[Edge]) -> Table:
-    """What happened on each edge: passes, how many guesses and runner-ups were right, how many corrections were prepared."""
+    """Statistics of each edge: passes, accepted guesses and runner-ups, prepared corrections."""
     columns = ("edge", "passes", "accepted", "runner-ups", "prepared", "a pass", "wait, s")
     table = Table(*(Column(name, no_wrap=True) for name in columns), title="Edges", box=SIMPLE_HEAD, pad_edge=False)
     for edge in edges:
@@ -123,7 +123,7 @@ def acceptance(edges: Iterable[Edge]) -> Table:
 
 
 def needs(tiers: Iterable[Need]) -> Table:
-    """What each tier needs of its device; not wider than a terminal of 80 columns."""
+    """What each tier needs of its device; at most 80 columns wide."""
     columns = ("tier", "size", "weights", "dtype", "device", "fits", "context")
     table = Table(*columns, title="Tiers", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for need in tiers:

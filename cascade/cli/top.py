@@ -1,4 +1,4 @@
-"""`cascade top`: the tiers, edges and requests of a running server, again and again."""
+"""`cascade top`: a live view of the tiers, edges and requests of a running server."""
 
 import time
 from dataclasses import dataclass, field
@@ -15,12 +15,12 @@ from cascade.cli.scrape import Scrape, scrape
 from cascade.cli.screen import console, level_style
 from cascade.errors import CascadeError
 
-EVERY_S = 1.0  # seconds between two looks
+EVERY_S = 1.0  # seconds between two updates
 
 
 @dataclass(slots=True)
 class Frame:
-    """What a server said at one time; where an endpoint did not answer, its part is ``None`` and ``problems`` says why."""
+    """A server's state at one time; the part of an endpoint that failed is ``None``, and ``problems`` says why."""
 
     time_s: float  # on the clock of `time.monotonic`
     info: Any = None  # `cascade.client.ServerInfo`; not imported here, because it needs gRPC, which starts slowly
@@ -34,15 +34,15 @@ class Frame:
 
 @click.command()
 @click.option("--address", default=DEFAULT_ADDRESS, show_default=True, help="The server's gRPC address.")
-@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="Its HTTP address, for the counters.")
+@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="The server's HTTP address, for counters.")
 @click.option("--once", is_flag=True, help="Print totals since the start, and end.")
 def top(address: str, url: str, once: bool) -> None:
-    """Watch the tiers, edges and sessions of a server until Ctrl-C."""
+    """Watch the tiers, edges and requests of a server until Ctrl-C."""
     from cascade.client import Client
 
     with Client(address) as client:
         last = look(client, url)
-        seen: dict[str, Frame] = {}  # the latest of each router: any of several may answer
+        seen: dict[str, Frame] = {}  # by router, its latest frame: any of several routers may answer
         if once:
             if last.info is None:
                 raise CascadeError(last.problems[0])
@@ -72,7 +72,7 @@ def look(client: Any, url: str) -> Frame:
 
 
 def view(frame: Frame, before: Frame | None = None) -> RenderableType:
-    """The frame as it is shown: with rates since ``before`` if that is given, else with totals since the server's start."""
+    """The frame as shown: with rates since ``before``, or with totals since the server's start."""
     parts: list[RenderableType] = []
     if frame.info is not None:
         parts.append(_tiers(frame.info))
@@ -105,7 +105,7 @@ def _tiers(info: Any) -> Table:
 
 
 def _worth(info: Any) -> Table:
-    """What drafts of tiers below were measured to gain, and what a pass of each costs beside one of the tier above."""
+    """The measured gain from each tier below, and the cost of its pass relative to one of the tier above."""
     table = Table("drafter → verifier", "requests", "sessions", "tokens/s with over without", "pass over pass", title="Gain")
     passes = {tier.name: tier.pass_cost[0][1] for tier in info.tiers if tier.pass_cost}
     for tier in info.tiers:
@@ -117,7 +117,7 @@ def _worth(info: Any) -> Table:
 
 
 def _requests(now: Scrape, earlier: Scrape | None, seconds: float | None) -> Table:
-    """Requests now; answers, tokens and mean waiting times of the time shown."""
+    """Requests at present; answers, tokens and mean waiting times since the last frame."""
     change = now.since(earlier)
     suffix = "" if seconds is None else "/s"
     columns = ("running", "waiting", f"answers{suffix}", f"refused{suffix}", f"tokens{suffix}", "first token", "gap")
@@ -134,7 +134,7 @@ def _requests(now: Scrape, earlier: Scrape | None, seconds: float | None) -> Tab
 
 
 def _edges(now: Scrape, earlier: Scrape | None, seconds: float | None) -> Table:
-    """What happened between neighbouring tiers; an answer counts when it is complete."""
+    """Counts of each edge; an answer counts when it is complete."""
     suffix = "" if seconds is None else "/s"
     rates = (f"{name}{suffix}" for name in ("passes", "proposed", "accepted"))
     name = Column("drafter → verifier", no_wrap=True)
@@ -153,7 +153,7 @@ def _edges(now: Scrape, earlier: Scrape | None, seconds: float | None) -> Table:
 
 
 def _alignment(now: Scrape) -> Table:
-    """Drafters that learn: the round that runs, those before, and what the last one changed."""
+    """Drafters that learn: progress of the round, outcomes of earlier rounds, and agreement before and after the last one."""
     title = f"Learning, from {now.total('alignment_answers'):,.0f} answers"
     table = Table("drafter", "round", "kept", "dropped", "agreement before", "after", "swaps", title=title)
     for drafter in sorted(dict(labels)["drafter"] for name, labels in now.samples if name == "alignment_progress"):

@@ -1,4 +1,4 @@
-"""`cascade distill`, which makes a drafter, and the commands of drafters that learn while they serve."""
+"""`cascade distill`, which makes a draft model, and commands for drafters that learn while they serve."""
 
 import os
 import time
@@ -11,20 +11,20 @@ from cascade.cli.screen import console
 from cascade.errors import ConfigError
 
 FOLDER = click.option(
-    "--folder", required=True, type=click.Path(file_okay=False, path_type=Path), help="That of `alignment.folder`."
+    "--folder", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder in `alignment.folder`."
 )
-KEY_ENV = click.option("--key-env", help="Environment variable with the key of encrypted answers.")
+KEY_ENV = click.option("--key-env", help="Environment variable with the key for encrypted answers.")
 
 
 @click.command()
 @click.option("--model", required=True, help="Path or hub id of the model to draft for.")
-@click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder of the result.")
-@click.option("--cost", type=float, help="Share of the model's pass that the result takes, such as 0.1.")
-@click.option("--layers", help="In place of a cost, layers to keep, such as 0-11,20-31.")
+@click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder for the result.")
+@click.option("--cost", type=float, help="Largest share of the model's weights that a pass of the result reads, such as 0.1.")
+@click.option("--layers", help="In place of --cost: layers to keep, such as 0-11,20-31.")
 @click.option(
     "--start",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="In place of a cost, an earlier result, to go on with it.",
+    help="In place of --cost: an earlier result to continue with.",
 )
 @click.option(
     "--data", multiple=True, type=click.Path(path_type=Path), help="Text to learn from; repeat. By default MODEL writes it."
@@ -32,19 +32,19 @@ KEY_ENV = click.option("--key-env", help="Environment variable with the key of e
 @click.option(
     "--prompts",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Prompts that MODEL answers in place of its own: one a line, text or JSON as in Spec-Bench.",
+    help="Prompts for MODEL in place of its own: one a line, text or JSON as in Spec-Bench.",
 )
-@click.option("--hours", type=float, default=8.0, show_default=True, help="Time for all of it.")
+@click.option("--hours", type=float, default=8.0, show_default=True, help="Time for the whole run.")
 @click.option(
-    "--work", type=click.Path(file_okay=False, path_type=Path), help="Folder of text and checkpoints; OUT.work by default."
+    "--work", type=click.Path(file_okay=False, path_type=Path), help="Folder for text and checkpoints; OUT.work by default."
 )
-@click.option("--rows", type=click.IntRange(1), default=128, show_default=True, help="Texts written at a time.")
+@click.option("--rows", type=click.IntRange(1), default=128, show_default=True, help="Texts that are written at the same time.")
 @click.option("--max-len", type=click.IntRange(64), default=512, show_default=True, help="Tokens of a text at most.")
 @click.option("--device", help="Such as cuda:0; by default the GPU if there is one.")
 def distill(model: str, out: Path, layers: str | None, work: Path | None, device: str | None, **options: Any) -> None:
-    """Cut a draft model out of MODEL, and train it on text that MODEL writes, until both agree as often as possible.
+    """Cut a draft model out of MODEL, and train it on text that MODEL writes, so that both agree as often as possible.
 
-    It goes on where it was interrupted. Several draft models of one model share their text when they share --work.
+    An interrupted run continues from its last checkpoint. Draft models of the same MODEL share text if they share --work.
 
     \b
     cascade distill --model HuggingFaceTB/SmolLM2-1.7B-Instruct --out tiny --cost 0.1
@@ -68,16 +68,16 @@ def distill(model: str, out: Path, layers: str | None, work: Path | None, device
 
         agreement = run.run(tell)
     shown = ", ".join(f"{share:.3f} at temperature {temperature:g}" for temperature, share in agreement.items())
-    console.print(f"{out} says what {model} says at this share of held-out positions: {shown}.")
+    console.print(f"{out} agrees with {model} at this share of held-out positions: {shown}.")
 
 
 @click.command()
 @click.option(
-    "--from", "folder", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder with answers of a server."
+    "--from", "folder", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder with a server's answers."
 )
-@click.option("--tier", "student", required=True, help="Lower tier that learns.")
+@click.option("--tier", "student", required=True, help="The lower tier that learns.")
 @click.option("--config", type=click.Path(path_type=Path), help="The server's configuration; by default the demonstration's.")
-@click.option("--seconds", default=300.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Of training.")
+@click.option("--seconds", default=300.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Training time.")
 @KEY_ENV
 @click.option("--device", help="Such as cuda:0; by default the GPU if there is one.")
 def align(
@@ -90,7 +90,7 @@ def align(
 ) -> None:
     """Let a drafter learn from answers that a server has kept on disk.
 
-    Weights that are no worse on answers that were held out become the latest in the folder, which a running server takes.
+    If the new weights are no worse on held-out answers, they become the latest in the folder. A running server takes them.
 
     \b
     cascade align --from /shared/cascade --tier tiny --config my.yaml
@@ -119,13 +119,13 @@ def align(
 @click.argument("drafter")
 @FOLDER
 def rollback(drafter: str, folder: Path) -> None:
-    """Let DRAFTER, a tier that learns, go back to the weights before its latest; a running server does so in seconds."""
+    """Let DRAFTER, a tier that learns, return to the weights before the latest ones; a running server does so in seconds."""
     from cascade.training.versions import Versions
 
     if not (folder / drafter).is_dir():
-        raise ConfigError(f"{drafter} has no weights in {folder}: it never learnt there")
+        raise ConfigError(f"{drafter} has no weights in {folder}: it never learned there")
     version = Versions(folder / drafter).rollback()
-    console.print(f"{drafter} goes back to {version or 'the weights that it began with'}.", soft_wrap=True)
+    console.print(f"{drafter} returns to {version or 'its original weights'}.", soft_wrap=True)
 
 
 @click.command()
@@ -133,10 +133,10 @@ def rollback(drafter: str, folder: Path) -> None:
 @FOLDER
 @KEY_ENV
 def forget(tenant: str, folder: Path, key_env: str | None) -> None:
-    """Drop the answers of the key named TENANT that drafters learn from, on disk and in a running server within a minute."""
+    """Drop the answers of the key named TENANT from those that drafters learn from, on disk and within a minute in a server."""
     from cascade.training import reservoir
 
     reservoir.forget(folder, tenant)
     limits = reservoir.Limits(rows=10**9, row_tokens=10**9, max_age_s=float("inf"))
-    reservoir.Reservoir(limits, folder, os.environ.get(key_env or ""))  # writes what is on disk anew
-    console.print(f"Answers of {tenant} are forgotten.")
+    reservoir.Reservoir(limits, folder, os.environ.get(key_env or ""))  # rewrites the file on disk without these answers
+    console.print(f"Answers of {tenant} are dropped.")

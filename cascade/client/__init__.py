@@ -1,4 +1,4 @@
-"""Clients of a served cascade; they need neither torch nor Ray."""
+"""Clients of a served cascade; they need neither PyTorch nor Ray."""
 
 from cascade.client.chat import ChatOptions, ToolCall, Turn, TurnPiece
 from cascade.client.client import AsyncClient, Client

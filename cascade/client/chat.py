@@ -1,4 +1,4 @@
-"""Conversations: OpenAI's messages and tools become a request, and its responses the assistant's turn."""
+"""Conversations: turns OpenAI's messages and tools into a request, and the responses into the assistant's turn."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ TurnReason = Literal["stop", "length", "tool_calls"]
 
 
 class ChatOptions(TypedDict, total=False):
-    """How the assistant continues a conversation; names are those of OpenAI's API and vLLM, see docs/reference/http.md."""
+    """Options of a conversation, named as in OpenAI's API and vLLM; see docs/reference/http.md."""
 
     tools: Sequence[Mapping[str, Any]] | None
     tool_choice: str | Mapping[str, Any] | None
@@ -28,15 +28,15 @@ class ChatOptions(TypedDict, total=False):
     separate_reasoning: bool | None
 
 
-CONVERTED = ("tools", "tool_choice", "chat_template_kwargs")  # options that have another form in the protocol
+CONVERTED = ("tools", "tool_choice", "chat_template_kwargs")  # options whose form differs in the protocol
 UNCONVERTED = tuple(name for name in ChatOptions.__annotations__ if name not in CONVERTED)
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool, or a piece of one: its first piece brings ``id`` and ``name``, ``arguments`` come bit by bit."""
+    """A call of a tool, or a piece of one. The first piece has ``id`` and ``name``; ``arguments`` come piece by piece."""
 
-    index: int  # among the calls of the turn
+    index: int  # number of the call in the turn
     id: str
     name: str
     arguments: str  # JSON text of an object
@@ -44,18 +44,18 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the assistant thinks, says and calls, as read from ``completion``, the text that the model wrote."""
+    """The assistant's turn: thoughts, content and calls, parsed from ``completion``, the text that the model wrote."""
 
-    content: str | None  # None if it only calls
+    content: str | None  # None if there are only calls
     calls: tuple[ToolCall, ...]
     finish_reason: TurnReason
     completion: Completion
-    reasoning_content: str | None = None  # thoughts; None if there are none, or they are part of the content
-    reasoning_tokens: int | None = None  # the completion's tokens that are thoughts, tags included; None if not told apart
+    reasoning_content: str | None = None  # thoughts; None if there are none, or if they are part of the content
+    reasoning_tokens: int | None = None  # tokens of thoughts, tags included; None if thoughts are not separated
 
     @property
     def message(self) -> dict[str, Any]:
-        """This turn as one of the messages of the next request."""
+        """This turn as a message for the next request."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning_content is not None:
             message["reasoning_content"] = self.reasoning_content
@@ -69,7 +69,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class TurnPiece:
-    """A piece of a turn, as read from ``chunk``, the text that the model wrote."""
+    """A piece of a turn, parsed from ``chunk``, the text that the model wrote."""
 
     content: str
     calls: tuple[ToolCall, ...]
@@ -79,7 +79,7 @@ class TurnPiece:
 
 
 class ChatExchange(Exchange[Turn, TurnPiece]):
-    """A conversation to go on with; its request is that of `encode_chat`."""
+    """A conversation and its answer; the request is that of `encode_chat`."""
 
     rpc = "Chat"
 
@@ -120,7 +120,7 @@ def encode_chat(
     handling: Handling | None,
     options: ChatOptions,
 ) -> pb.ChatRequest:
-    """The request on the wire; raises `InvalidRequest` for what the protocol cannot carry."""
+    """The request as a message; raises `InvalidRequest` for values that the protocol cannot carry."""
     given = _without_empty(options)
     choice, values = given.get("tool_choice"), given.get("chat_template_kwargs")
     try:
@@ -144,7 +144,7 @@ def _message(message: Mapping[str, Any]) -> pb.ChatMessage:
     given = _without_empty(message)
     if isinstance(content := given.get("content"), list):
         given["content"] = "".join(map(_text, content))
-    reasoning = given.pop("reasoning", None)  # other servers' name for reasoning_content
+    reasoning = given.pop("reasoning", None)  # the name that other servers use for reasoning_content
     if reasoning is not None and given.setdefault("reasoning_content", reasoning) != reasoning:
         raise ValueError("reasoning_content and reasoning differ: give one of them")
     given["tool_calls"] = [_call(call) for call in given.get("tool_calls", ())]
@@ -158,7 +158,7 @@ def _text(part: Mapping[str, Any]) -> str:
 
 
 def _call(made: Mapping[str, Any]) -> dict[str, Any]:
-    """An earlier call of the assistant, its arguments as text."""
+    """An earlier call of the assistant, with its arguments as text."""
     call = _without_type(made)
     function = dict(call["function"])
     if isinstance(function.get("arguments"), Mapping):
@@ -181,12 +181,12 @@ def _tool_choice(choice: str | Mapping[str, Any]) -> pb.ToolChoice:
 
 
 def _without_empty(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields that are neither null nor an empty list: OpenAI's clients dump a message with all fields that it could have."""
+    """Fields that are neither null nor an empty list: OpenAI's clients dump messages with all possible fields."""
     return {name: value for name, value in fields.items() if value is not None and value != []}
 
 
 def _without_type(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool or a call without its type, which the protocol leaves out; raises ``ValueError`` if it is not a function."""
+    """A tool or a call without its type, which the protocol lacks; raises ``ValueError`` if it is not a function."""
     given = _without_empty(fields)
     kind = given.pop("type", "function")
     if kind != "function":

@@ -1,4 +1,4 @@
-"""Clients of a served cascade. They need neither torch nor Ray; answers are those of the library.
+"""Clients of a served cascade, with the interface of the library. They need neither PyTorch nor Ray.
 
 >>> with Client("127.0.0.1:9000") as client:
 ...     print(client.generate("def fibonacci(n):", SamplingParams(max_tokens=32, temperature=0)).text)
@@ -24,7 +24,7 @@ from cascade.v1 import serving_pb2 as pb
 
 T = TypeVar("T")
 Later: TypeAlias = Coroutine[Any, Any, T]
-# what calls return: `Client` the values, `AsyncClient` awaitables and asynchronous iterators of them
+# results of calls: values for `Client`, awaitables and asynchronous iterators of them for `AsyncClient`
 Text = TypeVar("Text")
 Texts = TypeVar("Texts")
 Reply = TypeVar("Reply")
@@ -33,7 +33,7 @@ Info = TypeVar("Info")
 
 
 class Calls(Connection, ABC, Generic[Text, Texts, Reply, ReplyPieces, Info]):
-    """What both clients offer."""
+    """The methods of both clients."""
 
     def generate(
         self,
@@ -63,9 +63,9 @@ class Calls(Connection, ABC, Generic[Text, Texts, Reply, ReplyPieces, Info]):
         handling: Handling | None = None,
         **options: Unpack[ChatOptions],
     ) -> Reply:
-        """The assistant's whole next turn after ``messages``, which are as OpenAI's clients have them.
+        """The assistant's whole next turn after ``messages``, in OpenAI's form.
 
-        Without ``params`` it may be as long as the context has room for.
+        By default it may fill the context.
         """
         return self._whole(ChatExchange(encode_chat(messages, params, speculation, handling, options)))
 
@@ -81,7 +81,7 @@ class Calls(Connection, ABC, Generic[Text, Texts, Reply, ReplyPieces, Info]):
         return self._pieces(ChatExchange(encode_chat(messages, params, speculation, handling, options)))
 
     def describe(self) -> Info:
-        """What is served. Fails at once where no server has ever answered this client."""
+        """What is served. Fails at once if no server has ever answered this client."""
         return self._whole(Description(pb.DescribeRequest()))
 
     @abstractmethod
@@ -92,17 +92,17 @@ class Calls(Connection, ABC, Generic[Text, Texts, Reply, ReplyPieces, Info]):
 
 
 class Client(Calls[Completion, Iterator[Chunk], Turn, Iterator[TurnPiece], ServerInfo]):
-    """Talks to the server at ``address``, or in turn to those at several.
+    """Calls the server at ``address``; with several addresses, each in turn.
 
-    - ``api_key``: by default that of the environment variable ``CASCADE_API_KEY``; "" sends none.
+    - ``api_key``: by default the one in the environment variable ``CASCADE_API_KEY``; "" sends none.
     - ``application``: name of the Serve application, if there are several.
     - ``timeout``: deadline of each request, seconds.
-    - ``authority``: file of certificates (PEM) to trust at an address ``grpcs://HOST:PORT``; by default the public ones, or
-      those that ``GRPC_DEFAULT_SSL_ROOTS_FILE_PATH`` names.
-    - ``patience_s``: a request whose server is gone is sent again, also to another server, and a stream goes on where it broke
-      off, until no server has sent anything for so long.
+    - ``authority``: PEM file of certificates to trust at an address ``grpcs://HOST:PORT``; by default public authorities, or
+      those in the file ``GRPC_DEFAULT_SSL_ROOTS_FILE_PATH``.
+    - ``patience_s``: if a server is gone, its requests are sent again, also to other servers, and streams continue where they
+      broke off, until no server has sent anything for this many seconds.
 
-    Arguments that cannot be used raise `ConfigError`; what a server refuses, or cannot finish, raises the other errors of
+    Wrong arguments raise `ConfigError`. Requests that a server refuses or cannot finish raise the other errors of
     `cascade.errors`.
     """
 

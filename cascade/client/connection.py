@@ -1,4 +1,4 @@
-"""A client's channels to servers: addresses, what calls carry, when they are made again, the library's errors for gRPC's."""
+"""A client's channels to servers: addresses, metadata, retries, and the library's errors for those of gRPC."""
 
 import ipaddress
 import json
@@ -16,47 +16,47 @@ from cascade.client.exchange import Exchange
 from cascade.client.rpc import stub_of
 from cascade.errors import KINDS, CascadeError, ConfigError, DeadlineExceeded, Overloaded, Unauthenticated, Unavailable
 
-SECURE = "grpcs://"  # the prefix of a server's address that speaks TLS
+SECURE = "grpcs://"  # prefix of addresses with TLS
 OTHER_SCHEMES = ("http://", "https://", "grpc://")
 API_KEY = "CASCADE_API_KEY"  # environment variable of the key
-NO_KEY = f"The server asks for an API key and this client has none: set {API_KEY}, or give api_key"
+NO_KEY = f"The server requires an API key and this client has none: set {API_KEY}, or give api_key"
 RETRY_AFTER = "retry-after"  # gRPC trailing metadata and HTTP header, seconds
 NEAR_DOMAINS = (".localhost", ".local", ".internal")
-DIRECT = ("grpc.enable_http_proxy", 0)  # else gRPC uses the proxies that http_proxy and https_proxy name
-# beginnings of gRPC's sentences where nobody answers
+DIRECT = ("grpc.enable_http_proxy", 0)  # keeps gRPC from using the proxies in http_proxy and https_proxy
+# beginnings of gRPC's messages if no server answers
 UNREACHED = ("connections to all backends failing", "failed to connect", "errors resolving", "DNS resolution failed")
-HTTP = "http1.x server"  # in gRPC's sentence about a server that does not speak HTTP/2
-PATIENCE_S = 60.0  # longer than a router that was killed is away, also on a slow machine
-FIRST_PAUSE_S = 0.05  # doubled with every failure, and cut by up to a half: clients of a dead server do not come all at once
+HTTP = "http1.x server"  # in gRPC's message about a server that does not speak HTTP/2
+PATIENCE_S = 60.0  # longer than a killed router takes to restart, also on a slow machine
+FIRST_PAUSE_S = 0.05  # doubled with every failure, and cut at random by up to half, so that clients do not retry all at once
 MOST_PAUSE_S = 2.0
-AVOID_S = 5.0  # time for which a server that failed is asked only if there is no other
+AVOID_S = 5.0  # time for which a server that failed is used only if there is no other
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", -1),  # log-probabilities of a long text exceed gRPC's 4 MiB
-    # A call to a host that has vanished ends within seven minutes. Servers break off connections that ping more often than
-    # every five minutes while nothing is sent (gRPC's default, which Ray Serve's proxies keep).
+    # A call to a host that has vanished ends within seven minutes. More frequent pings would make servers close idle
+    # connections: gRPC's default, which Ray Serve's proxies keep, allows one every five minutes.
     ("grpc.keepalive_time_ms", 360_000),
     ("grpc.http2.ping_timeout_ms", 20_000),
-    ("grpc.http2.max_pings_without_data", 0),  # no limit: an answer may be waited for longer than two pings
-    ("grpc.service_config", json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})),  # over all hosts of a name
+    ("grpc.http2.max_pings_without_data", 0),  # no limit: an answer may take longer than two pings
+    ("grpc.service_config", json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})),  # balances over all hosts of a name
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    ("grpc.min_reconnect_backoff_ms", 5_000),  # until a connection is given up; gRPC's default is 20 s
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # time until a connection attempt is given up; gRPC's default is 20 s
 )
 
-# the library's errors by gRPC's statuses; a server that closes cancels its calls
+# the library's errors by gRPC status; CANCELLED comes from a server that shuts down
 ERRORS = {kind.grpc: kind for kind in KINDS if "grpc" in vars(kind)} | {"CANCELLED": Unavailable}
 
 
 class Unreached(Unavailable):
-    """Nobody answers at the address."""
+    """No server answers at the address."""
 
 
 @dataclass(slots=True)
 class Attempts:
-    """The calls by which one request is made, within its deadline and its client's patience.
+    """The calls for one request, within its deadline and its client's patience.
 
     ``patience_s``: seconds that may pass without a message from any server. ``unproven``: the addresses may be wrong, so each
-    of ``num_servers`` is asked once.
+    of ``num_servers`` is tried only once.
     """
 
     patience_s: float
@@ -65,13 +65,13 @@ class Attempts:
     unproven: bool = False
     _start: float = field(default_factory=time.monotonic)
     _last: float = field(default_factory=time.monotonic)  # when the last message came
-    _num_failed: int = 0  # calls
-    _num_in_vain: int = 0  # attempts since the last message
-    _reason: CascadeError | None = None  # why the first of these failed
+    _num_failed: int = 0  # calls that failed
+    _num_in_vain: int = 0  # calls that failed since the last message
+    _reason: CascadeError | None = None  # the error of the first of these
 
     @property
     def left_s(self) -> float | None:
-        """Until the request's deadline, if it has one."""
+        """Seconds until the request's deadline, if it has one."""
         return None if self.timeout_s is None else max(0.0, self._start + self.timeout_s - time.monotonic())
 
     def received(self) -> None:
@@ -79,14 +79,14 @@ class Attempts:
         self._last, self._num_in_vain, self.unproven, self._reason = time.monotonic(), 0, False, None
 
     def failed(self, error: CascadeError) -> float:
-        """The pause in seconds before the request is sent again; raises ``error`` if that is of no use, or comes too late.
+        """The pause in seconds before the next call; raises ``error`` if another call is useless or too late.
 
-        Where the deadline ends a call after others have failed, the error of the first of them is raised.
+        If the deadline ends a call after earlier ones failed, the error of the first of them is raised.
         """
         self._num_failed += 1
         self._num_in_vain += 1
         self._reason = self._reason or error
-        self.unproven &= isinstance(error, Unreached)  # a server that ends a call, or cannot take it, was there
+        self.unproven &= isinstance(error, Unreached)  # any other error shows that there is a server
         pause_s: float = random.uniform(0.5, 1.0) * min(MOST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self._num_in_vain - 1))
         if isinstance(error, Overloaded):
             pause_s += error.retry_after_s
@@ -100,7 +100,7 @@ class Attempts:
         raise shown from None
 
     def _may_succeed(self, error: CascadeError) -> bool:
-        """Whether another call may go better. Only a request that lost its server waits for one that is full."""
+        """Whether another call may succeed. A full server is retried only for a request that has lost its server."""
         if isinstance(error, Unreached) and self.unproven:
             return self._num_failed < self.num_servers
         return isinstance(error, Unavailable) or (isinstance(error, Overloaded) and self._num_failed > 1)
@@ -116,9 +116,9 @@ class Server:
 
 
 class Connection:
-    """What both clients hold: servers, and the metadata, the deadline and the patience of calls."""
+    """State of both clients: servers, and the metadata, deadline and patience of calls."""
 
-    _channels: ClassVar[Any]  # makes channels: `grpc`, or `grpc.aio`
+    _channels: ClassVar[Any]  # the module that makes channels: `grpc` or `grpc.aio`
 
     def __init__(
         self,
@@ -138,12 +138,12 @@ class Connection:
         self._patience_s = patience_s
         self._servers = [self._open(address, authority) for address in addresses]
         self._num_calls = 0
-        self._answered = False  # whether any server ever has
+        self._answered = False  # whether any server has ever answered
         self._closed = False
 
     def _open(self, address: str, authority: str | None) -> Server:
         target, credentials = _target(address, authority)
-        direct = is_near(target) and not os.environ.get("grpc_proxy")  # noqa: SIM112  # gRPC's own name, meant for it
+        direct = is_near(target) and not os.environ.get("grpc_proxy")  # noqa: SIM112  # gRPC's own variable
         options = (*CHANNEL_OPTIONS, DIRECT) if direct else CHANNEL_OPTIONS
         if credentials is None:
             channel = self._channels.insecure_channel(target, options)
@@ -152,12 +152,12 @@ class Connection:
         return Server(channel, stub_of(channel, streamed=True))
 
     def _attempts(self, exchange: Exchange[Any, Any]) -> Attempts:
-        """Those of one request."""
+        """The attempts of one request."""
         unproven = exchange.probing and not self._answered  # the addresses may be wrong
         return Attempts(self._patience_s, exchange.timeout_s or self._timeout, len(self._servers), unproven)
 
     def _next_server(self) -> Server:
-        """The next one in turn; if all are avoided, the one that was first."""
+        """The next server in turn; if all are avoided, the one that was avoided first."""
         self._num_calls += 1
         first = self._num_calls % len(self._servers)
         now, servers = time.monotonic(), (*self._servers[first:], *self._servers[:first])
@@ -167,12 +167,12 @@ class Connection:
         return getattr(server.stub, exchange.rpc)(exchange.request, timeout=attempts.left_s, metadata=self._metadata)
 
     def _received(self, server: Server, attempts: Attempts) -> None:
-        """A message of the answer has come."""
+        """A message of the answer has arrived."""
         self._answered, server.avoided_until = True, 0.0
         attempts.received()
 
     def _failed(self, error: grpc.RpcError | Unavailable, server: Server, attempts: Attempts, again: bool = True) -> float:
-        """The pause before the request is sent again; raises the library's error where that is of no use, or cannot be."""
+        """The pause before the request is sent again; raises the library's error if that is useless, or not possible."""
         if self._closed and isinstance(error, grpc.RpcError):
             raise error
         cause = _error_of(error) if isinstance(error, grpc.RpcError) else error
@@ -192,17 +192,17 @@ def _error_of(error: grpc.RpcError) -> CascadeError:
         pairs: Any = error.trailing_metadata() or ()
         try:
             return Overloaded(sentence, float(dict(pairs)[RETRY_AFTER]))
-        except (KeyError, ValueError):  # it does not say
+        except (KeyError, ValueError):  # the server does not say
             return Overloaded(sentence)
     if HTTP in sentence:
-        return ConfigError("The client's address is a port of HTTP: give the port of gRPC, 9000 unless the server says another")
+        return ConfigError("The client's address is an HTTP port: give the gRPC port, 9000 unless the server says otherwise")
     if kind is Unavailable and sentence.startswith(UNREACHED):
-        return Unreached(f"No server answers at the client's address ({sentence}): start one, or mend the address")
+        return Unreached(f"No server answers at the client's address ({sentence}): start one, or correct the address")
     return kind(sentence)
 
 
 def _target(address: str, authority: str | None) -> tuple[str, grpc.ChannelCredentials | None]:
-    """What to connect to, and whom to trust there if it speaks TLS; raises `ConfigError`."""
+    """The target of an address, and credentials if it uses TLS; raises `ConfigError`."""
     if not address.startswith(SECURE):
         if authority is not None:
             raise ConfigError(f"authority is given and address is {address!r}: begin it with {SECURE} for TLS")
@@ -219,7 +219,7 @@ def _target(address: str, authority: str | None) -> tuple[str, grpc.ChannelCrede
 
 
 def is_near(target: str) -> bool:
-    """Whether a HOST:PORT is on this machine or its network, which is reached without a proxy for the web."""
+    """Whether a HOST:PORT is on this machine or its private network, which is reached without a web proxy."""
     place = target.rpartition("/")[2]
     host = (place if place.endswith("]") or ":" not in place else place.rpartition(":")[0]).strip("[]")
     try:
@@ -229,9 +229,9 @@ def is_near(target: str) -> bool:
 
 
 def _metadata(application: str | None, api_key: str | None) -> tuple[tuple[str, str], ...]:
-    """What every call says about its sender; raises `ConfigError`."""
+    """Metadata of every call; raises `ConfigError`."""
     for name, value in (("api_key", api_key), ("application", application)):
         if value and not (value.isascii() and value.isprintable()):
-            raise ConfigError(f"{name} has characters that are not printable ASCII, which no call can carry: mend it")
+            raise ConfigError(f"{name} has characters that are not printable ASCII, which no call can carry: correct it")
     pairs = (("application", application or ""), ("authorization", f"Bearer {api_key}" if api_key else ""))
     return tuple((name, value) for name, value in pairs if value)

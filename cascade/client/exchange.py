@@ -1,4 +1,4 @@
-"""One request and the reading of its answer. Does no I/O, so that `Client` and `AsyncClient` share it."""
+"""A request and its answer, without I/O, for `Client` and `AsyncClient` alike."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -18,28 +18,28 @@ Piece = TypeVar("Piece")
 
 
 class Exchange(ABC, Generic[Whole, Piece]):
-    """A ``request``, which the method ``rpc`` answers in pieces."""
+    """A ``request`` that the method ``rpc`` answers in pieces."""
 
     rpc: ClassVar[str]
     timeout_s: ClassVar[float | None] = None  # deadline; by default the client's
-    probing: ClassVar[bool] = False  # not to be waited for where no server has ever answered the client
+    probing: ClassVar[bool] = False  # fails at once if no server has ever answered the client
 
     def __init__(self, request: Any) -> None:
         self.request = request
-        self.whole: Whole | None = None  # the answer, once its last piece has come
+        self.whole: Whole | None = None  # the answer, after its last piece
         self._chunks: list[Chunk] = []
 
     @abstractmethod
     def add(self, response: Any) -> Piece:
-        """What the next response brings."""
+        """The piece in the next response."""
 
     def check(self) -> None:
-        """Raise `Unavailable` if the stream has ended before its text."""
+        """Raise `Unavailable` if the stream has ended before the text was complete."""
         if self.whole is None:
             raise Unavailable("The server ended the stream before the text was complete")
 
     def resume(self) -> bool:
-        """Let the request go on after the tokens that came; False if the server did not say by which seed."""
+        """Let the request continue after the tokens that came; False if the server has not sent the seed."""
         if self._chunks:
             self.request.resume.token_ids[:] = [token for chunk in self._chunks for token in chunk.token_ids]
         return not self._chunks or self.request.sampling.HasField("seed")
@@ -85,7 +85,7 @@ class Exchange(ABC, Generic[Whole, Piece]):
 
 
 class TextExchange(Exchange[Completion, Chunk]):
-    """A prompt to go on with; its request is that of `encode_request`."""
+    """A prompt and its answer; the request is that of `encode_request`."""
 
     rpc = "Generate"
 
@@ -98,9 +98,9 @@ class TextExchange(Exchange[Completion, Chunk]):
 def encode_request(
     prompt: Prompt, params: SamplingParams | None, speculation: Speculation | None, handling: Handling | None = None
 ) -> pb.GenerateRequest:
-    """The request on the wire; raises `InvalidRequest` for what the protocol cannot carry."""
+    """The request as a message; raises `InvalidRequest` for values that the protocol cannot carry."""
     try:
-        if prompt is None or isinstance(prompt, bytes):  # protobuf would take them for token ids
+        if prompt is None or isinstance(prompt, bytes):  # protobuf would read them as token ids
             raise TypeError(f"a prompt is a string or token ids, not {type(prompt).__name__}")
         return pb.GenerateRequest(
             prompt=prompt if isinstance(prompt, str) else None,
@@ -112,7 +112,7 @@ def encode_request(
 
 
 def encode_options(params: SamplingParams | None, speculation: Speculation | None, handling: Handling | None) -> dict[str, Any]:
-    """Fields that requests of all kinds have; raises `ValueError` for what the protocol cannot carry."""
+    """Fields of all kinds of requests; raises `ValueError` for values that the protocol cannot carry."""
     return {
         "sampling": None if params is None else encode_sampling(params),
         "speculation": encode_speculation(speculation or Speculation()),

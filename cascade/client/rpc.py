@@ -1,4 +1,4 @@
-"""Calls and handlers of a gRPC service, made of its descriptor, so that nothing is generated but the messages."""
+"""Calls and handlers of a gRPC service, made from its descriptor, so that only messages need generated code."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ LINK: ServiceDescriptor = link_pb2.DESCRIPTOR.services_by_name["Link"]
 def stub_of(channel: Any, service: ServiceDescriptor = CASCADE, *, streamed: bool = False) -> Any:
     """The calls of a service over a channel of `grpc` or `grpc.aio`, by the names of its methods.
 
-    ``streamed``: a call that is answered by one message gives a stream of one, which is the same on the wire.
+    ``streamed``: calls with a single response give a stream of one message, which is the same on the wire.
     """
     calls = {}
     for method in service.methods:
@@ -28,9 +28,9 @@ def stub_of(channel: Any, service: ServiceDescriptor = CASCADE, *, streamed: boo
 
 
 def handlers_of(servicer: Any, service: ServiceDescriptor = CASCADE) -> "grpc.GenericRpcHandler[Any, Any]":
-    """What lets a server answer the calls of a service by the methods of ``servicer`` that have the same names.
+    """A handler that answers the calls of a service by the methods of ``servicer`` with the same names.
 
-    Calls for which it has none are unimplemented.
+    Calls without a method are unimplemented.
     """
     made = {}
     for method in [method for method in service.methods if hasattr(servicer, method.name)]:
@@ -41,5 +41,5 @@ def handlers_of(servicer: Any, service: ServiceDescriptor = CASCADE) -> "grpc.Ge
 
 
 def _kind(method: MethodDescriptor) -> str:
-    """As gRPC names the kinds of calls, such as ``unary_stream``."""
+    """gRPC's name for the kind of a method, such as ``unary_stream``."""
     return "_".join("stream" if streams else "unary" for streams in (method.client_streaming, method.server_streaming))

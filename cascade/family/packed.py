@@ -1,7 +1,7 @@
 """Draft models that ship in a third of the space, unpacked to a cache folder on first use.
 
-Matrices have 8 bits with a scale for each row. Embeddings of tokens outside a draft vocabulary have hardly changed since they
-were a linear map of the full model's: they are left out, and made again from those by the map that fits best.
+Matrices have 8 bits with a scale for each row. Embeddings of tokens outside a draft vocabulary began as a linear map of the
+full model's and have hardly changed. So they are left out, and computed from the full model's by the best-fitting map.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")  
 def pack(folder: Path, full: Path, out: Path) -> None:
     """Write the draft model in ``folder``, whose full model is in ``full``, to ``out``, without its tokenizer.
 
-    Each number is off by half a scale at most, but for embeddings outside the draft vocabulary.
+    The error of each number is at most half a scale, except for embeddings outside the draft vocabulary.
     """
     out.mkdir(parents=True, exist_ok=True)
     weights = load_file(folder / WEIGHTS)
@@ -54,7 +54,7 @@ def pack(folder: Path, full: Path, out: Path) -> None:
 
 
 def unpacked(packed: Path, full: Path) -> Path:
-    """The folder of a packed model as Transformers reads it, in bfloat16, with the tokenizer of the full model in ``full``.
+    """The folder of a packed model in Transformers' format, in bfloat16, with the tokenizer of the full model in ``full``.
 
     It is made once for each user and content, see `kept`. Raises `ModelError` if it cannot be written, or drafts for another
     model.

@@ -18,25 +18,25 @@ LIMITS = Limits()
 
 
 class AlignmentConfig(Section):
-    """Drafters that learn from answers while they serve; without this section nothing is kept and nothing learns.
+    """Drafters that learn from answers while they serve. Without this section no answers are kept, and no drafter learns.
 
     alignment: {folder: /shared/cascade}
     """
 
-    folder: Text  # folder of new weights, which every node sees
-    # lower tiers that learn, by name; by default all that can
+    folder: Text  # folder for new weights, shared by all nodes
+    # names of the lower tiers that learn; by default all that can
     students: tuple[Text, ...] = ()
     rows: Annotated[int, Field(ge=16)] = LIMITS.rows  # answers that are kept, half of them the newest
-    row_tokens: Annotated[int, Field(ge=32)] = LIMITS.row_tokens  # tokens kept of an answer with its prompt, the last ones
+    row_tokens: Annotated[int, Field(ge=32)] = LIMITS.row_tokens  # last tokens kept of each prompt with its answer
     max_age_s: Seconds = LIMITS.max_age_s  # seconds until an answer is dropped
-    on_disk: bool = False  # keep answers in the folder, too, not only in memory
-    # environment variable with a key of Fernet that encrypts answers on disk
+    on_disk: bool = False  # keep answers also in the folder, not only in memory
+    # environment variable with a Fernet key that encrypts answers on disk
     key_env: Variable | None = None
-    every_s: Annotated[float, Field(ge=0)] = 900.0  # seconds between two rounds; drift begins one at once
-    round_s: Seconds = 300.0  # seconds of training of each drafter
-    min_rows: Count = 128  # new answers before a round
+    every_s: Annotated[float, Field(ge=0)] = 900.0  # seconds between two rounds; falling acceptance starts one at once
+    round_s: Seconds = 300.0  # seconds that each drafter trains in a round
+    min_rows: Count = 128  # new answers that a round needs
     canary_s: Annotated[float, Field(ge=0)] = 60.0  # seconds that one replica tries new weights
-    device: str | None = None  # the learner's, such as cuda:0; by default the GPU if there is one
+    device: str | None = None  # device of the learner, such as cuda:0; by default the GPU if there is one
     num_workers: Count = 1  # processes that train a drafter together, by Ray Train
     # resources of the learner, or of each of several workers: `num_gpus`, ...
     ray_actor_options: ActorOptions = Field(default_factory=ActorOptions)
@@ -53,11 +53,11 @@ class AlignmentConfig(Section):
         return self
 
     def versions(self, student: str) -> Versions:
-        """The weights that a student has learnt so far."""
+        """The weights that a student has learned so far."""
         return Versions(Path(self.folder) / student)
 
     def reservoir(self) -> Reservoir:
-        """Where answers are kept, with what lies on disk; raises `ConfigError` if that cannot be read."""
+        """The store of answers, with those on disk; raises `ConfigError` if these cannot be read."""
         key = os.environ.get(self.key_env) if self.key_env is not None else None
         if self.key_env is not None and not key:
             raise ConfigError(f"alignment.key_env is {self.key_env!r}, which is not set where the learner runs: set it there")
@@ -65,7 +65,7 @@ class AlignmentConfig(Section):
 
 
 def students(engines: Mapping[str, EngineKwargs], chosen: tuple[str, ...]) -> tuple[str, ...]:
-    """Drafters that learn: ``chosen``, or all that can of the tiers ``engines``, bottom to top."""
+    """Drafters that learn: ``chosen``, or all of the tiers ``engines`` (bottom to top) that can."""
     return chosen or tuple(name for name, reason in _obstacles(engines).items() if not reason)
 
 
@@ -89,7 +89,7 @@ def _obstacles(engines: Mapping[str, EngineKwargs]) -> dict[str, str]:
         engine, reasons[name] = engines[name], ""
         if engine.quantization is not None:
             method = engine.quantization
-            reasons[name] = f"whose quantization is {method!r}, and learnt weights are not quantized: remove one of the two"
+            reasons[name] = f"whose quantization is {method!r}, and learned weights are not quantized: remove one of the two"
         elif engine.layers:
             reasons[name] = "which is some layers of its model, and learns nothing by itself: remove its layers or the name"
         elif engine.lora_modules:

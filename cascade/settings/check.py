@@ -1,6 +1,6 @@
-"""Whether the tiers of a configuration belong together and fit on their devices. No weight is loaded.
+"""Checks whether the tiers of a configuration belong together and fit on their devices. No weight is loaded.
 
-The code of models, which takes seconds, is imported where it is needed: a server that starts only compares.
+Code of models takes seconds to import, so it is imported where it is needed: the start of a server does not need it.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ if TYPE_CHECKING:
     from cascade.engine.checkpoint import Anatomy
     from cascade.engine.model_config import Config
 
-MIN_TOKENS = 4096  # cache positions, or the model's context if that is shorter: with less a tier is of no use
+MIN_TOKENS = 4096  # the fewest useful cache positions of a tier; its model's context if that is shorter
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a replica of a tier takes, and what its device has."""
+    """What a replica of a tier needs, and what its device offers."""
 
     tier: str
     anatomy: Anatomy
     quantization: str | None
     ranks: int  # devices that share the weights and the cache
-    drafter_bytes: int  # the weights of its head, which each rank holds
+    drafter_bytes: int  # weights of its head, all on each rank
     cache_bytes_per_token: int  # keys and values of all layers, and of a head's
     device: str  # such as cuda, cpu or H100
-    device_bytes: int  # each rank's memory for weights and cache; what is free now, on a device of this machine
+    device_bytes: int  # each rank's memory for weights and cache; on a device of this machine, what is free now
     engine: str
 
     @property
     def weight_bytes(self) -> int:
-        """Of each rank, with the head."""
+        """Bytes of weights on each rank, with the head."""
         return -(-self.anatomy.weight_bytes // self.ranks) + self.drafter_bytes
 
     @property
     def cache_tokens(self) -> int:
-        """Positions of keys and values that fit beside the weights; negative if the weights do not fit themselves."""
+        """Positions of keys and values that fit beside the weights; negative if not even the weights fit."""
         return (self.device_bytes - self.weight_bytes) * self.ranks // self.cache_bytes_per_token
 
     @property
     def problem(self) -> str | None:
-        """One sentence if the tier cannot run there."""
+        """One sentence if the tier does not fit on its device."""
         wanted = min(MIN_TOKENS, self.anatomy.context_len)
         if self.cache_tokens >= wanted:
             return None
@@ -70,7 +70,7 @@ class Need:
 
 
 def needs(config: CascadeConfig) -> list[Need]:
-    """What every tier will take, bottom to top; raises `ConfigError` if a model cannot be served at all."""
+    """What every tier needs, bottom to top; raises `ConfigError` if a model cannot be served at all."""
     return [_need(tier) for tier in config.tiers]
 
 
@@ -93,13 +93,13 @@ def _need(tier: TierConfig) -> Need:
     ranks = engine.tensor_parallel_size
     head = _head_weights(tier) * sizes.dtype.itemsize
     each = sizes.cache_bytes_per_token
-    if head:  # it keeps at most one layer more, alike
+    if head:  # its keys and values are at most those of one more layer
         each += each // _config(tier).get_text_config().num_hidden_layers
     return Need(tier.name, sizes, engine.quantization, ranks, head, each, device, size, runs_on)
 
 
 def remarks(tiers: Sequence[Need]) -> list[str]:
-    """Sentences worth knowing about tiers that fit."""
+    """Remarks on tiers that fit."""
     notes = []
     for below, above in pairwise(tiers):
         if below.anatomy.parameters >= above.anatomy.parameters:
@@ -114,7 +114,7 @@ def remarks(tiers: Sequence[Need]) -> list[str]:
 
 
 def unpinned(config: CascadeConfig) -> str | None:
-    """One sentence if a tier that takes any GPU may take the one that another tier needs, which then waits for ever."""
+    """One sentence if a tier that takes any GPU may take one that another tier needs, and so block that tier for ever."""
     named = next((tier for tier in config.tiers if _accelerator(tier)), None)
     for tier in config.tiers:
         named_by = ("accelerator_type", "resources", "label_selector")
@@ -128,7 +128,7 @@ def unpinned(config: CascadeConfig) -> str | None:
 
 
 def verify(config: CascadeConfig) -> None:
-    """Compare tokenizers, contexts and vocabularies of all tiers, and look at their heads; raises `ConfigError`."""
+    """Compare tokenizers, contexts and vocabularies of all tiers, and check their heads; raises `ConfigError`."""
     full = config.tiers[-1]
     tokenizers = {tier.name: _tokenizer(tier) for tier in config.tiers}
     with _naming(f"The model of tier {full.name}"):
@@ -158,9 +158,9 @@ def verify(config: CascadeConfig) -> None:
 
 
 def limits(config: CascadeConfig) -> dict[str, dict[str, int]]:
-    """Positions and token ids that each tier takes, by its name; without those whose configuration cannot be read here.
+    """By tier, the positions and token ids that it takes; tiers whose model's configuration cannot be read here are left out.
 
-    If nothing is to be verified, the hub is not asked.
+    The hub is not asked if ``config`` says not to verify.
     """
     facts = {}
     for tier in config.tiers:
@@ -172,7 +172,7 @@ def limits(config: CascadeConfig) -> dict[str, dict[str, int]]:
 
 
 def _ask_vllm(tier: TierConfig) -> None:
-    """Ask vLLM whether it takes the tier's arguments and architecture, if it is installed here; else the replica finds out."""
+    """Ask vLLM, if it is installed here, whether it takes the tier's arguments and architecture; else only a replica can."""
     if not installed() or _engine(tier) != "vllm":
         return
     from cascade.engine.vllm.engine import check_architectures, check_options
@@ -187,7 +187,7 @@ def _ask_vllm(tier: TierConfig) -> None:
 
 
 def _head_weights(tier: TierConfig) -> int:
-    """Numbers that its head adds, as far as that can be known; raises `ConfigError` if it has no files."""
+    """Weights of the tier's head, as far as that can be told; raises `ConfigError` if it has no files."""
     head = head_of(tier.engine_kwargs.drafters)
     if head is None:
         return 0
@@ -199,7 +199,7 @@ def _head_weights(tier: TierConfig) -> int:
 
 
 def _device(tier: TierConfig) -> tuple[str, int]:
-    """Name and memory: of the accelerator if its size is known, else of this machine's device."""
+    """Name and memory of the accelerator if its size is known, else of this machine's device."""
     kind = _accelerator(tier) or ""
     if tier.engine_kwargs.device is None and kind in ACCELERATORS:
         return kind, int(ACCELERATORS[kind] * GIB * tier.gpu_memory_utilization)
@@ -221,7 +221,7 @@ def _has_gpu(tier: TierConfig) -> bool:
 
 
 def _engine(tier: TierConfig) -> str:
-    """The engine that a replica will run on."""
+    """The engine on which a replica will run."""
     return tier.engine_kwargs.runs_on(gpu=_has_gpu(tier) or default_device() == "cuda")
 
 

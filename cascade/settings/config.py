@@ -1,4 +1,4 @@
-"""Configuration of a served cascade. Names are those that users of Ray Serve LLM know.
+"""Configuration of a served cascade. Names are those of Ray Serve LLM.
 
 tiers:                                # bottom to top; the last is the full one
   - name: tiny
@@ -26,16 +26,16 @@ from cascade.settings.router import RouterConfig
 from cascade.settings.section import Port, Section, Text, sentence
 
 MAX_TIERS = 5
-RESERVED = ("router", "learner")  # names of deployments that are no tiers
+RESERVED = ("router", "learner")  # names of deployments that are not tiers
 GPU_MEMORY = 0.9  # share for weights and caches; the rest is for passes
 
 
 class PlacementConfig(Section):
-    """The placement group of a replica, as Ray has it."""
+    """The Ray placement group of a replica."""
 
     bundles: Annotated[list[dict[str, float]], Field(min_length=1)]  # resources of each bundle
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"  # where bundles go
-    bundle_label_selector: list[dict[str, str]] | None = None  # labels of the nodes of each bundle
+    bundle_label_selector: list[dict[str, str]] | None = None  # labels of the nodes for each bundle
 
 
 class TierConfig(Section):
@@ -56,14 +56,14 @@ class TierConfig(Section):
         actor: dict[str, Any] = {} if kind is None else {"num_gpus": 1, "accelerator_type": kind}
         actor |= self.deployment_config.ray_actor_options
         if self.placement_group_config is None and actor.get("num_gpus"):
-            # vLLM starts its ranks as processes of the replica, which must see the GPUs of all
+            # vLLM starts its ranks as processes of the replica, which must see all of their GPUs
             ranks = self.engine_kwargs.tensor_parallel_size
             actor["num_gpus"] = max(ranks, actor["num_gpus"]) if ranks > 1 else actor["num_gpus"]
         return actor
 
     @property
     def resources(self) -> dict[str, float]:
-        """Ray's resources that one replica takes, with its placement group."""
+        """Ray's resources that one replica takes, including its placement group."""
         placement = self.placement_group_config
         return resources(self.actor_options, None if placement is None else placement.bundles)
 
@@ -75,12 +75,12 @@ class TierConfig(Section):
 
 
 class LinkTLS(Section):
-    """Mutual TLS between the processes of the cascade. Paths of PEM files, the same wherever a tier or a router runs."""
+    """Mutual TLS between the processes of the cascade. Paths of PEM files, the same on all nodes with a tier or a router."""
 
     certificate: Text  # certificate and its chain
     key: Text  # private key of the certificate
-    authority: Text  # the only certificate authority that is trusted
-    server_name: Text = "cascade-link"  # name that all certificates are issued for
+    authority: Text  # certificate authority; no other one is trusted
+    server_name: Text = "cascade-link"  # name for which all certificates are issued
 
 
 class CascadeConfig(Section):
@@ -89,15 +89,15 @@ class CascadeConfig(Section):
     # models bottom to top, the full one last
     tiers: Annotated[tuple[TierConfig, ...], Field(min_length=1, max_length=MAX_TIERS)]
     router: RouterConfig = RouterConfig()  # the ingress
-    # tokens that a tier may run ahead of the one above; a request may set its own
+    # tokens that a tier may run ahead of the tier above; requests may set their own
     window: Annotated[int, Field(ge=1, le=MAX_WINDOW)] = DEFAULT_WINDOW
-    # tokens of prompt and output together; by default the shortest context of the models
+    # tokens of prompt and output together; by default the shortest context of all models
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     link_tls: LinkTLS | None = None  # encrypts links between tiers
-    # first and last port at which replicas take links; by default any free one
+    # first and last port for links between replicas; by default any free port
     link_ports: Annotated[tuple[Port, ...], Field(min_length=2, max_length=2)] | None = None
     alignment: AlignmentConfig | None = None  # lower tiers learn from answers while they serve
-    verify: bool = True  # compare tokenizers and contexts of all tiers first
+    verify: bool = True  # compare tokenizers and contexts of all tiers before the start
 
     @model_validator(mode="after")
     def _belongs_together(self) -> Self:
@@ -106,7 +106,7 @@ class CascadeConfig(Section):
         return self
 
     def _problems(self) -> Iterator[str]:
-        """A sentence for each reason why these tiers cannot be a cascade."""
+        """One sentence for each reason why these tiers cannot form a cascade."""
         names = self.names
         for name in names:
             if names.count(name) > 1:
@@ -127,7 +127,7 @@ class CascadeConfig(Section):
 
     @property
     def affine(self) -> bool:
-        """Whether requests that begin alike are sent to the same replica of the full tier, where it has several."""
+        """Whether requests that begin alike go to the same replica of the full tier, if it has several."""
         return self.router.prefix_affinity and self.tiers[-1].deployment_config.several
 
     @property
@@ -145,25 +145,25 @@ class CascadeConfig(Section):
 
     @property
     def chain_names(self) -> tuple[str, ...]:
-        """Of the drafters inside tiers and the tiers, bottom to top."""
+        """Names of the drafters inside tiers and of the tiers, bottom to top."""
         return (*self.drafters, *self.names)
 
     @property
     def students(self) -> tuple[str, ...]:
-        """Tiers that learn while they serve, by name."""
+        """Names of the tiers that learn while they serve."""
         return () if self.alignment is None else students(self._engines, self.alignment.students)
 
     def lesson(self, student: str) -> tuple[str, str]:
-        """Sources of the verifier of a student and of the student, the latest weights of both; raises `ModelError`."""
+        """Sources of the latest weights of a student's verifier and of the student; raises `ModelError`."""
         assert self.alignment is not None
         verifier = self.names[self.names.index(student) + 1]
         teacher, learner = (self.alignment.versions(name).current or self.beginning(name) for name in (verifier, student))
         return str(teacher), str(learner)
 
     def beginning(self, student: str) -> str:
-        """Source of a tier's weights before it learnt anything; raises `ModelError`.
+        """Source of a tier's original weights; raises `ModelError`.
 
-        A revision of the hub that is pinned is a folder in the hub's cache.
+        For a pinned revision of a model on the hub it is a folder in the hub's cache.
         """
         tier = self.tier(student)
         return pinned(tier.model_loading_config.source, tier.engine_kwargs.revision)
@@ -174,7 +174,7 @@ class CascadeConfig(Section):
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """What clients may call the full model; answers have the first one."""
+        """Names by which clients may call the full model; answers have the first one."""
         return self.router.served_model_name or (self.tiers[-1].model_loading_config.model_id,)
 
     @classmethod
@@ -189,7 +189,7 @@ class CascadeConfig(Section):
 
     @classmethod
     def demo(cls) -> Self:
-        """The demonstration family on CPU, the lower tiers with one thread each."""
+        """The demonstration family on CPUs; lower tiers have one thread each."""
         full = {"num_threads": 2, "generation_config": EMBEDDED + family.NAMES[-1]}
         tiers = [
             {

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, with_config
-from typing_extensions import TypedDict  # pydantic takes that of Python from 3.12 on
+from typing_extensions import TypedDict  # pydantic takes Python's own only from 3.12 on
 
 from cascade.settings.section import Count, Seconds, Section
 
@@ -13,14 +13,14 @@ RESOURCES = {"num_cpus": "CPU", "num_gpus": "GPU"}  # Ray's names, by the option
 
 @with_config(ConfigDict(extra="allow"))
 class RuntimeEnv(TypedDict, total=False):
-    """Ray's runtime environment, as far as it is read here."""
+    """Ray's runtime environment, as far as this package reads it."""
 
     env_vars: dict[str, str] | None
 
 
 @with_config(ConfigDict(extra="allow"))
 class ActorOptions(TypedDict, total=False):
-    """Ray's options of a replica, likewise."""
+    """Ray's options of a replica, as far as this package reads them."""
 
     num_cpus: float | None
     num_gpus: float | None
@@ -30,7 +30,7 @@ class ActorOptions(TypedDict, total=False):
 
 @with_config(ConfigDict(extra="allow"))
 class Scaling(TypedDict, total=False):
-    """Ray Serve's options of autoscaling, likewise."""
+    """Ray Serve's options of autoscaling, as far as this package reads them."""
 
     min_replicas: int
     initial_replicas: int | None
@@ -38,22 +38,22 @@ class Scaling(TypedDict, total=False):
 
 
 class DeploymentConfig(Section):
-    """Options of the Ray Serve deployment, passed on as they are.
+    """Options of the Ray Serve deployment, passed on unchanged.
 
-    There is no `user_config`, and cascade sets `name`; in place of `placement_group_*` a tier has `placement_group_config`.
+    `user_config` is not available, and cascade sets `name`; `placement_group_config` of a tier replaces `placement_group_*`.
     """
 
     num_replicas: Count | Literal["auto"] | None = None  # fixed number, or `auto`; 1 by default
     autoscaling_config: Scaling | None = None  # Ray Serve's; ongoing requests are sessions
     ray_actor_options: ActorOptions = Field(default_factory=ActorOptions)  # `num_gpus`, `num_cpus`, `resources`, `runtime_env`
-    max_ongoing_requests: Count = 256  # sessions of a replica at once
-    max_queued_requests: Annotated[int, Field(ge=-1)] = -1  # calls that wait for a replica; -1: any number
+    max_ongoing_requests: Count = 256  # sessions of a replica at the same time
+    max_queued_requests: Annotated[int, Field(ge=-1)] = -1  # calls that may wait for a replica; -1: any number
     max_replicas_per_node: Count | None = None  # replicas on one node at most
     health_check_period_s: Seconds = 2.0  # seconds between two health checks
     health_check_timeout_s: Seconds = 30.0  # seconds until a health check has failed
-    graceful_shutdown_timeout_s: Annotated[float, Field(ge=0)] = 20.0  # seconds for sessions to end when it stops
-    graceful_shutdown_wait_loop_s: Seconds = 0.2  # seconds between two looks at them
-    # percent of replicas that start before old ones go; by default as many as there is room for
+    graceful_shutdown_timeout_s: Annotated[float, Field(ge=0)] = 20.0  # seconds that sessions have to end when a replica stops
+    graceful_shutdown_wait_loop_s: Seconds = 0.2  # seconds between two checks whether they have ended
+    # percent of replicas that an update starts before it stops old ones; by default 20 if one more fits, else 0
     max_surge_percent: Annotated[int, Field(ge=0, le=100)] | None = None
     # share of replicas that an update replaces at a time
     rolling_update_percentage: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -78,17 +78,17 @@ class DeploymentConfig(Section):
 
 
 class RouterDeploymentConfig(DeploymentConfig):
-    """The same for the router, with other defaults."""
+    """`DeploymentConfig` of the router, with other defaults."""
 
-    max_queued_requests: Annotated[int, Field(ge=-1)] = 256  # calls that wait for a router
+    max_queued_requests: Annotated[int, Field(ge=-1)] = 256  # calls that may wait for a router
     health_check_period_s: Seconds = 0.5  # seconds between two health checks
-    graceful_shutdown_timeout_s: Annotated[float, Field(ge=0)] = 60.0  # seconds for running answers to end
-    # percent; new ones start first
+    graceful_shutdown_timeout_s: Annotated[float, Field(ge=0)] = 60.0  # seconds that running answers have to end
+    # percent of routers that an update starts before it stops old ones
     max_surge_percent: Annotated[int, Field(ge=0, le=100)] | None = 100
 
 
 def resources(actor: Mapping[str, Any], bundles: Sequence[Mapping[str, float]] | None = None) -> dict[str, float]:
-    """Ray's resources that a replica takes: of its ``ray_actor_options``, or of the ``bundles`` of its placement group."""
+    """Ray's resources of a replica: those of its ``ray_actor_options``, or of the ``bundles`` of its placement group."""
     if bundles is not None:
         return {name: sum(bundle.get(name, 0.0) for bundle in bundles) for bundle in bundles for name in bundle}
     actor = {"num_cpus": 1} | dict(actor)

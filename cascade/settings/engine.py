@@ -13,14 +13,14 @@ from cascade.engine.layers import numbers, shown
 from cascade.errors import ModelError, reason
 from cascade.settings.section import Count, Section, Text, did_you_mean
 
-NOT_VLLMS = {  # vLLM's engine arguments that no tier takes, and what is in their place
+NOT_VLLMS = {  # vLLM's engine arguments that no tier takes, and what to use instead
     "speculative_config": "models that draft are tiers below, and drafter names what guesses without one",
     "kv_transfer_config": "a replica computes the prompt and the answer, and no keys and values travel",
     "enable_lora": "lora_modules or lora_path say so",
 }
-# what only vLLM can do; a plug-in knows about the last two itself
+# fields that only vLLM supports; an engine of the user's own may take the last two
 ONLY_VLLM = ("drafter", "lora_path", "lora_modules", "tensor_parallel_size", "quantization")
-APART = {  # what does not go together
+APART = {  # fields that cannot be combined
     "lora_modules": ("lora_path",),
     "drafter": ("lora_path", "lora_modules", "tensor_parallel_size"),
     "layers": ("drafter", "engine", "hf_overrides", "load_format", "lora_path", "lora_modules"),
@@ -37,7 +37,7 @@ class ModelLoadingConfig(Section):
 
     @property
     def source(self) -> str:
-        """What `from_pretrained` takes; raises `ModelError` if the demonstration family is meant and not there."""
+        """The argument of `from_pretrained`; raises `ModelError` if a model of the demonstration family is not found."""
         return resolved(self.model_source or self.model_id)
 
     @field_validator("model_id", "model_source")
@@ -49,17 +49,17 @@ class ModelLoadingConfig(Section):
 
 
 def resolved(source: str) -> str:
-    """A path or hub id; that of the demonstration family if it is meant."""
+    """A path or hub id; `embedded:...` becomes the path of a model of the demonstration family."""
     return family.path(source.removeprefix(EMBEDDED)) if source.startswith(EMBEDDED) else source
 
 
 def generation_folder(chosen: str) -> str:
-    """What `sampling_defaults` takes: a switch or a folder, that of the demonstration family if it is meant."""
+    """The argument of `sampling_defaults`: a switch or a folder; `embedded:...` is resolved."""
     return str(family.WEIGHTS / chosen.removeprefix(EMBEDDED)) if chosen.startswith(EMBEDDED) else chosen
 
 
 def pinned(source: str, revision: str | None) -> str:
-    """``source``, or the folder in the hub's cache with that revision of it; raises `ModelError` if it cannot be had."""
+    """``source``, or with a revision its folder in the hub's cache; raises `ModelError` if that cannot be downloaded."""
     if revision is None or Path(source).exists():
         return source
     from huggingface_hub import snapshot_download
@@ -67,77 +67,77 @@ def pinned(source: str, revision: str | None) -> str:
     try:
         return snapshot_download(source, revision=revision)
     except Exception as error:  # network, hub or disk
-        raise ModelError(f"Revision {revision!r} of {source!r} cannot be had: {reason(error)}") from error
+        raise ModelError(f"Revision {revision!r} of {source!r} cannot be loaded: {reason(error)}") from error
 
 
 class DrafterConfig(Section):
     """A drafter inside a tier, see `cascade.drafters`."""
 
-    kind: str = AUTO  # `auto`: drafters that read text; or one kind
-    source: Text | None = None  # text file of a `corpus`; path or hub id of a head
+    kind: str = AUTO  # `auto` for the default, `suffix`; or one kind
+    source: Text | None = None  # text file for `corpus`; path or hub id of a head
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
         if self.kind != AUTO:
-            self.spec  # noqa: B018  # finds out
+            self.spec  # noqa: B018  # raises if they do not fit
         elif self.source:
             raise ValueError("source needs its kind beside it")
         return self
 
     @property
     def spec(self) -> DrafterSpec:
-        """The drafter, if it is not "auto"; raises `ConfigError`."""
+        """The drafter, unless its kind is "auto"; raises `ConfigError`."""
         return DrafterSpec(self.kind, resolved(self.source or ""))
 
 
 def _listed(chosen: Any) -> Any:
-    """A drafter may be named by its kind alone, and need not be a list of one."""
+    """Drafters as a list of mappings: a single one needs no list, and one may be given by its kind."""
     several = [] if chosen is None else chosen if isinstance(chosen, list | tuple) else [chosen]
     return [{"kind": spec} if isinstance(spec, str) else spec for spec in several]
 
 
 def _chosen(value: Any) -> Any:
-    """vLLM's word for its own choice."""
+    """`None` for "auto", vLLM's word for the default."""
     return None if value == AUTO else value
 
 
 def _numbered(chosen: Any) -> Any:
-    """Layers may be named by spans, or as how many of the first."""
+    """Numbers of layers that are given by spans, or by the number of first ones."""
     return None if chosen is None else numbers(chosen)
 
 
 class EngineKwargs(Section):
-    """How a replica runs its model. On vLLM it also takes vLLM's engine arguments, by their own names."""
+    """How a replica runs its model. A tier on vLLM also takes vLLM's engine arguments, by their own names."""
 
     model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
 
     # `cascade`, `vllm`, or MODULE:FUNCTION; by default `vllm` on a GPU, if installed
     engine: Annotated[str, Field(pattern=r"^(cascade|vllm|[\w.]+:\w+)$")] | None = None
-    # by default, or `auto`, the checkpoint's, but float32 for float16 on a CPU
+    # by default, or with `auto`, the checkpoint's; on a CPU float32 in place of float16
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, BeforeValidator(_chosen)] = None
-    # such as cuda:0 or cpu; by default, or `auto`, the GPU if there is one
+    # such as cuda:0 or cpu; by default, or with `auto`, the GPU if there is one
     device: Annotated[str | None, BeforeValidator(_chosen)] = None
-    # defaults of requests, from the full tier's: `auto` for the model's own generation_config.json, `vllm` for none, else a
+    # defaults of requests, set at the full tier: `auto` for the model's own generation_config.json, `vllm` for none, or a
     # folder that holds one
     generation_config: Text = AUTO_CONFIG
     revision: str | None = None  # branch, tag or commit of a model on the hub
-    trust_remote_code: bool = False  # run code that comes with a model of the hub
-    # layers that the tier keeps of its model: `[0-11, 20-31]`, or how many of the first; by default all
+    trust_remote_code: bool = False  # run code that comes with a model on the hub
+    # layers of its model that the tier keeps: `[0-11, 20-31]`, or the number of first ones; by default all
     layers: Annotated[tuple[Annotated[int, Field(ge=0)], ...] | None, BeforeValidator(_numbered)] = None
-    quantization: str | None = None  # vLLM's method to quantise weights while they load
-    # LoRA adapters by name, on vLLM: paths or hub ids; a lower tier drafts with its own of the name that a request chooses
+    quantization: str | None = None  # vLLM's method for quantising weights while they load
+    # paths or hub ids of LoRA adapters by name, on vLLM; a lower tier uses its own adapter of the name that a request chooses
     lora_modules: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], Text] = Field(default_factory=dict)
-    # folder of adapters, each loaded when a request names it
+    # folder of adapters, each loaded when the first request names it
     lora_path: Text | None = None
     max_loras: Count = 16  # adapters of `lora_path` loaded at a time
     tensor_parallel_size: Count = 1  # GPUs that share one replica's model; more than one needs vLLM
-    num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None  # CPU threads of a pass; by default timed at load
-    # cores that the replica is bound to
+    num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None  # CPU threads of a pass; by default chosen by timing
+    # cores to which the replica is bound
     cpu_affinity: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = None
-    max_pass_tokens: Count = 512  # tokens that one pass scores at most
-    # positions of keys and values; by default what fits
+    max_pass_tokens: Count = 512  # tokens of one pass at most
+    # positions of keys and values; by default as many as fit
     cache_tokens: Annotated[int, Field(ge=16)] | None = None
-    # share of a GPU for weights and cache; by default 0.9 of the replica's part
+    # share of a GPU for weights and cache; by default 0.9 of the replica's `num_gpus`
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
     drafter: Annotated[tuple[DrafterConfig, ...], BeforeValidator(_listed)] = (DrafterConfig(),)  # drafters inside the tier
 
@@ -168,7 +168,7 @@ class EngineKwargs(Section):
 
     @property
     def _given(self) -> dict[str, str]:
-        """What is given that not every tier can have: fields, and their values in words."""
+        """The given fields that not every tier supports, and their values in words."""
         head = head_of(self.drafters)
         words = {
             "drafter": f"drafter is {head.kind!r}" if head else "",
@@ -184,23 +184,23 @@ class EngineKwargs(Section):
 
     @property
     def _prefers_ours(self) -> bool:
-        """Whether anything is given that means our own engine where none is named."""
+        """Whether a given field selects our own engine, if ``engine`` is not set."""
         return bool(self.device or self.num_threads)
 
     @property
     def hub(self) -> dict[str, Any]:
-        """How files of a model on the hub are read."""
+        """Options for reading files of a model on the hub."""
         return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
 
     @property
     def plugin(self) -> bool:
-        """Whether its engine is neither ours nor vLLM."""
+        """Whether the engine is MODULE:FUNCTION, neither our own nor vLLM."""
         return ":" in (self.engine or "")
 
     def runs_on(self, *, gpu: bool) -> str:
-        """The engine of a tier: the one that is named, else the only one that can do what is given.
+        """The engine of a tier: the named one, else the only one that supports all given fields.
 
-        Else vLLM, where it is installed and the tier has a ``gpu``.
+        Else vLLM if it is installed and the tier has a ``gpu``, or our own.
         """
         if self.engine is not None:
             return self.engine
@@ -209,7 +209,7 @@ class EngineKwargs(Section):
 
     @property
     def vllm_options(self) -> dict[str, Any]:
-        """vLLM's engine arguments, those that are given."""
+        """The given engine arguments of vLLM."""
         names = ("dtype", "revision", "quantization", "gpu_memory_utilization")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         shared = {"trust_remote_code": self.trust_remote_code, "tensor_parallel_size": self.tensor_parallel_size}

@@ -1,4 +1,4 @@
-"""The configuration of a cascade from a file: its own, that of Ray Serve LLM, or one for ``serve deploy``."""
+"""Reads the configuration of a cascade from a file, which may also be one of Ray Serve LLM or for ``serve deploy``."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +9,7 @@ from cascade.settings.config import CascadeConfig
 
 
 def load_config(path: Path) -> CascadeConfig:
-    """Read a YAML file, which may be one for ``serve deploy`` that has one cascade; raises `ConfigError`."""
+    """Read a YAML file; one for ``serve deploy`` must have exactly one cascade. Raises `ConfigError`."""
     values = llm_configs.read_yaml(path)
     if isinstance(values, Mapping) and isinstance(values.get("applications"), list):
         arguments = [value.get("args") for value in values["applications"] if isinstance(value, Mapping)]

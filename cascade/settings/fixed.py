@@ -1,20 +1,21 @@
-"""What of a configuration replaces which replicas when it changes.
+"""Which changes of a configuration replace which replicas.
 
-Ray Serve replaces the replicas of a deployment when its version changes, which is a digest of what is *fixed* here.
+Ray Serve replaces the replicas of a deployment when its version changes. The version is a digest of the values that are
+*fixed*.
 """
 
 from typing import Any
 
 from cascade.settings.config import CascadeConfig, TierConfig
 
-# Ray Serve compares these parts of a tier itself: it replaces replicas for ray_actor_options, for others it does not
+# Ray Serve compares these parts of a tier itself: changes of ray_actor_options replace replicas, others do not
 COMPARED_BY_SERVE = ("deployment_config", "accelerator_type", "placement_group_config")
-# routers read these of the full tier's engine_kwargs
+# the full tier's engine_kwargs that routers read
 READ_BY_ROUTERS = {"revision", "trust_remote_code", "lora_modules", "lora_path", "generation_config"}
 
 
 def fixed_of_tier(config: CascadeConfig, tier: TierConfig) -> dict[str, Any]:
-    """What replaces the replicas of ``tier`` when it changes."""
+    """Values whose change replaces the replicas of ``tier``."""
     names = config.names
     below = names[: names.index(tier.name)]
     exclude: dict[str, Any] = {**dict.fromkeys(COMPARED_BY_SERVE, True), "engine_kwargs": {"generation_config"}}
@@ -27,7 +28,7 @@ def fixed_of_tier(config: CascadeConfig, tier: TierConfig) -> dict[str, Any]:
 
 
 def fixed_of_router(config: CascadeConfig) -> dict[str, Any]:
-    """What replaces the routers when it changes; of tiers that is little more than their names."""
+    """Values whose change replaces the routers; of tiers little more than their names."""
     values = config.model_dump(mode="json", exclude={"tiers": True, "verify": True, "router": {"deployment_config"}})
     full = config.tiers[-1]
     values["tiers"] = [(tier.name, tier.model_loading_config.model_id) for tier in config.tiers]

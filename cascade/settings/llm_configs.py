@@ -1,4 +1,4 @@
-"""Configurations of Ray Serve LLM, `ray.serve.llm:build_openai_app`'s, with tiers below each model, as cascades."""
+"""Reads configurations of Ray Serve LLM (`ray.serve.llm:build_openai_app`), with tiers below each model, as cascades."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -16,25 +16,25 @@ from cascade.settings.engine import EngineKwargs
 from cascade.settings.section import Count, Section, sentence
 
 Values = dict[str, Any]
-FULL = "full"  # the tier of a model's own name
-KEPT = {"enable_prefix_caching": True, "pipeline_parallel_size": 1}  # values that always hold here
-# vLLM's server and its metrics have these: chats find calls by the model's template, and metrics are those of the cascade
+FULL = "full"  # name of the tier that runs the model itself
+KEPT = {"enable_prefix_caching": True, "pipeline_parallel_size": 1}  # fields of which only this value is supported
+# fields without effect: calls are found by the model's chat template, and metrics are those of the cascade
 NO_EFFECT = ("enable_auto_tool_choice", "tool_call_parser", "log_engine_metrics")
-TOOL_FORMATS = {"hermes": "hermes", "mistral": "mistral", "llama3_json": "llama3"}  # vLLM's tool_call_parser, and ours
+TOOL_FORMATS = {"hermes": "hermes", "mistral": "mistral", "llama3_json": "llama3"}  # tool_format by vLLM's tool_call_parser
 
 log = logging.getLogger(__name__)
 
 
 @with_config(ConfigDict(extra="allow"))
 class VllmOptions(TypedDict, total=False):
-    """`engine_kwargs`, as far as they are read here."""
+    """`engine_kwargs`, as far as this package reads them."""
 
     tensor_parallel_size: Count
 
 
 @with_config(ConfigDict(extra="allow"))
 class ServeOptions(TypedDict, total=False):
-    """`deployment_config`, likewise."""
+    """`deployment_config`, as far as this package reads it."""
 
     ray_actor_options: ActorOptions | None
 
@@ -54,7 +54,7 @@ class Accelerator(Section):
 
 
 class Lora(Section):
-    """`LoraConfig`, whose adapters are folders in a folder."""
+    """`LoraConfig`; adapters are subfolders of a folder."""
 
     dynamic_lora_loading_path: str | None = None
     max_num_adapters_per_replica: Annotated[int, Field(ge=1)] = 16
@@ -64,7 +64,7 @@ class Experimental(Section):
     """`experimental_configs`."""
 
     num_ingress_replicas: Annotated[int, Field(ge=1)] | None = None
-    stream_batching_interval_ms: Literal[0] | None = None  # pieces go out as they come
+    stream_batching_interval_ms: Literal[0] | None = None  # pieces are never held back
 
 
 class Placement(Section):
@@ -76,9 +76,9 @@ class Placement(Section):
 
 
 class TierBelow(Section):
-    """A smaller model that drafts, with the keys that it has in common with a model."""
+    """A smaller model that drafts; also the keys that it shares with `Model`."""
 
-    name: str | None = None  # tier0, tier1, ... bottom to top if not given
+    name: str | None = None  # by default tier0, tier1, ... bottom to top
     model_loading_config: Loading
     engine_kwargs: VllmOptions = Field(default_factory=VllmOptions)
     accelerator_type: str | None = None
@@ -106,7 +106,7 @@ class Serving(Section):
 
 
 def cascades(args: Mapping[str, Any]) -> tuple[dict[str, CascadeConfig], Values]:
-    """The cascade of each model by its ``model_id``, and options of the deployment that stands before several."""
+    """The cascade of each model by its ``model_id``, and the options of the common ingress of several models."""
     serving = _read(args)
     names = [model.model_loading_config.model_id for model in serving.llm_configs]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -119,7 +119,7 @@ def cascades(args: Mapping[str, Any]) -> tuple[dict[str, CascadeConfig], Values]
 
 
 def _read(args: Mapping[str, Any]) -> Serving:
-    """Check ``args`` against all keys of theirs; raises `ConfigError`."""
+    """Check ``args`` against all known keys; raises `ConfigError`."""
     if not isinstance(args, Mapping) or not isinstance(args.get("llm_configs"), Sequence):
         raise ConfigError("build_openai_app takes a mapping with the key 'llm_configs', a list of models")
     listed = args["llm_configs"]
@@ -138,7 +138,7 @@ def _values(model: Any) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice, of which YAML's own takes the last and forgets the first."""
+    """Refuses keys that are given twice; YAML's own loader would silently take the last value."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -164,7 +164,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def _cascade(model: Model, router: Values) -> CascadeConfig:
-    """One model and what drafts for it."""
+    """The cascade of one model and its tiers below."""
     name, given = model.model_loading_config.model_id, dict[str, Any](model.engine_kwargs)
     full = _tier(model, FULL)
     engine = full["engine_kwargs"]
@@ -182,7 +182,7 @@ def _cascade(model: Model, router: Values) -> CascadeConfig:
 
 
 def _tier(model: TierBelow, name: str) -> Values:
-    """Values of a tier; as theirs, it takes a GPU for each rank unless something says otherwise."""
+    """Values of a tier. As in Ray Serve LLM, it takes a GPU for each rank by default."""
     loading, engine = model.model_loading_config, dict[str, Any](model.engine_kwargs)
     source = loading.model_source or loading.model_id
     if loading.tokenizer_source not in (None, source):
@@ -191,7 +191,7 @@ def _tier(model: TierBelow, name: str) -> Values:
         )
     for key, value in KEPT.items():
         if (given := engine.pop(key, value)) != value:
-            raise ConfigError(f"{key} of {loading.model_id!r} is {given!r}: a cascade takes {value!r} alone")
+            raise ConfigError(f"{key} of {loading.model_id!r} is {given!r}: a cascade takes only {value!r}")
     lora = getattr(model, "lora_config", None)
     if engine.pop("enable_lora", True) is False and lora is not None:
         raise ConfigError(f"enable_lora of {loading.model_id!r} is False beside its lora_config: remove one of the two")
@@ -199,7 +199,7 @@ def _tier(model: TierBelow, name: str) -> Values:
     if unused:
         log.warning("No effect here, of engine_kwargs of %r: %s", loading.model_id, ", ".join(unused))
     longest = engine.pop("max_model_len", None)
-    if set(engine) - set(EngineKwargs.model_fields):  # vLLM's own
+    if set(engine) - set(EngineKwargs.model_fields):  # other keys are vLLM's
         engine.setdefault("engine", "vllm")
     if engine.get("engine") == "vllm" and longest is not None:
         engine["max_model_len"] = longest
@@ -226,7 +226,7 @@ def _tier(model: TierBelow, name: str) -> Values:
 
 
 def _placement(config: Placement | None, ranks: int) -> Values | None:
-    """A bundle for each rank, where they are given by one."""
+    """The placement group; ``bundle_per_worker`` becomes a bundle for each rank."""
     if config is None:
         return None
     if (config.bundles is None) == (config.bundle_per_worker is None):

@@ -1,4 +1,4 @@
-"""The base of all sections of a configuration, types of their fields, and validation errors as one sentence."""
+"""The base class of all sections of a configuration, types of fields, and validation errors as one sentence."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
@@ -12,28 +12,28 @@ Text = Annotated[str, Field(min_length=1)]
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]  # an environment variable's name
 Port = Annotated[int, Field(ge=1, le=65535)]
 
-UNION_PARTS = ("constrained-", "literal[")  # begin the names that pydantic adds to the place of a value of several types
+UNION_PARTS = ("constrained-", "literal[")  # prefixes of the parts that pydantic adds to the place of a value of a union
 
 
 class Section(BaseModel):
-    """Refuses unknown keys, and never changes."""
+    """A section of a configuration: refuses unknown keys, and is immutable."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """The end of a sentence about a name that is not ``names``: the nearest one that is, "" if none is near."""
+    """A phrase that suggests the nearest of ``names`` for an unknown name; "" if none is near."""
     near = get_close_matches(name, sorted(names), n=1, cutoff=0.75)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def sentence(error: ValidationError, section: type[BaseModel] | None = None) -> str:
-    """The first problem: the field, its value, and what is wrong with it. Keys near an unknown one are those of ``section``."""
+    """The first problem as a sentence: field, value, and what is wrong. Unknown keys are compared with those of ``section``."""
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"] if not str(part).startswith(UNION_PARTS))
     if first["type"] == "extra_forbidden":
         near = did_you_mean(str(first["loc"][-1]), _keys(section, first["loc"][:-1]))
-        return f"{where} is not a known key{near or '; remove it or mend its spelling'}"
+        return f"{where} is not a known key{near or '; remove it or correct its spelling'}"
     if first["type"] == "missing":
         return f"{where} is missing; add it"
     value, message = first["input"], first["msg"].removeprefix("Value error, ")
@@ -43,7 +43,7 @@ def sentence(error: ValidationError, section: type[BaseModel] | None = None) -> 
 
 
 def _keys(section: type[BaseModel] | None, path: Sequence[int | str]) -> Iterable[str]:
-    """Keys of the section at ``path`` in another one."""
+    """Keys of the section at ``path`` inside ``section``."""
     inner = section
     for part in path:
         if inner is not None and part in inner.model_fields:

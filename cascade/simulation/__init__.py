@@ -1,1 +1,1 @@
-"""The cascade in virtual time: the real loops, sessions and answers around given costs, delays and agreement."""
+"""The cascade in virtual time: the real loops, sessions and answers, with given costs, delays and agreement."""

@@ -1,7 +1,7 @@
-"""What a pass costs on a device that is not at hand, computed from the model's size and the device's data sheet.
+"""The time of a pass on a device that is not at hand, computed from the model's size and the device's data sheet.
 
-A pass of few tokens takes as long as its weights take to come from memory, plus what its launches cost. From some number of
-tokens on arithmetic takes longer than reading. What is assumed:
+A pass of few tokens takes as long as reading its weights from memory, plus its launches. Above some number of tokens,
+arithmetic takes longer than reading. Assumptions:
 
 - `BANDWIDTH`: the share of the data sheet's bandwidth that decoding reaches. 0.78 for Llama 3.2 1B (Hazy Research, "Look Ma, No
   Bubbles!", 2025), 0.84 for large matrices alone.
@@ -20,18 +20,18 @@ BANDWIDTH, ARITHMETIC = 0.80, 0.65
 KERNELS, KERNEL_S = 10, 2.5e-6
 LAUNCH_S = 0.15e-3
 EXCHANGE_S = 10e-6
-MOST_TOKENS = 512  # tokens of the largest pass that is priced; larger ones follow its slope
+MOST_TOKENS = 512  # tokens of the largest pass that is computed; larger ones are extrapolated
 
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
     """Peak figures of a data sheet."""
 
-    bytes_s: float  # its memory's bandwidth, bytes a second
-    flop_s: float  # dense, in bfloat16, a second
+    bytes_s: float  # memory bandwidth, bytes a second
+    flop_s: float  # dense FLOP a second in bfloat16
 
 
-# by Ray's names for accelerators
+# by Ray's names of accelerators
 ACCELERATORS = {
     "B200": Accelerator(8.0e12, 2250e12),
     "H200": Accelerator(4.8e12, 989e12),
@@ -58,22 +58,22 @@ class Load:
         return LAUNCH_S + self.layers * KERNELS * KERNEL_S + exchanges_s
 
     def seconds(self, tokens: int, device: Accelerator, ranks: int = 1) -> float:
-        """Of a pass of so many tokens, without context."""
+        """Seconds of a pass of ``tokens``, without context."""
         reading_s = self.read_bytes / (BANDWIDTH * device.bytes_s)
         computing_s = 2 * self.parameters * tokens / (ARITHMETIC * device.flop_s)
         return self.launch_s(ranks) + max(reading_s, computing_s) / ranks
 
     def context_s(self, device: Accelerator, ranks: int = 1) -> float:
-        """What each position that a session holds adds to a pass, seconds."""
+        """Seconds that each position held by a session adds to a pass."""
         return self.kv_bytes / (BANDWIDTH * device.bytes_s) / ranks
 
     def free_tokens(self, device: Accelerator) -> int:
-        """Tokens of the largest pass that takes no longer than one of a token."""
+        """Tokens of the largest pass that takes no longer than a pass of one token."""
         reading_s = self.read_bytes / (BANDWIDTH * device.bytes_s)
         return max(1, int(reading_s * ARITHMETIC * device.flop_s / (2 * self.parameters)))
 
     def profile(self, device: Accelerator, ranks: int = 1) -> Profile:
-        """Prices of passes, as the planner has them: constant while weights are read, then a line."""
+        """The pass times for the planner: constant while reading weights dominates, then linear."""
         sizes = sorted({1, self.free_tokens(device), max(MOST_TOKENS, 2 * self.free_tokens(device))})
         points = [(tokens, self.seconds(tokens, device, ranks)) for tokens in sizes]
         return Profile(points, self.context_s(device, ranks))
@@ -89,5 +89,5 @@ QWEN3 = tuple(load.profile(H100) for load in TRIO.values())  # prices of their p
 
 
 def flat(*pass_ms: float) -> tuple[Profile, ...]:
-    """Prices of passes that take so many milliseconds for up to 256 tokens, and twice as many for 512; in the same order."""
+    """Profiles of passes that take ``pass_ms`` for up to 256 tokens, and twice as long for 512; in the same order."""
     return tuple(Profile([(1, ms / 1e3), (256, ms / 1e3), (512, ms / 500)]) for ms in pass_ms)

@@ -1,8 +1,8 @@
-"""What a cascade would give on devices that are not at hand: speeds that the simulator predicts, mode by mode.
+"""Predicts the speed of a cascade on devices that are not at hand, mode by mode.
 
-The simulator runs the real loops, sessions and planner. Given are what passes cost and how often tiers agree: measured texts (a
-`Recording`), or shares alone. With shares alone a lower tier is taken to be right only where the tier above it is, errors are
-independent of each other, and runner-ups are right as often as measured on the family that ships (`ToyTier`).
+The simulator runs the real loops, sessions and planner. Its inputs are pass times and how often tiers agree: measured texts (a
+`Recording`), or only shares. With only shares, a lower tier is right only where the tier above it is, errors are independent,
+and runner-ups are right as often as measured on the family that ships (`ToyTier`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,29 +18,29 @@ from cascade.simulation.scenario import Outcome, Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
 from cascade.simulation.toy_tier import Agreement, ToyTier
 
-HOP_S = 0.3e-3  # one way between replicas: a gRPC stream within a node, measured
+HOP_S = 0.3e-3  # one way between replicas, as measured for a gRPC stream within a node
 PAUSE_S = 1e5  # virtual seconds from one round of requests to the next
-VOCAB = 64  # the toys' vocabulary
-ALONE, PLANNER = "alone", "planner"  # modes beside those named by their tiers
+VOCAB = 64  # vocabulary of toy tiers
+ALONE, PLANNER = "alone", "planner"  # modes that are not named by their tiers
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Requests of one size; recorded texts have their own."""
+    """Requests of one size; recorded texts have sizes of their own."""
 
     loads: tuple[int, ...] = (1, 8)  # requests at once
     prompt_tokens: int = 256
     tokens: int = 96  # tokens of an answer
-    answers: int = 8  # answers that count, at least; the round before them, in which the planner learns, does not
+    answers: int = 8  # answers that count, at least; the planner learns in a round before them
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """By mode, at ``load`` requests at once: tokens per second of all together, and what became of corrections."""
+    """By mode, at ``load`` requests at once: total tokens per second, and prepared corrections."""
 
     load: int
     speeds: Mapping[str, float]
-    prepared: Mapping[str, float]  # share of the full tier's corrections after which a guess was there already
+    prepared: Mapping[str, float]  # share of the full tier's corrections after which a guess was ready
 
     def over_alone(self, mode: str) -> float:
         return self.speeds[mode] / self.speeds[ALONE]
@@ -52,7 +52,7 @@ class Prediction:
 
 
 def chained(agreement: Sequence[float]) -> Agreement:
-    """Shares of own tokens that each lower tier has in common with the *next*, from those with the *full* one, bottom to top.
+    """Agreement of each lower tier with the *next* one, from its agreement with the *full* one; bottom to top.
 
     Raises `ConfigError` if a share is not above 0 and at most 1, or a tier agrees more often than the one above it.
     """
@@ -69,12 +69,12 @@ def chained(agreement: Sequence[float]) -> Agreement:
 
 
 def toy_tiers(names: Sequence[str], costs: Sequence[Profile], agreement: Sequence[float]) -> tuple[SimTier, ...]:
-    """Tiers, bottom to top, that agree with the full one in the shares ``agreement``, one for each tier below it."""
+    """Toy tiers, bottom to top; each lower one agrees with the full one in its share of ``agreement``."""
     return _tiers(names, costs, chained(agreement), partial(ToyTier, VOCAB))
 
 
 def recorded_tiers(names: Sequence[str], costs: Sequence[Profile], recording: Recording, vocab: int) -> tuple[SimTier, ...]:
-    """Tiers, bottom to top, whose own tokens along the recorded texts are those that were recorded."""
+    """Tiers, bottom to top, that repeat the recorded own tokens along the recorded texts."""
     return _tiers(names, costs, recording.agreement, partial(RecordedTier, vocab, recording=recording))
 
 
@@ -86,14 +86,14 @@ def _tiers(
 
 
 def modes(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """The lower tiers of each mode, bottom to top: none, each alone, all of them, and all for the planner to choose from."""
+    """The lower tiers of each mode, bottom to top: none, each by itself, all, and all for the planner to choose from."""
     *lower, full = names
     chains = dict.fromkeys([*((name,) for name in lower), tuple(lower)]) if lower else {}
     return {ALONE: ()} | {" → ".join((*chain, full)): chain for chain in chains} | ({PLANNER: tuple(lower)} if lower else {})
 
 
 def predict(tiers: Sequence[SimTier], traffic: Traffic, recording: Recording | None = None) -> Iterator[Prediction]:
-    """The speed of every mode at each load; the same inputs give the same figures."""
+    """Predict the speed of every mode at each load. The same inputs give the same figures."""
     names = [tier.name for tier in tiers]
     for load in traffic.loads:
         requests = _requests(traffic, load, recording)
@@ -110,9 +110,9 @@ def predict(tiers: Sequence[SimTier], traffic: Traffic, recording: Recording | N
 
 
 def timelines(tiers: Sequence[SimTier], recording: Recording, *, drafts: bool) -> list[tuple[float, ...]]:
-    """When each token of each recorded text comes, asked one after the other: seconds from its request on.
+    """When each token of each recorded text comes, in seconds after its request; requests come one after the other.
 
-    With ``drafts`` the planner chooses who drafts; an answer before the first lets it learn. Without, the full tier is alone.
+    With ``drafts`` the planner chooses the tiers that draft, after one answer for learning. Without, no tier drafts.
     """
     requests = _requests(Traffic(), 1, recording)
     outcome = simulate(Scenario(tuple(tiers) if drafts else (tiers[-1],), requests, adaptive=drafts))
@@ -122,7 +122,7 @@ def timelines(tiers: Sequence[SimTier], recording: Recording, *, drafts: bool) -
 
 
 def _requests(traffic: Traffic, load: int, recording: Recording | None) -> tuple[Request, ...]:
-    """Rounds of ``load`` requests at once; after the first round each recorded text comes once at least."""
+    """Rounds of ``load`` requests at once; after the first round each recorded text comes at least once."""
     texts = () if recording is None else recording.texts
     requests = []
     for number in range(load * (1 + -(-(len(texts) or traffic.answers) // load))):

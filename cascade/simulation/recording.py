@@ -1,8 +1,8 @@
-"""Own tokens of real tiers along texts that the full one wrote, and tiers that give them again without their models.
+"""Own tokens of real tiers along texts of the full one, and tiers that repeat them without the models.
 
-A text is recorded once: the full model writes it, and each tier below gives its own token and runner-ups at each position of
-it. Wrong guesses are thrown away, so nothing else of a tier ever reaches a text. After a wrong token, where nothing was
-recorded, tiers agree by chance as often as along the texts, as `ToyTier` has it.
+A text is recorded once: the full model writes it, and each tier below gives its own token and runner-ups at each position.
+After a wrong guess, where nothing was recorded, tiers agree at random as often as along the texts, like `ToyTier`. Those tokens
+are thrown away, so the text does not depend on them.
 """
 
 import json
@@ -16,7 +16,7 @@ from cascade.params import SamplingParams
 from cascade.scorer import RunnerUp
 from cascade.simulation.toy_tier import Agreement, ToyTier
 
-ORDER = 24  # tokens before a position that identify it, together with the position: no two texts share them
+ORDER = 24  # a position and so many tokens before it identify a place, so no two texts may share both
 
 Ranked: TypeAlias = tuple[RunnerUp, ...]  # an own token and its runner-ups
 Place: TypeAlias = tuple[int, tuple[int, ...]]  # a position, and the last tokens before it
@@ -24,7 +24,7 @@ Place: TypeAlias = tuple[int, tuple[int, ...]]  # a position, and the last token
 
 @dataclass(frozen=True, slots=True)
 class RecordedText:
-    """A prompt, and own tokens with runner-ups at each position after it: ``ranked[tier][position]``, tiers bottom to top.
+    """A prompt, and own tokens with runner-ups after it: ``ranked[tier][position]``, tiers bottom to top.
 
     The last tier's own tokens are the text.
     """
@@ -40,7 +40,7 @@ class RecordedText:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Texts of the same tiers, at least one."""
+    """One or more texts of the same tiers."""
 
     texts: tuple[RecordedText, ...]
 
@@ -50,16 +50,16 @@ class Recording:
 
     @property
     def agreement(self) -> Agreement:
-        """Share of own tokens that each tier has in common with the next, bottom to top."""
+        """How often the own token of each tier equals that of the next one, bottom to top."""
         return tuple(self.shared(lower, lower + 1) for lower in range(self.num_tiers - 1))
 
     def shared(self, lower: int, upper: int, most: int = 1) -> float:
-        """Share of positions where the own token of tier ``upper`` is among the ``most`` likeliest of tier ``lower``."""
+        """Share of positions at which the own token of tier ``upper`` is among the ``most`` likeliest of tier ``lower``."""
         pairs = [pair for text in self.texts for pair in zip(text.ranked[lower], text.ranked[upper], strict=True)]
         return sum(above[0].token in {near.token for near in below[:most]} for below, above in pairs) / len(pairs)
 
     def places(self, tier: int) -> dict[Place, Ranked]:
-        """Own tokens of a tier by place; raises `ConfigError` if two texts have different ones at the same place."""
+        """Own tokens of a tier by place; raises `ConfigError` if two texts differ at the same place."""
         places: dict[Place, Ranked] = {}
         for text in self.texts:
             whole = (*text.prompt, *text.output)
@@ -89,9 +89,9 @@ def _text(value: Mapping[str, Any]) -> RecordedText:
 
 
 class RecordedTier(ToyTier):
-    """A tier whose own tokens are the recorded ones, at temperature 0, and a toy everywhere else.
+    """A tier that gives recorded own tokens, at temperature 0, and is a toy where nothing was recorded.
 
-    ``agreement`` is `ToyTier`'s, and tells which tier it is: the full one has none.
+    ``agreement`` is that of `ToyTier`; its length identifies the tier, since the full one has none.
     """
 
     def __init__(self, vocab_size: int, agreement: Agreement, recording: Recording, **limits: int) -> None:

@@ -1,4 +1,4 @@
-"""What the simulator is told and what it tells: tiers with their costs, requests, faults; texts, times, totals."""
+"""Inputs of the simulator (tiers with their costs, requests, faults) and its results (texts, times, totals)."""
 
 import itertools
 import math
@@ -29,19 +29,19 @@ class PassCost:
 class SimTier:
     name: str
     model: Scorer
-    # seconds of a pass by its tokens and the positions that its sessions hold: a `PassCost`, or what a `Profile` predicts
+    # seconds of a pass, by its tokens and the positions that its sessions hold: a `PassCost`, or `Profile.predict`
     cost: Callable[[int, int], float]
-    hop_s: float = 0.0  # one way between it and the tier above, or the router
+    hop_s: float = 0.0  # delay, one way, to the tier above or the router
     policy: Policy = DEFAULT_POLICY
-    device: str = ""  # tiers that name the same one share it; a tier that names none has its own
-    timed: tuple[int, ...] = GRID  # tokens of the passes whose costs its planner is told; one: it takes all to cost the same
-    drafters: tuple[Drafter, ...] = ()  # that guess inside it
-    scored_s: float = 0.0  # seconds more for each token that is not only read: its logits, and its own token
+    device: str = ""  # tiers with the same name share a device; "" is a device of its own
+    timed: tuple[int, ...] = GRID  # tokens of the passes whose costs the planner knows; with one entry all cost the same
+    drafters: tuple[Drafter, ...] = ()  # drafters inside the tier
+    scored_s: float = 0.0  # extra seconds for each token that needs logits and an own token
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a client asks."""
+    """A client's request."""
 
     prompt: tuple[int, ...] = (0,)
     params: SamplingParams = GREEDY
@@ -60,11 +60,11 @@ class Death:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What goes wrong. Only guesses between tiers are ever lost: commits and the answer travel on reliable, ordered links."""
+    """Injected faults. Only guesses between tiers can be lost: commits and the answer travel on reliable, ordered links."""
 
     seed: int = 0
-    jitter_s: float = 0.0  # every message is late by 0 to so much more; proposals overtake each other
-    loss: float = 0.0  # share of the proposals between tiers
+    jitter_s: float = 0.0  # every message is delayed at random by up to this; proposals may overtake each other
+    loss: float = 0.0  # share of the proposals between tiers that are lost
     duplication: float = 0.0  # share of all proposals that come twice
     deaths: tuple[Death, ...] = ()
 
@@ -74,21 +74,21 @@ NO_FAULTS = Faults()
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Tiers bottom to top, and what is asked of them."""
+    """Tiers, bottom to top, and requests to them."""
 
     tiers: tuple[SimTier, ...]
     requests: tuple[Request, ...]
-    window: int = DEFAULT_WINDOW  # tokens a lower tier may run ahead
+    window: int = DEFAULT_WINDOW  # tokens that a lower tier may run ahead
     faults: Faults = NO_FAULTS
     max_pass_tokens: int = 512
-    deadline_s: float = math.inf  # virtual time after which it is `Stuck`
+    deadline_s: float = math.inf  # virtual time after which the simulation raises `Stuck`
     adaptive: bool = False  # tiers that do not pay may be left out
     branches: int = MOST_BRANCHES  # branches that a lower tier may offer and prepare
 
 
 @dataclass(slots=True)
 class Usage:
-    """What a tier did."""
+    """Totals of a tier."""
 
     tier: str
     passes: int = 0
@@ -97,7 +97,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a scenario led to."""
+    """The result of a scenario."""
 
     texts: tuple[tuple[int, ...], ...]  # output tokens per request
     times: tuple[tuple[float, ...], ...]  # when the router had each token, per request
@@ -106,12 +106,12 @@ class Outcome:
 
     @property
     def finish_s(self) -> tuple[float, ...]:
-        """When the router had all of each answer."""
+        """When the router had each whole answer."""
         return tuple(times[-1] for times in self.times)
 
     @property
     def token_s(self) -> list[float]:
-        """When each token came, of all requests together."""
+        """When each token of all requests came."""
         return sorted(itertools.chain.from_iterable(self.times))
 
     @property
@@ -120,5 +120,5 @@ class Outcome:
 
     @property
     def tokens_per_pass(self) -> float:
-        """Of the full tier."""
+        """Tokens per pass of the full tier."""
         return sum(map(len, self.texts)) / self.usage[-1].passes

@@ -1,8 +1,7 @@
-"""The cascade in virtual time: the real loops, sessions and answers, with the passes and the wires made up.
+"""A discrete-event simulation of the cascade: the real loops, sessions and answers in virtual time.
 
-A discrete-event simulation. Costs of passes and delays of hops are given, own tokens come from any `Scorer` without weights.
-What a wire may do to guesses (delay, repeat, reorder, lose) and deaths of replicas are injected. The same scenario gives the
-same outcome.
+Pass costs and delays are given; own tokens come from any `Scorer` without weights. Faults are injected: delayed, repeated,
+reordered and lost guesses, and deaths of replicas. The same scenario gives the same outcome.
 """
 
 import math
@@ -21,15 +20,15 @@ from cascade.tier.runner import row_of
 from cascade.tier.scheduler import Batch
 
 UNBOUNDED = 1 << 20  # tokens: the full tier never waits for the router
-ASK_AGAIN_S = 0.05  # seconds until the router asks again for a full tier that died
+ASK_AGAIN_S = 0.05  # seconds until the router retries a full tier that died
 
 
 class Stuck(RuntimeError):
-    """A request did not finish: nothing is under way any more, or the scenario's time is over."""
+    """A request did not finish: no event is left, or the scenario's time is over."""
 
 
 def simulate(scenario: Scenario) -> Outcome:
-    """Run ``scenario`` to its end; raises `Stuck` if it has none."""
+    """Run ``scenario`` to its end; raises `Stuck` if it does not end."""
     agenda = Agenda()
     wires = Wires(agenda, scenario)
     nodes = [Node(tier, level, scenario, wires) for level, tier in enumerate(scenario.tiers)]
@@ -55,7 +54,7 @@ def simulate(scenario: Scenario) -> Outcome:
 
 
 class Node:
-    """A tier in virtual time: its loop as it is served, with passes that take what they are said to cost."""
+    """A tier in virtual time: the real loop, with passes of the given cost."""
 
     def __init__(self, tier: SimTier, level: int, scenario: Scenario, wires: Wires) -> None:
         self.name = tier.name
@@ -89,7 +88,7 @@ class Node:
         )
 
     def receive(self, source: str, message: Message) -> None:
-        """A message arrives; it is looked at between passes."""
+        """A message arrives; it is handled between passes."""
         if not self._dead:
             self._inbox.append((source, message))
             self._wake(self._agenda.now)
@@ -97,7 +96,7 @@ class Node:
             self._wires.send(self.name, source, Failed(message.session, "the replica is dead", self.name))
 
     def die(self) -> None:
-        """Lose everything, as a replica that is killed does; its links tell the others."""
+        """Lose everything, like a killed replica; links report it to the other tiers."""
         self._dead, self._busy = True, False
         self._lives += 1
         self._loop.fail_all("the replica died")
@@ -157,7 +156,7 @@ class Node:
 
 @dataclass(slots=True)
 class _Mute:
-    """A decoder for answers that nobody reads."""
+    """A decoder for answers whose text is not needed."""
 
     def step(self, token: int) -> str:
         return ""
@@ -168,7 +167,7 @@ class _Mute:
 
 @dataclass(slots=True)
 class Router:
-    """Opens requests at the full tier, takes its proposals for the answer, and asks again when it died."""
+    """Opens requests at the full tier, takes its proposals as the answer, and retries when the tier dies."""
 
     scenario: Scenario
     wires: Wires

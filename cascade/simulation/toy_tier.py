@@ -1,4 +1,4 @@
-"""Tiers of a toy cascade that agree in given shares: fakes, for plans, for benchmarks of clusters and for tests."""
+"""Toy tiers that agree in given shares, for plans, benchmarks of clusters, and tests."""
 
 import itertools
 import math
@@ -10,16 +10,16 @@ from cascade.params import SamplingParams
 from cascade.scorer import BLOCK, Row, RunnerUp, Runs, Scored
 from cascade.splitmix import GOLDEN, mix
 
-Agreement: TypeAlias = tuple[float, ...]  # shares of own tokens that a tier has in common with the next, from one tier upwards
+Agreement: TypeAlias = tuple[float, ...]  # how often a tier agrees with the next one, that one with its next, ...
 
-LEAST_TOKENS = 8  # the smallest vocabulary: a tier has an own token and two runner-ups, and each tier above may have others
+LEAST_TOKENS = 8  # the smallest vocabulary: room for an own token and two runner-ups, different on each tier
 DRAWS = 4096  # different random numbers
-CACHED = 1 << 16  # contexts and positions remembered
+CACHED = 1 << 16  # contexts and positions that are cached
 # measured on the demonstration family, at any temperature: an own token of gap g is wrong with chance WRONG * exp(-FADE * g)
 WRONG, FADE = 0.62, 0.95
-# chance that a tier's first runner-up, and its second, is the next tier's own token, where its own token is not
+# if a tier's own token is wrong: chances that its first and its second runner-up is the next tier's own token
 ABOVE = (0.58, 0.18)
-CLOSE = (0.5, 0.13)  # the same of the next tier's first runner-up, where the own tokens of both are the same
+CLOSE = (0.5, 0.13)  # if it is right: chances that they are the next tier's first runner-up
 
 
 class TokenStore:
@@ -34,11 +34,11 @@ class TokenStore:
         self.tokens[start : start + len(tokens)] = tokens
 
     def before(self, position: int, count: int) -> list[int]:
-        """The last ``count`` tokens before a position, as far as there are so many."""
+        """The last ``count`` tokens before a position, or fewer at the beginning."""
         return self.tokens[max(0, position - count) : position]
 
     def reserve(self, positions: int) -> None:
-        """There is room for any number."""
+        """Does nothing: there is room for any number."""
 
     def reuse(self, source: "TokenStore", positions: int) -> None:
         self.write(0, source.tokens[:positions])
@@ -54,12 +54,12 @@ class TokenStore:
 
 
 class ToyTier(Runs):
-    """A tier that agrees with the next one in the share ``agreement[0]`` of all contexts, that one with its next by the rest.
+    """A tier that agrees with the next one in the share ``agreement[0]`` of contexts; the rest holds for the tiers above.
 
-    Own tokens of the full tier, which has no ``agreement``, are drawn from a generator keyed by the last ``order`` tokens of
-    its store, the position and the request's seed, at any temperature. A tier below has the own token of the next one or
-    another, drawn likewise. So each tier depends on those above through the next one alone. Runner-ups are as close and as
-    often right as measured. Other sampling parameters are not supported: a row with a state fails.
+    Own tokens of the full tier, which has no ``agreement``, come from a generator keyed by the last ``order`` tokens of its
+    store, the position and the request's seed, at any temperature. A lower tier has the own token of the next one or another,
+    drawn in the same way. So it depends on the tiers above only through the next one. Runner-ups are as close and as often
+    right as measured. Other sampling parameters are not supported: a row with a state fails.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ToyTier(Runs):
         return [self._score(row) for row in launched]
 
     def _score(self, row: Row) -> Scored:
-        """Own tokens of a row, whose store holds its tokens and the path of these own tokens then."""
+        """Score a row; its store then holds the row's tokens and the path that own tokens take."""
         end, draft = row.start + len(row.tokens), row.draft
         row.cache.write(row.start, row.tokens)
         before = row.cache.before(end, self.order + row.num_own)
@@ -132,7 +132,7 @@ def with_runner_ups(
 ) -> tuple[RunnerUp, ...]:
     """The ``own`` token of a tier and two runner-ups, with gaps, where the next tier has ``above``.
 
-    They are made by ``draws``, for a tier that agrees with the next one in the share ``agreed``.
+    The tier agrees with the next one in the share ``agreed``; ``draws`` are the random numbers.
     """
     next_ = above[0].token
     gap = _gap(scale := _scale(agreed), (int(100 * next(draws)) + 0.5) / 100, own == next_)
@@ -148,13 +148,13 @@ def with_runner_ups(
 
 
 def _scale(agreed: float) -> float:
-    """Of the gaps in nats, which fall off exponentially, of a tier that agrees so often with the next."""
+    """The scale, in nats, of the exponential distribution of gaps of a tier that agrees in the share ``agreed``."""
     return max(0.01, (WRONG / max(1e-3, 1 - agreed) - 1) / FADE)
 
 
 @lru_cache(CACHED)  # finding a gap for one of a hundred draws takes longer than all else
 def _gap(scale: float, draw: float, right: bool) -> float:
-    """The gap of a token that the next tier agrees with, or not, at a quantile ``draw`` of its distribution."""
+    """The gap, at the quantile ``draw``, of a token with which the next tier agrees, or does not."""
     wrong_rate = 1 / scale + FADE
     if not right:
         return -math.log(1 - draw) / wrong_rate
@@ -168,7 +168,7 @@ def _gap(scale: float, draw: float, right: bool) -> float:
 
 
 def draws_of(key: int, depth: int) -> Iterator[float]:
-    """Numbers from 0 to 1, of `DRAWS` different ones, for the tier ``depth`` below the full one."""
+    """Random numbers from 0 to 1 (`DRAWS` different ones) for the tier ``depth`` below the full one."""
     for number in itertools.count():
         yield (int(DRAWS * uniform(mix(key ^ mix(depth)), number)) + 0.5) / DRAWS
 

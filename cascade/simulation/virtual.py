@@ -1,4 +1,4 @@
-"""Virtual time, devices that tiers may share, and wires that take a while and may mistreat guesses."""
+"""Virtual time, devices that tiers may share, and wires that delay messages and may mistreat guesses."""
 
 import heapq
 import math
@@ -13,7 +13,7 @@ ROUTER = "router"
 
 
 class Agenda:
-    """Actions and their times. Those due at the same time happen in the order in which they were added."""
+    """Actions and their times. Actions at the same time run in the order in which they were added."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -26,7 +26,7 @@ class Agenda:
             heapq.heappush(self._due, (max(time, self.now), self._count, action))
 
     def run(self, deadline: float, finished: Callable[[], bool]) -> None:
-        """Until nothing is due, the deadline has passed or ``finished``."""
+        """Run until nothing is due, the deadline has passed, or ``finished``."""
         while self._due and self._due[0][0] <= deadline and not finished():
             self.now, _, action = heapq.heappop(self._due)
             action()
@@ -37,14 +37,14 @@ class Device:
 
     def __init__(self, agenda: Agenda) -> None:
         self._agenda = agenda
-        self._jobs: list[tuple[float, int, Callable[[], None]]] = []  # jobs by the `_done` at which they end
-        self._done = 0.0  # seconds of work that a job which was there from the beginning has had at `_since`
+        self._jobs: list[tuple[float, int, Callable[[], None]]] = []  # jobs, by the value of `_done` at which they end
+        self._done = 0.0  # seconds of work, by `_since`, of a job that has run from the beginning
         self._since = 0.0
         self._count = 0
         self._plan = 0  # number of the latest plan; earlier ones are void
 
     def run(self, seconds: float, then: Callable[[], None]) -> None:
-        """Start a job that takes ``seconds`` if it is alone; one that takes none ends at once."""
+        """Start a job that takes ``seconds`` without other jobs; one of 0 seconds ends at once."""
         if seconds <= 0:
             then()
             return
@@ -76,7 +76,7 @@ class Device:
 
 
 class Wires:
-    """Carries messages between tiers and router, and knows the devices of the tiers."""
+    """Carries messages between tiers and router; also holds the devices of the tiers."""
 
     def __init__(self, agenda: Agenda, scenario: Scenario) -> None:
         self.agenda = agenda

@@ -1,1 +1,1 @@
-"""Draft models made from the model that they draft for: text, students, distillation."""
+"""Makes draft models from the model that they draft for: text, students, distillation, alignment."""

@@ -1,8 +1,8 @@
 """Drafters learn from answers: a student, its verifier, and a round of training that is judged.
 
-A round trains on the newest answers and on older ones in turns, so that it does not forget what it knew. Held-out answers judge
-it: at each of their positions the student's likeliest token is compared with the verifier's, before and after the round.
-Weights that are worse by more than chance are dropped. Processes of a `group` share the answers of a round, and its steps.
+A round trains on the newest and on older answers in turns, so that the student does not forget. Held-out answers judge it: at
+each of their positions the student's likeliest token is compared with the verifier's, before and after the round. Weights that
+are significantly worse are dropped. Processes of a `group` share the answers of a round, and its steps.
 """
 
 import json
@@ -26,13 +26,13 @@ from cascade.training.text import Shard, Text, batches, score
 from cascade.training.versions import Versions
 
 LEAST = 200  # positions of held-out answers that a judgement needs
-SIGMAS = 2.0  # standard deviations beyond which a difference is no chance
+SIGMAS = 2.0  # standard deviations from which a difference is significant
 LEAST_KEPT = 0.95  # share of the agreement on older answers that must remain
 TOKENS = 1024  # tokens of a step, padding included
 SHORTEST = 8  # tokens of an answer with its prompt; shorter ones are skipped
-ABOUT = "alignment.json"  # beside new weights: the outcome of their round
+ABOUT = "alignment.json"  # file beside new weights with the outcome of their round
 
-# Gentler than for an untrained student, and without Muon, whose steps take minutes on processors without bfloat16.
+# lower rates than for an untrained student, and without Muon, whose steps take minutes on processors without bfloat16
 SCHEDULE = Schedule(muon_lr=0.0, adam_lr=4e-4, warmup_steps=5)
 
 
@@ -43,14 +43,14 @@ class Stopped(Exception):
 class Student:
     """The model of a lower tier as a student of the tier above. All its weights learn, in float32."""
 
-    tokens = TOKENS  # of a step
+    tokens = TOKENS  # tokens of a step
 
     def __init__(self, verifier: str, source: str, *, device: str | None = None) -> None:
-        """``source`` is the student's, ``verifier`` that of the tier above it.
+        """``source`` is the path or hub id of the student, ``verifier`` that of the tier above it.
 
         Raises `ModelError` if one cannot be loaded, `ConfigError` if the student cannot learn.
         """
-        teacher = Model.from_pretrained(  # it needs no more memory, and no other threads, than a step's
+        teacher = Model.from_pretrained(  # it needs no memory and no threads beyond those of a step
             verifier, device=device, draft=True, cache_tokens=TOKENS, num_threads=torch.get_num_threads()
         )
         student = load_trainable(source, dtype="float32", device=str(teacher.device))
@@ -58,7 +58,7 @@ class Student:
             raise ConfigError(f"{source!r} is a {student.config.model_type}: drafters that learn are {', '.join(FAMILY)}")
         sizes = student.config.vocab_size, teacher.vocab_size
         if sizes[0] != sizes[1]:
-            raise ConfigError(f"{source!r} has {sizes[0]} tokens and its verifier {sizes[1]}: it cannot learn from that")
+            raise ConfigError(f"{source!r} has {sizes[0]} tokens and its verifier {sizes[1]}: it cannot learn from it")
         self._verifier, self._scored = teacher, dict[bytes, Shard]()  # shards by their tokens: each is scored once
         self._run = Run(student.train(), draft_vocab.tokens(student.config, source), SCHEDULE)
 
@@ -67,11 +67,11 @@ class Student:
         self._run.learn(self._score(shard), range(shard.num_texts), 1, progress)
 
     def agrees(self, shard: Shard) -> np.ndarray:
-        """For each position of the answers, whether its likeliest token is the verifier's, bool."""
+        """For each position of the answers, whether the student's likeliest token is the verifier's, bool."""
         return np.concatenate(self._run.agrees(self._score(shard), range(shard.num_texts), 1))
 
     def write(self, folder: Path) -> None:
-        """Write its weights, for `cascade.engine.model.Model.renew`."""
+        """Write the weights, for `cascade.engine.model.Model.renew`."""
         self._run.write(folder)
 
     def _score(self, shard: Shard) -> Shard:
@@ -87,23 +87,23 @@ class Progress:
     """The progress of a round."""
 
     student: str
-    share: float  # the share of its time that has passed
+    share: float  # share of the round's time that has passed
     steps: int
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a round: shares of positions of held-out answers at which drafter and verifier agree."""
+    """The result of a round: agreement of drafter and verifier, as shares of positions of held-out answers."""
 
     student: str
     before: float  # on the newest answers
     after: float
     old_before: float | None  # on older answers, if there are any
     old_after: float | None
-    judged: int  # positions
+    judged: int  # number of positions
     steps: int
     seconds: float
-    problem: str = ""  # why the new weights are dropped
+    problem: str = ""  # why the new weights are dropped; "" if they are kept
 
     def __str__(self) -> str:
         old = "" if self.old_before is None else f", {self.old_before:.3f} to {self.old_after:.3f} on older ones"
@@ -120,7 +120,7 @@ def align(
     *,
     tell: Callable[[Progress], object] = lambda progress: None,
 ) -> Outcome:
-    """Train ``student`` for some ``seconds`` and judge it. ``tell`` is called at every step, and may raise `Stopped`.
+    """Train ``student`` for ``seconds``, and judge it. ``tell`` is called at every step, and may raise `Stopped`.
 
     In a `group` each process has the same answers and a student of its own; ``tell`` is that of the first one. Raises
     `ConfigError` if there are too few answers to judge by.
@@ -167,10 +167,10 @@ def align(
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """A round of a drafter that serves: who learns from what, and where its new weights go."""
+    """A round for a drafter that serves: student, verifier, answers, and the folder for new weights."""
 
     student: str
-    verifier: str  # source of its weights
+    verifier: str  # source of the verifier's weights
     source: str  # the student's source
     newest: Sequence[Sample]
     older: Sequence[Sample]
@@ -180,7 +180,7 @@ class Lesson:
     def run(self, device: str | None, tell: Callable[[Progress], object]) -> Outcome:
         """Train, judge, and publish what is no worse; in a `group` the first process publishes.
 
-        Raises as `Student` and `align`, and `Stopped` if ``tell`` does.
+        Raises the errors of `Student` and `align`, and `Stopped` if ``tell`` does.
         """
         learner = Student(self.verifier, self.source, device=device)
         outcome = align(self.student, learner, self.newest, self.older, self.seconds, tell=tell)
@@ -191,7 +191,7 @@ class Lesson:
 
 
 def record(student: Student, outcome: Outcome) -> Callable[[Path], None]:
-    """What `cascade.training.versions.Versions.add` calls to write the weights and the outcome of a round."""
+    """A callback for `cascade.training.versions.Versions.add` that writes the weights and the outcome of a round."""
 
     def write(folder: Path) -> None:
         student.write(folder)
@@ -205,12 +205,12 @@ def _problem(before: Sequence[np.ndarray], after: Sequence[np.ndarray]) -> str:
     for where, old, new, kept in zip(("the newest", "older"), before, after, (1.0, LEAST_KEPT), strict=True):
         won, lost = int((new & ~old).sum()), int((old & ~new).sum())
         if lost - won > (1 - kept) * int(old.sum()) + SIGMAS * (won + lost) ** 0.5:
-            return f"it is worse on {where} answers by more than chance"
+            return f"it is significantly worse on {where} answers"
     return ""
 
 
 def _agrees(student: Student, texts: Sequence[Shard], on_step: Callable[[], object]) -> np.ndarray:
-    """Of all positions of ``texts``; each process of a `group` takes the same number of steps."""
+    """`Student.agrees` for all ``texts``; each process of a `group` takes the same number of steps."""
     rows = [np.zeros(0, bool)]
     for first in range(0, len(texts), group.size()):
         on_step()
@@ -228,7 +228,7 @@ def shards(samples: Sequence[Sample], tokens: int) -> list[Shard]:
 
 
 def _in_turns(pools: Sequence[Sequence[Shard]]) -> Iterator[Shard]:
-    """One shard of each pool in turns, without end; each pool in random order, again and again."""
+    """Endlessly yield a shard of each pool in turns; each pool repeats in random order."""
     rng = np.random.default_rng(0)
 
     def endless(pool: Sequence[Shard]) -> Iterator[Shard]:

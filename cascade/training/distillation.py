@@ -1,4 +1,4 @@
-"""Trains a student on scored texts for a given time, and goes on where it was interrupted."""
+"""Trains a student on scored texts for a given time; an interrupted run can be continued."""
 
 import copy
 import time
@@ -20,11 +20,11 @@ from cascade.training import group
 from cascade.training.text import Shard, batches, padded
 from cascade.training.versions import replacing
 
-POSITIONS = 512  # positions whose logits are in memory at a time
+POSITIONS = 512  # positions whose logits are in memory at the same time
 NUMBERS = ("step", "tokens", "seconds")  # a run's numbers in its checkpoint
-SAVE_S = 120.0  # between two checkpoints
+SAVE_S = 120.0  # seconds between two checkpoints
 
-# Padding stands only after the end of a row, so the kernel's own causal mode suffices: no mask is built.
+# padding comes only after the end of a row, so the kernel's causal mode suffices without a mask
 CAUSAL = "cascade_causal"
 AttentionInterface.register(CAUSAL, sdpa_attention_forward)
 AttentionMaskInterface.register(CAUSAL, lambda *args, **kwargs: None)
@@ -32,12 +32,12 @@ AttentionMaskInterface.register(CAUSAL, lambda *args, **kwargs: None)
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How fast a student learns over a run that ends at a given time."""
+    """Learning rates over a run that ends at a given time."""
 
-    muon_lr: float = 0.01  # the rate of hidden matrices, no side of which are tokens; 0: AdamW trains them, too
-    adam_lr: float = 5e-4  # the rate of all other parameters
+    muon_lr: float = 0.01  # rate of hidden matrices (no side of which is the vocabulary); 0: AdamW trains them, too
+    adam_lr: float = 5e-4  # rate of all other parameters
     warmup_steps: int = 20
-    decay_share: float = 0.4  # the last part of the run, in which the rates fall to 0
+    decay_share: float = 0.4  # share of the run at its end in which the rates fall to 0
     tokens: int = 4096  # tokens of a step, padding included
 
     def factor(self, step: int, progress: float) -> float:
@@ -46,9 +46,9 @@ class Schedule:
 
 
 class Learner:
-    """The optimizers of ``module``. A matrix with a side of ``vocab_size`` is no hidden one.
+    """The optimizers of ``module``. A matrix with a side of ``vocab_size`` is not hidden.
 
-    Processes of a `group` begin alike and take the same steps, on the mean of their gradients.
+    Processes of a `group` begin with the same weights and take the same steps, on the mean of their gradients.
     """
 
     def __init__(self, module: nn.Module, schedule: Schedule, vocab_size: int) -> None:
@@ -79,14 +79,14 @@ class Learner:
 
 @dataclass(slots=True)
 class Run:
-    """A student in training: what a checkpoint holds."""
+    """A student in training, as a checkpoint holds it."""
 
     student: PreTrainedModel
     draft_ids: Tensor | None = None  # [n] int64, increasing: its draft vocabulary, if it has one
     schedule: Schedule = field(default_factory=Schedule)
     step: int = 0
-    tokens: int = 0  # learnt from, padding excluded
-    seconds: float = 0.0  # spent
+    tokens: int = 0  # tokens learned from, without padding
+    seconds: float = 0.0  # seconds spent
     learner: Learner = field(init=False)
     predicted: Tensor = field(init=False)  # [n] int64: the tokens that it may predict
     _places: Tensor = field(init=False)  # [vocab_size] int64: of tokens in `predicted`, -1 of others
@@ -132,7 +132,7 @@ class Run:
         return {temperature: float(np.concatenate(correct).mean()) for temperature, correct in sorted(equal.items())}
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint to go on from; a kill meanwhile leaves the one before."""
+        """Write a checkpoint; if the process is killed meanwhile, the previous one stays."""
         state = {
             "numbers": {name: getattr(self, name) for name in NUMBERS},
             "module": self.student.state_dict(),
@@ -142,13 +142,13 @@ class Run:
             torch.save(state, file)
 
     def resume(self, path: Path) -> None:
-        """Go on from a checkpoint; raises `ConfigError` if it is of another student."""
+        """Continue from a checkpoint; raises `ConfigError` if it belongs to another student."""
         state = torch.load(path, map_location="cpu", weights_only=True)
         own, saved = (
             {name: part.shape for name, part in weights.items()} for weights in (self.student.state_dict(), state["module"])
         )
         if own != saved:
-            raise ConfigError(f"{path} is the training of another student: choose another folder, or remove that file")
+            raise ConfigError(f"{path} belongs to another student: choose another folder, or remove that file")
         self.student.load_state_dict(state["module"])
         for (optimizer, _), values in zip(self.learner.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(values)
@@ -156,7 +156,7 @@ class Run:
             setattr(self, name, value)
 
     def write(self, folder: Path) -> None:
-        """Write the student in bfloat16, as Transformers reads it."""
+        """Write the student in bfloat16, in Transformers' format."""
         shipped = copy.deepcopy(self.student).to(torch.bfloat16).eval()
         shipped.set_attn_implementation("sdpa")
         shipped.save_pretrained(folder)
@@ -185,7 +185,7 @@ def _learnt(shard: Shard, texts: Sequence[int], opening: int) -> tuple[Tensor, T
 
 
 class _TopCrossEntropy(torch.autograd.Function):
-    """Computes the gradient with the loss, part by part, so that no logits are kept for the way back."""
+    """Computes the gradient together with the loss, part by part, so that no logits are kept for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, ids: Tensor, wanted: Tensor) -> Tensor:
@@ -225,7 +225,7 @@ def top_cross_entropy(states: Tensor, weight: Tensor, ids: Tensor, wanted: Tenso
 
 
 def epochs(shards: Sequence[Shard], tokens: int, seed: int) -> Iterator[tuple[Shard, list[int]]]:
-    """Batches without end: every text that is not held out once an epoch, in random order.
+    """Endless batches: in each epoch every text that is not held out once, in random order.
 
     Raises `ConfigError` if there is none.
     """
@@ -250,7 +250,7 @@ def distil(
 ) -> None:
     """Train until ``run.seconds`` reaches ``seconds``; ``tell`` is called after every step.
 
-    Learning rates fall to 0 by ``whole`` seconds, by default at the end.
+    Learning rates reach 0 at ``whole`` seconds, by default at the end.
     """
     saved = time.monotonic()
     for shard, texts in epochs(shards, run.schedule.tokens, run.step):

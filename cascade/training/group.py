@@ -1,6 +1,6 @@
-"""Processes that train together, each on its part of the texts: the default group of `torch.distributed`.
+"""Processes that train together, each on a part of the texts: the default group of `torch.distributed`.
 
-Without such a group, which is the rule, a process is the only one of its group, and all of this costs nothing.
+Without such a group, the normal case, a process is the only one, and these functions cost nothing.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,22 +15,22 @@ T = TypeVar("T")
 
 
 def size() -> int:
-    """How many processes train."""
+    """Number of processes that train."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """The number of this one, from 0."""
+    """Number of this process, from 0."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def part(items: Sequence[T]) -> Sequence[T]:
-    """Those items that are for this process; all of them if there are too few for everybody."""
+    """The items for this process; all of them if there are fewer items than processes."""
     return items[rank() :: size()] if len(items) >= size() else items
 
 
 def of_first(value: float) -> float:
-    """The value that the first process gave."""
+    """The value of the first process."""
     if size() == 1:
         return value
     shared = torch.tensor(value, dtype=torch.float64)
@@ -46,9 +46,9 @@ def equalize(parameters: Iterable[Tensor]) -> None:
 
 
 def average(parameters: Iterable[Tensor]) -> None:
-    """Let the gradient of each parameter be its mean over all processes, as in one step on all their texts.
+    """Replace the gradient of each parameter by its mean over all processes, as in one step on all their texts.
 
-    Each of the parameters has a gradient, in every process.
+    Every parameter must have a gradient in every process.
     """
     if size() > 1:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -58,7 +58,7 @@ def average(parameters: Iterable[Tensor]) -> None:
 
 
 def together(part: np.ndarray) -> np.ndarray:
-    """What all processes found, ``[n, ...]`` of one dtype, one after another along the first axis."""
+    """The arrays ``[n, ...]`` of all processes, of one dtype, concatenated along the first axis."""
     if size() == 1:
         return part
     parts: list[np.ndarray] = [part] * size()

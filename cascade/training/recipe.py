@@ -1,10 +1,10 @@
-"""Makes a draft model: a smaller model with the tokens of its teacher, trained to predict what the teacher says.
+"""Makes a draft model: a smaller model with the tokenizer of its teacher, trained to predict the teacher's tokens.
 
 Each phase has a share of the given hours. The teacher writes text, and its distribution at each position is kept. The student
-is cut out of the teacher and learns these distributions. Then it answers prompts of the text itself, the teacher's
-distributions of these answers are kept, and it learns from both: so it meets its own mistakes. At last it is exported. Text and
-checkpoints lie in a work folder, so that a run goes on where it was interrupted, and several students of one teacher share its
-text.
+is cut out of the teacher and learns these distributions. Then the student itself answers prompts of the text, the teacher's
+distributions along these answers are kept, and it learns from both, so that it sees its own mistakes. At last it is exported.
+Text and checkpoints are in a work folder, so that an interrupted run can continue, and several students of one teacher can
+share its text.
 """
 
 import copy
@@ -37,30 +37,30 @@ from cascade.training.versions import replacing
 from cascade.training.writing import Turns, given_prompts, own_prompts, write
 
 WRITING, LEARNING, ANSWERING = 0.35, 0.6, 0.05  # shares of the hours
-BEFORE_ANSWERS = 2 / 3  # the share of the learning that is done before answers are learnt
-MAX_SHARDS = 400  # 20 M tokens and 4 GB with what the teacher says of them
-JUDGED_SHARDS = 4  # shards whose held-out texts tell the agreement
+BEFORE_ANSWERS = 2 / 3  # share of the learning that comes before the student's own answers
+MAX_SHARDS = 400  # 20 M tokens; 4 GB with the teacher's distributions
+JUDGED_SHARDS = 4  # shards whose held-out texts measure the agreement
 SHORTEST_ANSWER = 4  # tokens
-# for students that have learnt before, or are layers of their teacher: larger steps, and Muon, made them worse (docs/log.md)
+# for students that are already trained, or are layers of their teacher: larger steps, and Muon, made them worse (docs/log.md)
 TRAINED_ON = Schedule(adam_lr=1e-4, muon_lr=0.0, tokens=1024, warmup_steps=10, decay_share=0.6)
-FORM = 2  # of what lies in a work folder: it changes with it
-SPENT = "spent.json"  # seconds of writing into each folder of the work folder
+FORM = 2  # version of the format of work folders
+SPENT = "spent.json"  # seconds spent on writing into each subfolder of the work folder
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is made, and in how much time. Raises `ConfigError`."""
+    """What to make, and in how much time. Raises `ConfigError`."""
 
-    # one of these: the share of the teacher's pass that the student's takes; the teacher's layers that it keeps, as wide and
-    # with all tokens; or an earlier student, to go on with it
+    # one of these: the student's pass as a share of the teacher's; layers of the teacher to keep, at full width and with all
+    # tokens; or an earlier student to continue with
     cost: float | None = None
     layers: tuple[int, ...] = ()
     start: Path | None = None
     hours: float = 8.0
     max_len: int = 512  # tokens of a text
-    rows: int = 128  # texts written at a time
+    rows: int = 128  # texts that are written at the same time
     data: tuple[Path, ...] = ()  # files of text to learn from, in place of the teacher's own
-    prompts: Path | None = None  # a file of prompts that the teacher answers, in place of its own
+    prompts: Path | None = None  # a file of prompts for the teacher, in place of its own
 
     def __post_init__(self) -> None:
         if [self.cost is not None, bool(self.layers), self.start is not None].count(True) != 1:
@@ -69,9 +69,7 @@ class Plan:
                 "earlier draft model"
             )
         if self.cost is not None and not 0 < self.cost < 1:
-            raise ConfigError(
-                f"cost is {self.cost:g}: it is the share of the model's pass that the student's takes, such as 0.1"
-            )
+            raise ConfigError(f"cost is {self.cost:g}: it must be a share of the model's pass above 0 and below 1, such as 0.1")
         if self.data and self.prompts is not None:
             raise ConfigError("give either data, text to learn from, or prompts, which the model is to answer")
         if not self.hours > 0:
@@ -80,12 +78,12 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run is."""
+    """Progress of a run."""
 
     phase: str
-    share: float  # the share of the run's time that has passed
-    tokens: int  # written, or learnt
-    agreement: float | None = None  # with the teacher on held-out answers at the lowest temperature, once it is known
+    share: float  # share of the run's time that has passed
+    tokens: int  # tokens written, or learned from
+    agreement: float | None = None  # with the teacher on held-out answers at the lowest temperature; None if not known yet
 
 
 Tell = Callable[[Progress], object]
@@ -106,10 +104,10 @@ class Distillation:
         self._loading: dict[str, Any] = {"dtype": str(product_dtype(place)).removeprefix("torch."), "device": str(place)}
         self.teacher = Model.from_pretrained(source, **self._loading)
         self.turns = Turns.of(self.tokenizer, configured_ends(source))
-        self.agreement: dict[float, float] = {}  # shares by the text's temperature
+        self.agreement: dict[float, float] = {}  # by temperature of the text
 
     def run(self, tell: Tell = lambda progress: None) -> dict[float, float]:
-        """Do what is left of it; returns the agreement on held-out answers by temperature of the text."""
+        """Run the remaining phases; returns the agreement on held-out answers by temperature of the text."""
         self._write(tell)
         run = self._begin()
         self._learn(run, BEFORE_ANSWERS, tell)
@@ -122,9 +120,9 @@ class Distillation:
     # text
 
     def _write(self, tell: Tell) -> None:
-        """Let the teacher write text, or take that of files, and score it."""
+        """Let the teacher write text, or read it from files; and score it."""
         number = len(self._files(self._texts))
-        first = number * 1009  # far behind those of an earlier run
+        first = number * 1009  # far from the seeds of an earlier run
         if not self.plan.data:
             given = self.plan.prompts is not None
             beginnings = given_prompts(self._prompts(), first) if given else own_prompts(self.turns, first)
@@ -134,7 +132,7 @@ class Distillation:
             self._store(self._texts, self._given(), "reading", WRITING, 0.0, tell)
 
     def _prompts(self) -> list[list[int]]:
-        """Those of the file, each once. Raises `ConfigError` if there are not enough short ones to judge and to learn."""
+        """Different prompts of the file. Raises `ConfigError` if too few are short enough for training and judging."""
         path, turns, most = self.plan.prompts, self.turns, self.plan.max_len - SHORTEST_ANSWER
         assert path is not None
         texts = dict.fromkeys(prompt.text for prompt in read_prompts(path))
@@ -145,7 +143,7 @@ class Distillation:
         return short
 
     def _given(self) -> Iterator[Text]:
-        """The text of files, cut into pieces. Raises `ConfigError` if there is not enough to judge and to learn."""
+        """The text of files, cut into pieces. Raises `ConfigError` if it is too little for training and judging."""
         most, pieces = self.plan.max_len, list[list[int]]()
         for tokens in read(self.tokenizer, self.plan.data):
             pieces += [tokens[begin : begin + most] for begin in range(0, len(tokens) - SHORTEST_ANSWER, most)]
@@ -154,7 +152,7 @@ class Distillation:
         yield from (Text(piece, 1, 0.0, number % HELD_OUT == 0) for number, piece in enumerate(pieces))
 
     def _answer(self, run: Run, tell: Tell) -> None:
-        """Let the student answer prompts of the text, and score its answers. Files have no prompts."""
+        """Let the student answer prompts of the text, and score its answers; does nothing for text of files."""
         if not self.turns.answering or self.plan.data:
             return
         network = network_of(copy.deepcopy(run.student).to(self.teacher.dtype).requires_grad_(False), run.draft_ids)
@@ -171,7 +169,7 @@ class Distillation:
         return write(model, self.turns, beginnings, rows=plan.rows, max_len=plan.max_len, seed=seed, score=score)
 
     def _store(self, folder: Path, texts: Iterator[Text], phase: str, share: float, before: float, tell: Tell) -> None:
-        """Keep ``texts``, scored, in ``folder``, a file for every `SHARD_TOKENS`.
+        """Write scored ``texts`` to ``folder``, one file for every `SHARD_TOKENS`.
 
         Ends with the texts, after `MAX_SHARDS`, or after ``share`` of the hours; ``before`` is the share of earlier phases.
         """
@@ -199,7 +197,7 @@ class Distillation:
         self._spend(folder, time.monotonic() - begin)
 
     def _keep(self, path: Path, texts: Sequence[Text]) -> None:
-        """Write texts to a file, with what the teacher says of them."""
+        """Write texts to a file, with the teacher's distributions."""
         shard = Shard.of(texts)
         (shard if len(shard.ids) else score(self.teacher, shard)).save(path)
 
@@ -232,7 +230,7 @@ class Distillation:
         return run
 
     def _shape(self) -> Shape:
-        """The student's. Which layers an earlier student began as cannot be told any more."""
+        """Shape of the student. An earlier student no longer shows from which layers it was made."""
         start = self.plan.start
         if self.plan.cost is not None:
             return Shape.costing(self._config, self.plan.cost)
@@ -248,7 +246,7 @@ class Distillation:
         return Shape(config.hidden_size, config.intermediate_size, tuple(range(config.num_hidden_layers)), predicted)
 
     def _predicted_tokens(self) -> Tensor:
-        """The tokens that the student predicts, increasing ``[n]`` int64: chosen once, by how often the teacher says them."""
+        """The tokens that the student predicts, increasing ``[n]`` int64: the teacher's likeliest ones, chosen once."""
         path = self._work / f"{self._out.name}.{draft_vocab.FILE}"
         if self.plan.start is not None:
             path = self.plan.start / draft_vocab.FILE
@@ -260,13 +258,13 @@ class Distillation:
         return torch.tensor(json.loads(path.read_text(encoding="utf-8")))
 
     def _learn(self, run: Run, share: float, tell: Tell) -> None:
-        """Learn from all text until that share of the time for it has passed."""
+        """Learn from all text until ``share`` of the time for learning has passed."""
         seconds = self.plan.hours * 3600 * LEARNING
         judged, opening, last = self._shards(self._texts, JUDGED_SHARDS), len(self.turns.opening), run.seconds
 
         def report(now: Run) -> None:
             nonlocal last
-            if now.seconds - last > max(60.0, seconds / 20):  # judging takes seconds
+            if now.seconds - last > max(60.0, seconds / 20):  # not more often, since judging takes seconds
                 self.agreement, last = now.agreement(judged, opening), now.seconds
             passed = WRITING + LEARNING * now.seconds / seconds + (ANSWERING if share == 1.0 else 0.0)
             tell(Progress("learning", min(1.0, passed), now.tokens, next(iter(self.agreement.values()), None)))
@@ -275,7 +273,7 @@ class Distillation:
         distil(run, shards, opening, seconds * share, self._checkpoint, whole=seconds, tell=report)
 
     def _export(self, run: Run) -> None:
-        """An ordinary folder of Transformers, in bfloat16, with a model card."""
+        """Write the student as an ordinary Transformers folder in bfloat16, with a model card."""
         partial = self._out.with_name(self._out.name + ".partial")
         if values := read_json(self._source, GENERATION_CONFIG):
             run.student.generation_config = GenerationConfig.from_dict(values)
@@ -296,20 +294,20 @@ class Distillation:
             origin = "of given prompts and the teacher's answers"
         return f"""# A draft model for {name}
 
-Made by `cascade distill` to guess what {name} says. It is no assistant of its own.
+Made by `cascade distill` to draft for {name}. It is not meant to be used by itself.
 
 | | |
 |---|---|
 | parameters | {run.student.num_parameters():,} |
 | share of the teacher's weights that a pass reads | {cost(self._config, shape):.3f} |
-| tokens that it says | {shape.vocab_size:,} of {config.vocab_size:,} |
+| tokens that it predicts | {shape.vocab_size:,} of {config.vocab_size:,} |
 | width, neurons, layers | {config.hidden_size}, {config.intermediate_size}, {config.num_hidden_layers} |
 | it began as | {"an earlier student" if self.plan.start else f"layers {', '.join(map(str, shape.layers))} of the teacher"} |
 | text | {written:,} tokens {origin} |
-| tokens learnt, repetitions included | {run.tokens:,} |
+| tokens learned from, repetitions included | {run.tokens:,} |
 | steps, hours of training | {run.step:,}, {run.seconds / 3600:.2f} |
 
-Share of positions of held-out answers at which both say the same, by the temperature at which the teacher wrote them:
+Share of positions of held-out answers at which both predict the same token, by the temperature of the answers:
 
 | temperature | agreement |
 |---|---|

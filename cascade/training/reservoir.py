@@ -1,6 +1,6 @@
-"""The answers that drafters learn from, bounded in number and age, each with the tenant who asked; on disk only if configured.
+"""Answers that drafters learn from, bounded in number and age, each with its tenant; on disk only if configured.
 
-Only texts are kept, no log-probabilities: the learner scores them with its own copy of the verifier, so passes do no extra
+Only texts are kept, no log-probabilities: the learner scores them with its own copy of the verifier, so serving needs no extra
 work. Half of the rows are the newest answers. The other half is a sample of earlier ones, weighted by how often their drafts
 were corrected (weighted reservoir sampling, Efraimidis and Spirakis 2006).
 """
@@ -23,7 +23,7 @@ from cascade.training.versions import replacing
 ROWS = "rows.jsonl.gz"
 SEALED = "rows.sealed"  # the same, encrypted
 FORGOTTEN = "forgotten.jsonl"
-HELD_OUT = 8  # one answer in so many is never learnt from; which one follows from its tokens, so it is the same in every round
+HELD_OUT = 8  # one answer in this many is never learned from; its tokens decide, so it is the same in every round
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,48 +33,48 @@ class Sample:
     tokens: tuple[int, ...]  # the prompt's, then the answer's
     prompt_len: int
     temperature: float
-    tenant: str  # name of the key that asked for it
+    tenant: str  # name of the API key
     corrected: int  # times that a drafter was corrected
-    time: float  # when it was complete, seconds since 1970
+    time: float  # time of its completion, seconds since 1970
 
     def tail(self, most: int) -> "Sample":
-        """Its last tokens, ``most`` of them."""
+        """The answer cut to its last ``most`` tokens."""
         cut = max(0, len(self.tokens) - most)
         return replace(self, tokens=self.tokens[cut:], prompt_len=max(1, self.prompt_len - cut)) if cut else self
 
     @property
     def held_out(self) -> bool:
-        """Whether it judges, and is never learnt from."""
+        """Whether the answer only judges, and is never learned from."""
         return zlib.crc32(json.dumps(self.tokens).encode()) % HELD_OUT == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much is kept."""
+    """Limits on what is kept."""
 
     rows: int = 2000
-    row_tokens: int = 512  # the last ones of an answer with its prompt
+    row_tokens: int = 512  # last tokens that are kept of each prompt with its answer
     max_age_s: float = 7 * 86_400.0
 
 
 class Reservoir:
-    """A bounded set of answers, for one thread. Answers of tenants who asked in ``folder`` to be forgotten are dropped.
+    """A bounded set of answers, for one thread. Answers that shall be forgotten, see `forget`, are dropped.
 
-    With ``on_disk`` it begins with what an earlier one saved in the folder; else that is removed. ``key`` is one of Fernet,
-    which encrypts the file. Raises `ConfigError` if the file cannot be read, or not with this key.
+    With ``on_disk`` it begins with the answers that were saved in ``folder``; else these are removed. ``key`` is a Fernet key
+    that encrypts the file. Raises `ConfigError` if the file cannot be read, or not with this key.
     """
 
     def __init__(self, limits: Limits, folder: Path, key: str | None = None, *, on_disk: bool = True) -> None:
         self._limits, self._folder, self._on_disk = limits, folder, on_disk
         self._seal = None if key is None else _fernet(key)
         self._newest: deque[Sample] = deque()
-        self._older: list[tuple[float, int, Sample]] = []  # a heap: of equal weights the one that came first goes first
+        self._older: list[tuple[float, int, Sample]] = []  # a heap: the smallest weight first, of equal ones the oldest
         self._num_added = 0
         self._rng = random.Random(0)
         left = [path for path in (folder / SEALED, folder / ROWS) if path.exists()]
         if left and on_disk:
             self.add(self._read(left[0]))
-            self.save()  # without tenants that have asked to be forgotten meanwhile
+            self.save()  # without answers that were to be forgotten meanwhile
         elif not on_disk:
             for path in left:
                 path.unlink()
@@ -84,7 +84,7 @@ class Reservoir:
 
     @property
     def num_added(self) -> int:
-        """Answers that were ever taken."""
+        """Number of answers that were ever added."""
         return self._num_added
 
     @property
@@ -98,7 +98,7 @@ class Reservoir:
         return [sample for _, _, sample in self._older]
 
     def add(self, samples: Iterable[Sample]) -> None:
-        """Take answers. Those without room are dropped, older ones before the newest."""
+        """Add answers, and drop those beyond the limits, older ones before the newest."""
         forgotten = _forgotten(self._folder)
         for sample in samples:
             if sample.time <= forgotten.get(sample.tenant, 0.0):
@@ -114,7 +114,7 @@ class Reservoir:
         self._expire()
 
     def forget(self) -> bool:
-        """Drop what tenants have asked to be forgotten, see `forget`, here and on disk; returns whether there was any."""
+        """Drop answers that shall be forgotten, see `forget`, here and on disk; returns whether there were any."""
         forgotten, before = _forgotten(self._folder), len(self)
         self._keep(lambda sample: sample.time > forgotten.get(sample.tenant, 0.0))
         if changed := len(self) < before:
@@ -122,7 +122,7 @@ class Reservoir:
         return changed
 
     def save(self) -> None:
-        """Write all answers to the folder, whole or not at all; does nothing unless they are kept on disk."""
+        """Write all answers to the folder, atomically; does nothing unless they are kept on disk."""
         if not self._on_disk:
             return
         rows = [*self.older, *self._newest]
@@ -142,7 +142,7 @@ class Reservoir:
             content = self._seal.decrypt(content) if sealed and self._seal is not None else content
             rows = [json.loads(line) for line in gzip.decompress(content).decode().splitlines()]
             return [Sample(**row | {"tokens": tuple(row["tokens"])}) for row in rows]
-        except Exception as error:  # the disk, what lies there, or another key
+        except Exception as error:  # a disk error, a damaged file, or a wrong key
             remedy = "give the key it was written with, or remove it" if sealed else "remove it"
             raise ConfigError(f"{path} cannot be read ({reason(error)}): {remedy}") from None
 
@@ -158,7 +158,7 @@ class Reservoir:
 
 
 def forget(folder: Path, tenant: str) -> None:
-    """Ask that all answers of ``tenant`` up to now are forgotten; a learner that runs on ``folder`` does so in seconds."""
+    """Mark all answers of ``tenant`` up to now as to be forgotten; a learner that runs on ``folder`` drops them in seconds."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / FORGOTTEN).open("a", encoding="utf-8") as file:
         file.write(json.dumps({"tenant": tenant, "time": time.time()}) + "\n")
@@ -182,4 +182,4 @@ def _fernet(key: str) -> Any:
     try:
         return Fernet(key)
     except ValueError as error:
-        raise ConfigError(f"The key for answers is none of Fernet's ({error}): make one with Fernet.generate_key()") from None
+        raise ConfigError(f"The key for answers is not a Fernet key ({error}): make one with Fernet.generate_key()") from None

@@ -1,9 +1,9 @@
 """A student cut out of its teacher: fewer layers, a narrower residual stream, fewer neurons, fewer tokens to predict.
 
-A model of the Llama architecture computes the same if its residual stream is rotated, once the weights of its norms are folded
-into the projections after them (SliceGPT, Ashkboos et al., arXiv 2401.15024). So the stream is rotated to its principal
+Once the weights of its norms are folded into the projections after them, a model of the Llama architecture computes the same
+with a rotated residual stream (SliceGPT, Ashkboos et al., arXiv 2401.15024). So the stream is rotated to its principal
 components, and the weak ones are cut off. Of each layer the neurons that contribute most are kept. Such a student keeps what is
-hardest to learn anew, such as heads that copy from far back (Minitron, Muralidharan et al., arXiv 2407.14679).
+hardest to learn again, such as heads that copy from far back (Minitron, Muralidharan et al., arXiv 2407.14679).
 """
 
 import math
@@ -17,12 +17,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTra
 
 from cascade.errors import ConfigError
 
-ALIGNED = 8  # widths are multiples of it
-STEP = 64  # numbers of neurons are multiples of it: whole tiles of the processors' matrix units
+ALIGNED = 8  # widths are multiples of this
+STEP = 64  # numbers of neurons are multiples of this, whole tiles of matrix units
 LEAST_LAYERS = 2
-VOCAB_SHARE = 4  # it predicts one token in so many
-OWN = ("architectures", "model_type", "_name_or_path", "sliding_window")  # keys of a teacher that students do not inherit
-WIDER = 1.5  # times the square root of the share: few wide layers take less time than many narrow ones
+VOCAB_SHARE = 4  # the student predicts one token in this many
+OWN = ("architectures", "model_type", "_name_or_path", "sliding_window")  # keys that a student does not inherit
+WIDER = 1.5  # factor on the square root of the share: few wide layers take less time than many narrow ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,25 +31,25 @@ class Shape:
 
     hidden_size: int
     intermediate_size: int
-    layers: tuple[int, ...]  # the teacher's layers that it keeps, increasing
+    layers: tuple[int, ...]  # layers of the teacher that are kept, increasing
     vocab_size: int  # tokens that it predicts
 
     @classmethod
     def whole(cls, teacher: PreTrainedConfig) -> "Shape":
-        """That of the teacher."""
+        """The shape of the teacher."""
         return cls(teacher.hidden_size, teacher.intermediate_size, tuple(range(teacher.num_hidden_layers)), teacher.vocab_size)
 
     @classmethod
     def costing(cls, teacher: PreTrainedConfig, cost: float) -> "Shape":
-        """The shape whose pass costs at most the share ``cost`` of the teacher's: as many weights are read for a token.
+        """The shape whose pass reads at most the share ``cost`` of the teacher's weights.
 
         It predicts a quarter of the tokens, as EAGLE-3 heads do: the output embedding is most of a small model's pass.
-        Width and neurons shrink with about the square root of the share, and layers fill up what is left. Raises `ConfigError`
+        Width and neurons shrink with about the square root of the share; layers use up the rest. Raises `ConfigError`
         if no shape costs so little.
         """
         total = _weights_read(teacher, Shape.whole(teacher))
         predicted = -(-teacher.vocab_size // VOCAB_SHARE)
-        unit = math.lcm(teacher.num_attention_heads, ALIGNED)  # Transformers wants widths that heads divide
+        unit = math.lcm(teacher.num_attention_heads, ALIGNED)  # Transformers needs widths that are multiples of the heads
         wanted, neurons = WIDER * teacher.hidden_size * cost**0.5, teacher.intermediate_size * cost**0.5
         neurons = min(teacher.intermediate_size, max(1, round(neurons / STEP)) * STEP)
         for width in sorted(range(unit, teacher.hidden_size + 1, unit), key=lambda width: abs(width - wanted)):
@@ -57,7 +57,7 @@ class Shape:
             layers = int((cost * total - none) / (single - none))
             if layers >= LEAST_LAYERS:
                 return cls(width, neurons, spread(teacher.num_hidden_layers, min(layers, teacher.num_hidden_layers)), predicted)
-        raise ConfigError(f"cost is {cost:g}: no student of this model costs so little, its output embedding alone is dearer")
+        raise ConfigError(f"cost is {cost:g}: no student of this model costs so little, its output embedding alone costs more")
 
 
 def cost(teacher: PreTrainedConfig, shape: Shape) -> float:
@@ -68,7 +68,7 @@ def cost(teacher: PreTrainedConfig, shape: Shape) -> float:
 def spread(num_layers: int, kept: int) -> tuple[int, ...]:
     """``kept`` layers of ``num_layers``, evenly spread; the first two and the last are among them where that is possible.
 
-    The first layers turn embeddings into what the others read: without them nothing that follows makes sense.
+    The other layers depend on the first ones, which transform the embeddings.
     """
     if kept >= num_layers:
         return tuple(range(num_layers))
@@ -81,7 +81,7 @@ def spread(num_layers: int, kept: int) -> tuple[int, ...]:
 def cut(teacher: PreTrainedModel, shape: Shape, ids: Tensor) -> LlamaForCausalLM:
     """The student before its training, in float32 on the teacher's device.
 
-    ``ids`` ``[rows, n]`` is text by which principal components and neurons are chosen; some 10,000 tokens are enough.
+    ``ids`` ``[rows, n]`` is text for choosing principal components and neurons; some 10,000 tokens are enough.
     Raises `ConfigError` for an architecture other than Llama's.
     """
     config = teacher.config
@@ -97,9 +97,9 @@ def cut(teacher: PreTrainedModel, shape: Shape, ids: Tensor) -> LlamaForCausalLM
 
 @torch.inference_mode()
 def _observe(teacher: PreTrainedModel, shape: Shape, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The strongest principal components of the teacher's residual stream, orthonormal columns ``[hidden_size, width]``.
+    """The strongest principal components of the teacher's residual stream, as orthonormal columns ``[hidden_size, width]``.
 
-    And for each kept layer how much its neurons add to the stream, ``[intermediate_size]``.
+    Also, for each kept layer, how much each neuron adds to the stream, ``[intermediate_size]``.
     """
     strength = [torch.zeros(teacher.config.intermediate_size) for _ in shape.layers]
     hooks = []
@@ -127,7 +127,7 @@ def _observe(teacher: PreTrainedModel, shape: Shape, ids: Tensor) -> tuple[Tenso
 
 
 def _build(teacher: PreTrainedModel, shape: Shape, q: Tensor, strength: Sequence[Tensor]) -> LlamaForCausalLM:
-    """The student, with ``q`` and ``strength`` as `_observe` found them."""
+    """The student, from the results ``q`` and ``strength`` of `_observe`."""
     old = teacher.config
     same = {name: value for name, value in old.to_dict().items() if name not in OWN}
     changed = {
@@ -148,7 +148,7 @@ def _build(teacher: PreTrainedModel, shape: Shape, q: Tensor, strength: Sequence
     student.model.embed_tokens.weight.copy_(teacher.get_output_embeddings().weight.float() * final @ q)
     student.model.norm.weight.fill_(gain)
     rows = teacher.get_input_embeddings().weight.float()
-    stretch = float(((rows * final).norm(dim=1) / rows.norm(dim=1).clamp_min(1e-6)).mean())  # the first norms take it away
+    stretch = float(((rows * final).norm(dim=1) / rows.norm(dim=1).clamp_min(1e-6)).mean())  # the first norms undo it
     undo = q / torch.where(final.abs() < 0.05, 0.05, final)[:, None]
     for place, (new, index) in enumerate(zip(student.model.layers, shape.layers, strict=True)):
         layer = body.layers[index]
@@ -170,7 +170,7 @@ def _build(teacher: PreTrainedModel, shape: Shape, q: Tensor, strength: Sequence
 
 
 def _weights_read(config: PreTrainedConfig, shape: Shape) -> int:
-    """Weights that a pass reads for one token: all but the input embedding."""
+    """Weights that a pass reads for a token: all but the input embedding."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention: int = 2 * (config.num_attention_heads + config.num_key_value_heads) * head_dim
     return shape.hidden_size * (shape.vocab_size + len(shape.layers) * (attention + 3 * shape.intermediate_size))

@@ -1,4 +1,4 @@
-"""Texts on disk with the teacher's distribution at each position: what a student learns from."""
+"""Texts on disk, with the teacher's distribution at each position, from which a student learns."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,8 +19,8 @@ from cascade.training.versions import replacing
 
 TOP = 32  # likeliest tokens of the teacher that are kept for a position
 SHARD_TOKENS = 50_000  # tokens of a file
-HELD_OUT = 17  # one prompt in so many only judges; a prime, so that these have all temperatures and beginnings
-AT_ONCE = 1024  # tokens that a pass scores: it holds their logits
+HELD_OUT = 17  # one prompt in this many only judges; a prime, so that these have all temperatures and beginnings
+AT_ONCE = 1024  # tokens that one pass scores, since their logits must fit into memory
 
 
 class Likeliest(NamedTuple):
@@ -31,7 +31,7 @@ class Likeliest(NamedTuple):
 
     @classmethod
     def of(cls, logits: Tensor) -> "Likeliest":
-        """Those of ``logits`` ``[num_tokens, vocab_size]``."""
+        """The likeliest tokens by ``logits`` ``[num_tokens, vocab_size]``."""
         logits = logits.float()
         values, ids = logits.topk(TOP, -1)
         logprobs = values - logits.logsumexp(-1, keepdim=True)
@@ -40,13 +40,13 @@ class Likeliest(NamedTuple):
 
 @dataclass(slots=True)
 class Text:
-    """One text, without the token that ended it: after all of its tokens there is something to learn."""
+    """One text, without its ending token, so that there is something to learn after each of its tokens."""
 
     tokens: list[int]
     prompt_len: int  # tokens before the answer; 0 while the prompt is written
-    temperature: float  # of the answer
-    held_out: bool = False  # whether it only judges; texts with the same prompt agree in that
-    likeliest: list[Likeliest] = field(default_factory=list)  # the teacher's after all tokens, if its passes have told them
+    temperature: float  # temperature of the answer
+    held_out: bool = False  # whether it only judges; the same for all texts with the same prompt
+    likeliest: list[Likeliest] = field(default_factory=list)  # the teacher's, after all tokens, if its passes gave them
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +55,16 @@ class Shard:
 
     tokens: npt.NDArray[np.int32]  # [num_tokens]
     starts: npt.NDArray[np.int64]  # [num_texts + 1]
-    prompts: npt.NDArray[np.int64]  # [num_texts]: length of what stands before the answer
+    prompts: npt.NDArray[np.int64]  # [num_texts]: length of the text before the answer
     temperatures: npt.NDArray[np.float32]  # [num_texts]: of the answer
-    held_out: npt.NDArray[np.bool_]  # [num_texts]: whether a text is never learnt from
+    held_out: npt.NDArray[np.bool_]  # [num_texts]: whether a text is never learned from
     # the teacher's likeliest next tokens and their nats, both [num_tokens, TOP]; empty until `score`
     ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, TOP), np.int32))
     logprobs: npt.NDArray[np.float16] = field(default_factory=lambda: np.zeros((0, TOP), np.float16))
 
     @classmethod
     def of(cls, texts: Sequence[Text]) -> "Shard":
-        """With what is known of the teacher's distribution, which is that of all ``texts`` or of none."""
+        """A shard of ``texts``. Either all of them have the teacher's distributions, or none."""
         shard = cls(
             tokens=np.concatenate([np.asarray(text.tokens, np.int32) for text in texts]),
             starts=np.cumsum([0, *(len(text.tokens) for text in texts)]),
@@ -78,7 +78,7 @@ class Shard:
         return replace(shard, ids=ids, logprobs=logprobs)
 
     def save(self, path: Path) -> None:
-        """Write it to a file, whole or not at all."""
+        """Write the shard to a file, atomically."""
         with replacing(path) as file:
             np.savez(file, **{name: getattr(self, name) for name in self.__slots__})
 
@@ -92,7 +92,7 @@ class Shard:
         return len(self.prompts)
 
     def numbers(self, *, held_out: bool) -> list[int]:
-        """Numbers of the texts that judge, or of those that are learnt from."""
+        """Numbers of the texts that judge, or of those that are learned from."""
         return [int(text) for text in np.flatnonzero(self.held_out == held_out)]
 
     def span(self, text: int) -> slice:
@@ -144,6 +144,6 @@ def batches(shard: Shard, texts: Sequence[int], tokens: int) -> Iterator[list[in
 
 
 def padded(shard: Shard, texts: Sequence[int]) -> torch.Tensor:
-    """Token ids ``[texts, longest]`` int64, padded with token 0 after each text, which causal attention never sees."""
+    """Token ids ``[texts, longest]`` int64, padded at the end with token 0, which causal attention never sees."""
     parts = [torch.from_numpy(shard.tokens[shard.span(text)].astype(np.int64)) for text in texts]
     return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)

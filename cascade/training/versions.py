@@ -1,6 +1,6 @@
 """Numbered weights of one drafter in a folder, and a file that names the version to serve.
 
-FOLDER/000001/  FOLDER/000002/  ...     whole, or not there
+FOLDER/000001/  FOLDER/000002/  ...     complete, or absent
 FOLDER/current                          a number; empty or missing for the drafter's original weights
 """
 
@@ -13,18 +13,18 @@ from typing import BinaryIO
 
 CURRENT = "current"
 PARTIAL = "partial"
-KEPT = 4  # versions: the newest ones, beside that which serves
+KEPT = 4  # newest versions that are kept, besides the one that serves
 
 
 class Versions:
-    """Versions in ``folder``. A crash at any moment leaves a whole version to serve, the old or the new one."""
+    """Versions in ``folder``. After a crash at any moment there is a complete version to serve, the old or the new one."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @property
     def all(self) -> list[Path]:
-        """Whole versions, the oldest first."""
+        """Complete versions, the oldest first."""
         return sorted(path for path in self.folder.glob("[0-9]*") if path.is_dir()) if self.folder.is_dir() else []
 
     @property
@@ -35,10 +35,10 @@ class Versions:
         return self.folder / name if name and (self.folder / name).is_dir() else None
 
     def add(self, write: Callable[[Path], None]) -> Path:
-        """Add a version of the files that ``write`` puts into a folder; it does not serve until it is chosen."""
+        """Add a version from the files that ``write`` puts into a folder; it does not serve until it is chosen."""
         self.folder.mkdir(parents=True, exist_ok=True)
         partial = self.folder / PARTIAL
-        shutil.rmtree(partial, ignore_errors=True)  # a learner that was killed has left it
+        shutil.rmtree(partial, ignore_errors=True)  # left by a learner that was killed
         partial.mkdir()
         write(partial)
         for file in partial.iterdir():
@@ -49,7 +49,7 @@ class Versions:
         return place
 
     def choose(self, version: Path | None) -> None:
-        """Let ``version`` serve from now on, and remove old ones, except for some to go back to."""
+        """Let ``version`` serve from now on, and remove old versions except the latest `KEPT`."""
         with replacing(self.folder / CURRENT) as file:
             file.write(b"" if version is None else version.name.encode())
         for old in self.all[:-KEPT]:
@@ -57,7 +57,7 @@ class Versions:
                 shutil.rmtree(old, ignore_errors=True)
 
     def rollback(self) -> Path | None:
-        """Go back to the version before the current one, and return it; ``None`` for the original weights."""
+        """Return to the version before the current one, and return its folder; ``None`` for the original weights."""
         current = self.current
         before = [path for path in self.all if current is not None and path.name < current.name]
         chosen = before[-1] if before else None
@@ -67,9 +67,9 @@ class Versions:
 
 @contextmanager
 def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """A file to write to, which at the end takes the place of ``path``: a kill meanwhile leaves what was there before.
+    """A file to write to, which replaces ``path`` at the end: if the process is killed before, ``path`` stays unchanged.
 
-    Users of the machine may do with it what is in ``mode`` and not in the process's umask.
+    Its permissions are ``mode`` without the process's umask.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")

@@ -94,7 +94,7 @@ def test_options_say_everything(tmp_path: Path) -> None:
         (["serve", "--port", "9000"], "port 9000 is named for HTTP and for gRPC"),
         (["chat", "somewhere", "--address", "127.0.0.1:1"], "--address"),
         (["generate", "--model", "somewhere", "--address", "127.0.0.1:1", "x"], "--address names a server"),
-        (["plan", "some/model", "--pass-ms", "80", "--agreement", "0.5"], "--pass-ms stands instead of MODEL"),
+        (["plan", "some/model", "--pass-ms", "80", "--agreement", "0.5"], "--pass-ms replaces MODEL"),
         (["top", "--once", "--address", "127.0.0.1:1", "--url", "http://127.0.0.1:1"], "127.0.0.1:1"),
     ],
 )

@@ -276,5 +276,5 @@ def test_decimals_are_held_to_their_pattern(served: House, text: str, fits: bool
 
 def test_a_grpc_client_is_told_of_the_port_of_http(served: House) -> None:
     """Guards the first mistake with two ports: gRPC's own words were those of a server that is not there."""
-    with Client(served.url.removeprefix("http://")) as client, pytest.raises(ConfigError, match="a port of HTTP"):
+    with Client(served.url.removeprefix("http://")) as client, pytest.raises(ConfigError, match="an HTTP port"):
         client.generate("x")

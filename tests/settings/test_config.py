@@ -460,7 +460,7 @@ def test_drafters_begin_at_the_revision_that_is_pinned(tmp_path: Path, monkeypat
     config = CascadeConfig.parse({"tiers": [below, tier("full")], "alignment": {"folder": str(tmp_path / "learnt")}})
     assert config.lesson("tiny")[1] == config.beginning("tiny") == str(folders["a"])
     lost = CascadeConfig.parse({"tiers": [below | {"engine_kwargs": {"revision": "v2"}}, tier("full")]})
-    with pytest.raises(ModelError, match="Revision 'v2' of 'some/model' cannot be had"):
+    with pytest.raises(ModelError, match="Revision 'v2' of 'some/model' cannot be loaded"):
         lost.beginning("tiny")
 
 

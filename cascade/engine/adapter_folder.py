@@ -16,33 +16,33 @@ MAX_COPIES = 64  # the most recently used ones
 
 
 class AdapterFolder:
-    """What is in the folder ``path`` by now, which may be a mounted bucket, and copies on a disk of this machine.
+    """The present adapters in the folder ``path``, which may be a mounted bucket, and copies on a disk of this machine.
 
     Safe to use from several threads.
     """
 
     def __init__(self, path: str) -> None:
-        """Raises `ConfigError` if it cannot be read."""
+        """Raises `ConfigError` if the folder cannot be read."""
         self._path = Path(path)
         if not self._path.is_dir():
             raise ConfigError(
                 f"lora_path is {path!r}, which is no folder here: name one that routers and full replicas see; mount a bucket"
             )
-        self._copies: OrderedDict[str, str] = OrderedDict()  # paths by name; they go with this object
+        self._copies: OrderedDict[str, str] = OrderedDict()  # paths by name; deleted with this object
         self._lock = threading.Lock()
 
     def names(self) -> list[str]:
-        """Names of all adapters that are there."""
+        """Names of all adapters in the folder."""
         return sorted(file.parent.name for file in self._path.glob(f"*/{CONFIG}") if NAME.fullmatch(file.parent.name))
 
     def has(self, name: str) -> bool:
-        """Whether an adapter is there."""
+        """Whether the folder has an adapter."""
         return bool(NAME.fullmatch(name)) and (self._path / name / CONFIG).is_file()
 
     def place(self, name: str) -> str:
-        """A copy of the adapter, which is made unless there is one; raises `InvalidRequest` if it cannot be read.
+        """The path of a copy of the adapter, made if needed; raises `InvalidRequest` if the adapter cannot be read.
 
-        To make one takes as long as the folder takes: not for a thread that others wait for.
+        Copying may take long if the folder is slow, so do not call this in a thread that others wait for.
         """
         with self._lock:
             if name in self._copies:
@@ -57,7 +57,7 @@ class AdapterFolder:
         except (OSError, shutil.Error) as error:
             raise InvalidRequest(f"adapter is {name!r}, which cannot be read from {self._path}: {reason(error)}") from error
         with self._lock:
-            copy = self._copies.setdefault(name, copy)  # another thread may have been sooner
+            copy = self._copies.setdefault(name, copy)  # another thread may have been faster
             if len(self._copies) > MAX_COPIES:
                 shutil.rmtree(self._copies.popitem(last=False)[1], ignore_errors=True)
         return copy

@@ -1,6 +1,6 @@
 """Chat templates as Transformers runs them: Jinja in a sandbox, with the functions that it documents for templates.
 
-A template that is published with a model was written for them, and gives the same text here as `apply_chat_template` there.
+Templates of models are written for that, and give the same text here as `apply_chat_template` gives there.
 """
 
 import json
@@ -17,7 +17,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # behind the text of a last message that is to go on
+MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # placed after the text of a last message that is continued
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of a message's thoughts; templates read the first two
 
 
@@ -30,14 +30,14 @@ def render(
     continue_final_message: bool = False,
     **values: Any,
 ) -> str:
-    """What the template ``source`` writes for a conversation; raises whatever it does, and `ValueError`.
+    """The text that the template ``source`` writes for a conversation; raises any error of the template, and `ValueError`.
 
     With ``continue_final_message`` the text ends where the last message does.
     """
     if not messages:
         raise ValueError("the conversation is empty")
     if continue_final_message and add_generation_prompt:
-        raise ValueError("a last message that goes on leaves no place for the beginning of another")
+        raise ValueError("continue_final_message and add_generation_prompt exclude each other")
     shaped = [_message(message) for message in messages]
     last = _marked(shaped[-1], source) if continue_final_message else ""
     given = {"messages": shaped, "tools": _plain(tools), "documents": None, "add_generation_prompt": add_generation_prompt}
@@ -52,14 +52,14 @@ def variables(source: str) -> frozenset[str]:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy without fields that are null, its thoughts under both names that templates read."""
+    """A copy without null fields, with thoughts under both names that templates read."""
     fields: dict[str, Any] = {name: _plain(value) for name, value in message.items() if value is not None}
     thoughts = next((fields[name] for name in THOUGHTS if name in fields), None)
     return fields if thoughts is None else {"thinking": thoughts, **fields, "reasoning_content": thoughts}
 
 
 def _plain(value: Any) -> Any:
-    """A copy as JSON has it; of anything else only the name of its type, for templates are strangers' programs."""
+    """A copy with JSON values only; others become the name of their type, since templates are untrusted programs."""
     return json.loads(json.dumps(value, ensure_ascii=False, default=_strange))
 
 
@@ -68,12 +68,12 @@ def _strange(value: Any) -> Any:
 
 
 def _marked(message: dict[str, Any], source: str) -> str:
-    """Put `MARK` behind the text of a message; returns the text."""
+    """Put `MARK` after the text of a message; returns the text."""
     content = message.get("content")
     if content is None:
-        raise ValueError("the last message has no content to go on with")
+        raise ValueError("the last message has no content to continue")
     if "content" not in source:
-        raise ValueError("the template reads no content of messages, so the last one cannot go on")
+        raise ValueError("the template reads no content of messages, so the last one cannot be continued")
     if not isinstance(content, list | tuple):
         message["content"] = content + MARK
         return str(content)
@@ -82,13 +82,13 @@ def _marked(message: dict[str, Any], source: str) -> str:
             text = str(part["text"])
             part["text"] = text + MARK
             return text
-    raise ValueError("the last message has no text to go on with")
+    raise ValueError("the last message has no text to continue")
 
 
 def _cut(text: str, last: str) -> str:
-    """The text before `MARK`; a template may have trimmed what ends in blanks, and then nothing is left of them."""
+    """The text before `MARK`; if the template trims trailing blanks, the result has none."""
     if last.strip() not in text or MARK.strip() not in text:
-        raise ValueError("the template leaves out the last message, or parts of it, so it cannot go on")
+        raise ValueError("the template leaves out the last message, or parts of it, so it cannot be continued")
     end = text.rindex(MARK.strip())
     return text[:end] if text[end : end + len(MARK)] == MARK else text[:end].rstrip()
 
@@ -108,9 +108,9 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(Extension):
-    """Takes ``{% generation %}``, which marks what a model wrote for those that train: here only its content counts."""
+    """Supports ``{% generation %}``, which marks a model's own text for training: here it only keeps the content."""
 
-    tags = {"generation"}  # noqa: RUF012  # as Jinja has it
+    tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -133,7 +133,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """Jinja's, without names that begin with an underscore, by which a template could reach Python's own."""
+    """Jinja's, without names that begin with an underscore, which would give templates access to Python's internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, args = args[0], args[1:]
@@ -155,7 +155,7 @@ def _check_name(name: object) -> None:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Without the escapes for HTML of Jinja's own."""
+    """Jinja's filter without escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

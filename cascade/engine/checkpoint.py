@@ -1,4 +1,4 @@
-"""What a checkpoint holds, told from its configuration and the headers of its files, before any weight is read."""
+"""Describes a checkpoint by its configuration and the headers of its files, before any weight is read."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel  # takes seconds
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-PACKED = {"fp8": 1.02, "bitsandbytes": 0.57}  # bytes of a weight of linear layers that vLLM quantises as it loads them
+PACKED = {"fp8": 1.02, "bitsandbytes": 0.57}  # bytes a weight of linear layers that vLLM quantises while loading
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,10 @@ class Anatomy:
     parameters: int
     weight_bytes: int  # bytes in this dtype and quantisation
     dtype: torch.dtype
-    widened: torch.dtype | None  # the checkpoint's dtype, if the device holds it in a wider one and none was asked for
+    widened: torch.dtype | None  # the checkpoint's dtype, if by default the device holds it in a wider one
     cache_bytes_per_token: int  # keys and values of all layers
     context_len: int
-    same_bits: bool  # whether logits can be expected to have the same bits in every pass on the device
+    same_bits: bool  # whether logits should have the same bits in every pass on the device
 
 
 def anatomy(
@@ -48,10 +48,10 @@ def anatomy(
     layers: Sequence[int] = (),
     sizes_only: bool = False,
 ) -> Anatomy:
-    """What the model of a path or hub id will be like, or some of its ``layers``; raises `ModelError` if it is damaged or
-    cannot be served.
+    """Describe the model at a path or hub id, or only its ``layers``; raises `ModelError` if it is damaged or cannot be
+    served.
 
-    With ``sizes_only`` it may be a model that only another engine can serve. Without a ``dtype`` it is the checkpoint's, see
+    With ``sizes_only`` it may be a model that only another engine can serve. ``dtype`` is by default the checkpoint's, see
     `held_dtype`.
     """
     config = read_config(source, revision=revision, trust_remote_code=trust_remote_code, layers=layers)
@@ -62,7 +62,7 @@ def anatomy(
     named: Any = getattr(text, "dtype", None)
     saved = named if isinstance(named, torch.dtype) else torch.float32
     chosen = DTYPES[dtype] if dtype else saved
-    quantised = getattr(config, "quantization_config", None) is not None  # then its weights have dtypes of their own
+    quantised = getattr(config, "quantization_config", None) is not None  # quantised weights have dtypes of their own
     if dtype is None and device is not None and not quantised:
         chosen = held_dtype(saved, device)
     on_cpu = device is not None and device.type == "cpu"
@@ -112,10 +112,10 @@ def _cache_size(network: "PreTrainedModel", text: Any) -> int:
     register()
     try:
         network.set_attn_implementation(SIZES)
-        if network.config.get_text_config()._attn_implementation == SIZES:  # else the model keeps an attention of its own
+        if network.config.get_text_config()._attn_implementation == SIZES:  # else the model insists on its own attention
             with torch.inference_mode():
                 network(input_ids=ids, use_cache=False, cascade_pass=survey)
-    except (RuntimeError, NotImplementedError):  # dynamic RoPE and routers read numbers, which are not there
+    except (RuntimeError, NotImplementedError):  # dynamic RoPE and routers read numbers, which do not exist without weights
         sizes = _sizes(survey)
         return sum(sizes) * layers // len(sizes) if sizes else _nominal_size(text)
     except (TypeError, AttributeError, LookupError, ValueError) as error:
@@ -131,7 +131,7 @@ def _cache_size(network: "PreTrainedModel", text: Any) -> int:
 
 
 def _sizes(survey: Survey) -> list[int]:
-    """Numbers that each layer keeps for a token."""
+    """Sizes of keys and values per token, by layer."""
     return [kv_heads * (key_size + value_size) for _, kv_heads, key_size, value_size in survey.heads.values()]
 
 

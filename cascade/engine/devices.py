@@ -14,12 +14,12 @@ from cascade.engine.memory import GIB, host_memory
 from cascade.errors import ModelError
 from cascade.scorer import BLOCK
 
-HOST_SHARE = 1 / 8  # each model's share of the memory that a host has left: there are up to five, and other programs
-# the share of a GPU's memory that weights and caches take; as in `cascade.settings.config`, which does without torch
+HOST_SHARE = 1 / 8  # each model's share of a host's free memory, which up to five models and other programs share
+# share of a GPU's memory for weights and caches; the same as in `cascade.settings.config`, which does not import PyTorch
 UTILIZATION = 0.9
-PASSES = 0.1  # the share of a GPU's memory left to passes, unless more of it is asked for
+PASSES = 0.1  # share of a GPU's memory that is left for passes by default
 
-# GiB of one accelerator by Ray's names for them, as far as these say it
+# GiB of accelerators by Ray's names, as far as these determine the size
 ACCELERATORS = {
     "T4": 15,
     "V100": 16,
@@ -41,7 +41,7 @@ def default_device() -> str:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can still be taken on ``device``, what PyTorch keeps there for reuse included."""
+    """Free memory on ``device``, including what PyTorch keeps for reuse."""
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + kept
@@ -49,15 +49,15 @@ def free_bytes(device: torch.device) -> int:
 
 
 def sent(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """A tensor of ``values`` on ``device``. This does not wait for a GPU, which copies from pinned memory by itself."""
+    """A tensor of ``values`` on ``device``. Does not wait for a GPU, which copies from pinned memory asynchronously."""
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def cache_tokens(device: torch.device, bytes_per_token: int, gpu_memory_utilization: float) -> int:
-    """Positions that fit beside the weights, which are loaded; raises `ModelError` if that is not even a block.
+    """Positions of keys and values that fit beside the loaded weights; raises `ModelError` if there is no room for a block.
 
-    On a GPU this process may hold the share ``gpu_memory_utilization`` of the memory, as far as other processes leave it free;
-    the rest is for passes. For several models pass the sum of their ``bytes_per_token``.
+    On a GPU this process may use the share ``gpu_memory_utilization`` of the memory, as far as it is free; the rest is for
+    passes. For several models pass the sum of their ``bytes_per_token``.
     """
     if device.type == "cuda":
         free, total, own = free_bytes(device), torch.cuda.mem_get_info(device)[1], torch.cuda.memory_allocated(device)
@@ -81,14 +81,14 @@ def cache_tokens(device: torch.device, bytes_per_token: int, gpu_memory_utilizat
 
 
 def product_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where ``device`` has instructions for it, else float32: with AVX2 alone 16 bits are seven times slower."""
+    """bfloat16 if ``device`` has instructions for it, else float32: with only AVX2, bfloat16 is seven times slower."""
     return torch.bfloat16 if device.type != "cpu" or has_bfloat16() else torch.float32
 
 
 def held_dtype(saved: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype in which weights saved as ``saved`` are held on ``device``, unless another one is asked for.
+    """The default dtype for weights that are saved as ``saved``, on ``device``.
 
-    float32 for float16 on a CPU, which holds the same numbers and multiplies them several times faster.
+    On a CPU it is float32 for float16: it holds the same numbers, and a CPU multiplies them several times faster.
     """
     return torch.float32 if saved is torch.float16 and device.type == "cpu" else saved
 
@@ -96,17 +96,17 @@ def held_dtype(saved: torch.dtype, device: torch.device) -> torch.dtype:
 def processor() -> str:
     """Name and instructions of this machine's processor, such as ``AMD EPYC 7763, AVX2``."""
     name = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError, StopIteration):  # not Linux, or a processor without a name
+    with contextlib.suppress(OSError, StopIteration):  # not Linux, or the processor has no name
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return f"{name}, {instructions()}{' with bfloat16' if has_bfloat16() else ''}"
 
 
 def add_exactly(device: torch.device) -> None:
-    """Let this process add up 16-bit products on ``device`` in 32 bits.
+    """Let this process accumulate 16-bit products on ``device`` in 32 bits.
 
-    By default cuBLAS may add parts of a product in 16 bits, and the number of parts depends on the number of rows, so that a
-    pass of eight tokens differs more from eight passes of one.
+    By default cuBLAS may sum partial products in 16 bits. Their number depends on the number of rows, so a pass of eight tokens
+    would differ more from eight passes of one.
     """
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False

@@ -1,7 +1,7 @@
-"""A draft model that predicts only a part of its tokens: the product for all others is most of a small model's pass.
+"""Draft models that predict only some tokens, since the output embedding of all is most of a small model's pass.
 
-The ids stand in `FILE` beside the weights, and their number in the config as ``draft_vocab_size``. What does not know of them
-runs the whole model. Zhao et al., FR-Spec, arXiv 2502.14856.
+The ids are in `FILE` beside the weights, and their number is in the config as ``draft_vocab_size``. Other programs ignore them
+and run the whole model. Zhao et al., FR-Spec, arXiv 2502.14856.
 """
 
 import json
@@ -18,16 +18,16 @@ FILE = "draft_vocab.json"
 
 
 def spread(logits: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
-    """Logits ``[n, vocab_size]`` of those of ``ids``: those of tokens that are not predicted are the least of their dtype."""
+    """Logits ``[n, vocab_size]`` from logits of ``ids``; tokens that are not predicted get the least number of the dtype."""
     out = logits.new_full((len(logits), vocab_size), torch.finfo(logits.dtype).min)
     out[:, ids] = logits
     return out
 
 
 def tokens(config: Any, source: str, *, revision: str | None = None) -> Tensor | None:
-    """The draft vocabulary ``[n]`` int64 of a model, None if it predicts all tokens.
+    """The draft vocabulary ``[n]`` int64 of a model; None if the model predicts all tokens.
 
-    Raises `ModelError` if the ids are not there or do not fit.
+    Raises `ModelError` if the ids are missing or wrong.
     """
     size, vocab_size = getattr(config, "draft_vocab_size", None), config.get_text_config().vocab_size
     if size is None:
@@ -39,22 +39,22 @@ def tokens(config: Any, source: str, *, revision: str | None = None) -> Tensor |
 
 
 def write(ids: Tensor, folder: Path) -> None:
-    """The file beside a model's weights."""
+    """Write the file beside a model's weights."""
     (folder / FILE).write_text(json.dumps(ids.tolist(), separators=(",", ":")), encoding="utf-8")
 
 
 def check_same(source: str, ids: Tensor | None) -> None:
-    """Raise `ModelError` if the weights of ``source`` are for other ``ids`` than these; None are all tokens."""
+    """Raise `ModelError` unless the weights of ``source`` are for the draft vocabulary ``ids``; None means all tokens."""
     if ids is not None and _read(source) != ids.tolist():
-        raise ModelError(f"The weights of {source!r} cannot take the place of others: they say other tokens")
+        raise ModelError(f"The weights of {source!r} cannot replace others: they predict other tokens")
 
 
 def _read(source: str, revision: str | None = None) -> list[int]:
-    """The token ids in `FILE`; raises `ModelError` if it is not there or is no list of them."""
+    """The token ids in `FILE`; raises `ModelError` if it is missing or is not a list of ids."""
     try:
         path = Path(source, FILE) if Path(source).is_dir() else Path(hf_hub_download(source, FILE, revision=revision))
         ids = json.loads(path.read_text(encoding="utf-8"))
-    except Exception as error:  # network, hub, disk, or what lies there
+    except Exception as error:  # network, hub, disk, or the file's content
         raise ModelError(f"{source!r} has a draft vocabulary by its config, but no readable file {FILE}: {error}") from error
     if not isinstance(ids, list) or not all(type(token) is int for token in ids):
         raise ModelError(f"{FILE} of {source!r} must be a list of token ids: export it anew")

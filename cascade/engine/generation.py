@@ -1,4 +1,4 @@
-"""What a model's own files say about writing: the tokens that end a text, and how to sample where a request says nothing.
+"""Generation settings in a model's own files: tokens that end a text, and default sampling parameters.
 
 Imports neither PyTorch nor Transformers.
 """
@@ -13,14 +13,14 @@ from cascade.errors import InvalidRequest, ModelError, reason
 from cascade.params import SamplingParams
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
-AUTO, NONE = "auto", "vllm"  # values of the switch `generation_config` beside folders: the model's own file, no file
-# fields of a generation config that are taken as defaults, and their names here; the same that vLLM takes
+AUTO, NONE = "auto", "vllm"  # values of `generation_config` besides folders: the model's own file, and no file
+# fields of a generation config that become defaults, and their names here; the same as in vLLM
 SAMPLING = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
 SAMPLING["max_new_tokens"] = "max_tokens"
 
 
 def sampling_defaults(source: str, choice: str = AUTO, *, revision: str | None = None) -> dict[str, Any]:
-    """Arguments of `SamplingParams` that the generation config of a model gives; a request's own values win.
+    """Default arguments of `SamplingParams` from the generation config of a model.
 
     ``choice`` is "auto" for the model's own file, "vllm" for none, or a folder that holds one. Raises `ModelError` if the
     file is broken or a value is none that a request may have.
@@ -35,19 +35,19 @@ def sampling_defaults(source: str, choice: str = AUTO, *, revision: str | None =
     try:
         SamplingParams(**defaults)
     except InvalidRequest as error:
-        raise ModelError(f"{GENERATION_CONFIG} of {origin!r}: {error}; mend it, or set generation_config to 'vllm'") from None
+        raise ModelError(f"{GENERATION_CONFIG} of {origin!r}: {error}; fix it, or set generation_config to 'vllm'") from None
     return defaults
 
 
 def configured_ends(source: str, *, revision: str | None = None) -> frozenset[int]:
-    """End tokens that the config and the generation config of a model name, together; raises `ModelError` if one is broken."""
+    """End tokens in the config and in the generation config of a model, together; raises `ModelError` if one is broken."""
     return frozenset(
         token for name in (CONFIG, GENERATION_CONFIG) for token in _ends(source, name, read_json(source, name, revision))
     )
 
 
 def _ends(source: str, name: str, values: Mapping[str, Any]) -> Iterator[int]:
-    """The end tokens that a file names; of a model with several parts, also those of its text part."""
+    """The end tokens in a file, also those in its section on text."""
     for part in (values, values.get("text_config")):
         given = part.get("eos_token_id") if isinstance(part, Mapping) else None
         for token in given if isinstance(given, list) else [] if given is None else [given]:
@@ -55,12 +55,12 @@ def _ends(source: str, name: str, values: Mapping[str, Any]) -> Iterator[int]:
                 raise ModelError(
                     f"{name} of {source!r} has the eos_token_id {token!r}: it must be a token id or a list of them"
                 )
-            if token >= 0:  # some name -1 for none
+            if token >= 0:  # some files have -1 for none
                 yield token
 
 
 def read_json(source: str, name: str, revision: str | None = None) -> dict[str, Any]:
-    """The JSON object in a file of a model; empty if it has no such file. Raises `ModelError`."""
+    """The JSON object in a file of a model; empty if there is no such file. Raises `ModelError`."""
     folder = described(source)
     try:
         path = Path(folder, name) if Path(folder).is_dir() else _downloaded(folder, name, revision)
@@ -68,17 +68,17 @@ def read_json(source: str, name: str, revision: str | None = None) -> dict[str, 
             return {}
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{name} of {source!r} is not JSON ({reason(error)}): mend it or download it again") from None
+        raise ModelError(f"{name} of {source!r} is not JSON ({reason(error)}): fix it or download it again") from None
     except Exception as error:  # network, hub or disk
         raise ModelError(f"{name} of {source!r} cannot be read: {reason(error)}") from error
     if not isinstance(values, dict):
-        raise ModelError(f"{name} of {source!r} must hold a JSON object: mend it or download it again")
+        raise ModelError(f"{name} of {source!r} must hold a JSON object: fix it or download it again")
     return values
 
 
 def _downloaded(source: str, name: str, revision: str | None) -> Path | None:
     """The path of a file on the hub, from its cache if it is there; ``None`` if there is no such file."""
-    from huggingface_hub import hf_hub_download  # half a second, which a configuration need not wait for
+    from huggingface_hub import hf_hub_download  # imported late, since it takes half a second
     from huggingface_hub.errors import EntryNotFoundError
 
     try:

@@ -1,10 +1,11 @@
-"""GGUF files as the folders that Transformers reads, made once and kept in a cache.
+"""Converts GGUF files to folders that Transformers reads, once, and keeps them in a cache.
 
-Two folders are made of a file, each when it is first needed: ``text`` has the configuration and the tokenizer, ``model`` the
-weights too. Their place below `cascade.engine.kept.cache_folder` names the path, the size and the time of the file.
+A file becomes two folders, each made when it is first needed: ``text`` has the configuration and the tokenizer, ``model`` also
+has the weights. Their path below `cascade.engine.kept.cache_folder` depends on the path, the size and the time of the file.
 
-Weights are kept in the narrowest dtype that holds each of them exactly. That is float32 for quantised files, whose numbers are
-products of a 16-bit scale. bfloat16 would halve the memory, but round the weights and so change the text; set ``dtype`` for it.
+Weights are kept in the narrowest dtype that holds each of them exactly. For quantised files that is float32, since their
+numbers are products with a 16-bit scale. bfloat16 would halve the memory, but round the weights and so change the text: set
+``dtype``.
 """
 
 import contextlib
@@ -23,16 +24,16 @@ from cascade.errors import ModelError, reason
 
 MAGIC = b"GGUF"
 SUFFIX = ".gguf"
-FORM = 1  # the folders' version: it changes when they are made in another way
+FORM = 1  # version of the folders' format
 TEXT, MODEL = "text", "model"
-END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")  # keys under tokenizer.ggml of tokens that end a text
-NARROW = {"BF16": "bfloat16", "F16": "float16"}  # kinds of tensors that files in 16 bits have beside F32
+END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")  # keys of ending tokens under tokenizer.ggml
+NARROW = {"BF16": "bfloat16", "F16": "float16"}  # dtypes by the 16-bit kinds of tensors
 
 log = logging.getLogger(__name__)
 
 
 def is_gguf(source: str) -> bool:
-    """Whether ``source`` is the path of a GGUF file; raises `ModelError` if it is only called like one."""
+    """Whether ``source`` is the path of a GGUF file; raises `ModelError` if it only has the name of one."""
     path = Path(source)
     if not path.is_file():
         if source.endswith(SUFFIX) and not path.exists():
@@ -46,7 +47,7 @@ def is_gguf(source: str) -> bool:
 
 
 def described(source: str) -> str:
-    """A folder with the configuration and the tokenizer of a GGUF file; anything else is returned as it is.
+    """A folder with the configuration and the tokenizer of a GGUF file; any other source is returned unchanged.
 
     Raises `ModelError` if the file is damaged or Transformers cannot convert it.
     """
@@ -58,7 +59,7 @@ def described(source: str) -> str:
 
 
 def converted(source: str, dtype: str | None = None) -> str:
-    """A folder with the model of a GGUF file, dequantised; anything else is returned as it is.
+    """A folder with the dequantised model of a GGUF file; any other source is returned unchanged.
 
     Weights are kept in ``dtype``, or in the narrowest that holds each of them exactly.
     Takes as much memory as the weights in float32. Raises `ModelError` if the file is damaged, Transformers cannot convert it,
@@ -73,7 +74,7 @@ def converted(source: str, dtype: str | None = None) -> str:
 
 
 def _place(file: Path) -> Path:
-    """Of the folders of a file as it is now."""
+    """Where the folders of a file in its present state are."""
     status = file.stat()
     path = file.resolve()
     name = hashlib.sha256(os.fsencode(path)).hexdigest()[:12]
@@ -81,14 +82,14 @@ def _place(file: Path) -> Path:
 
 
 def _read(source: str) -> Any:
-    """The file's `gguf.GGUFReader`; raises `ModelError` if it is not whole or not one that can be converted."""
+    """The file's `gguf.GGUFReader`; raises `ModelError` if the file is damaged or cannot be converted."""
     from gguf import GGUFReader
 
     try:
         reader = GGUFReader(source)
         parts = int(_value(reader, "split.count", 1))
         architecture = str(_value(reader, "general.architecture", ""))
-    except Exception as error:  # the file may hold anything
+    except Exception as error:  # a damaged file may cause any error
         raise ModelError(f"The GGUF file {source!r} is damaged ({reason(error)}): download it again") from error
     if parts > 1:
         raise ModelError(f"The GGUF file {source!r} is one of {parts} parts: join them, with llama-gguf-split --merge")
@@ -104,8 +105,8 @@ def _value(reader: Any, key: str, default: Any = None) -> Any:
 
 @contextlib.contextmanager
 def _without_bars() -> Iterator[None]:
-    """Let Transformers show no progress bars: a conversion is a part of a start, which tells its own progress."""
-    from transformers import modeling_gguf_pytorch_utils as older  # has a bar of its own, which no public hook reaches
+    """Hide Transformers' progress bars, since a conversion is part of a start with its own progress."""
+    from transformers import modeling_gguf_pytorch_utils as older  # has a progress bar that no public option hides
     from transformers.utils.logging import set_tqdm_hook
 
     hook = set_tqdm_hook(lambda bar, places, options: bar(*places, **{**options, "disable": True}))
@@ -144,7 +145,7 @@ def _describe(source: str, folder: Path) -> None:
 
 @_without_bars()
 def _convert(source: str, folder: Path, dtype: str | None) -> None:
-    """Write the weights beside what `_describe` has written."""
+    """Write the weights beside the results of `_describe`."""
     from transformers import AutoModelForCausalLM, GenerationConfig, GgufConfig
 
     shutil.copytree(folder.parent / TEXT, folder, dirs_exist_ok=True)
@@ -156,11 +157,11 @@ def _convert(source: str, folder: Path, dtype: str | None) -> None:
     given: dict[str, Any] = {**_given(source), "quantization_config": GgufConfig(dequantize=True)}
     with _explained(source, reader):
         network, report = AutoModelForCausalLM.from_pretrained(**given, dtype=dtype, output_loading_info=True)
-    if missing := sorted(report["missing_keys"]):  # Transformers made them up
+    if missing := sorted(report["missing_keys"]):  # Transformers has initialised them at random
         raise ModelError(f"The GGUF file {source!r} lacks {len(missing)} weights of its model, such as {missing[0]}")
     if hasattr(network.config, "quantization_config"):
         del network.config.quantization_config
-    network.hf_quantizer, network.is_quantized = None, False  # else it is not saved
+    network.hf_quantizer, network.is_quantized = None, False  # so that it can be saved
     network.generation_config = ends
     network.save_pretrained(folder)
 
@@ -184,9 +185,9 @@ def _explained(source: str, reader: Any) -> Iterator[None]:
 
 
 def _unread(reader: Any, config: Any) -> str | None:
-    """How the file scales far positions, if Transformers would ignore it, and so write another text."""
+    """How the file scales far positions, if Transformers would ignore that and so write another text."""
     for tensor in reader.tensors:
-        if tensor.name.startswith("rope_"):  # frequencies of its own, of Llama 3.1 and Phi 3
+        if tensor.name.startswith("rope_"):  # frequencies in the file, as for Llama 3.1 and Phi 3
             return f"it scales positions by the tensor {tensor.name}"
     prefix = f"{_value(reader, 'general.architecture')}.rope.scaling"
     kind, factor = _value(reader, f"{prefix}.type", "none"), _value(reader, f"{prefix}.factor")

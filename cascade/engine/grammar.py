@@ -1,4 +1,4 @@
-"""Structured output, as masks over the vocabulary: JSON schemas, regular expressions and grammars.
+"""Structured output (JSON schemas, regular expressions, grammars) as masks over the vocabulary.
 
 llguidance does the work (https://github.com/guidance-ai/llguidance): an Earley parser over a lazily built lexer. It precompiles
 nothing, bounds the fuel of every step, and copies a matcher in a microsecond, which guesses need.
@@ -23,20 +23,20 @@ from cascade.errors import InvalidRequest
 from cascade.params import Structured
 
 if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions  # exists for type checkers only
+    from llguidance._lib import JsonCompileOptions  # exists only for type checkers
 
-MAX_COMPILED = 256  # grammars remembered
-MAX_STEP = 32  # tokens that are consumed with the fuel of one step
-# a space or a new line with its indentation: what models write, and no endless runs of blanks
+MAX_COMPILED = 256  # compiled grammars that are kept
+MAX_STEP = 32  # tokens that are consumed with the fuel of one step, at most
+# whitespace that models write: a space, or a new line with indentation; bounded
 JSON_OPTIONS: "JsonCompileOptions" = {"whitespace_pattern": r" |\r?\n[ \t]{0,20}"}
-# Where only one text may come, llguidance would take the tokens that the tokenizer cuts it into, and then refuse those that are
-# named like special ones (<tool_call>): any tokens that spell the text will do.
+# If only one text is possible, llguidance would force the tokens into which the tokenizer cuts it, and refuse those with the
+# names of special tokens (<tool_call>). Instead any tokens that spell the text are allowed.
 UNFORCED = '%llguidance {"no_forcing": true}\n'
 UNIQUE = "uniqueItems"
 IS_UNIQUE = re.compile(rf'"{UNIQUE}"\s*:\s*true')
-VALUES = ("const", "default", "enum", "examples")  # keywords of JSON schemas whose values are no schemas
+VALUES = ("const", "default", "enum", "examples")  # keywords of JSON schemas whose values are not schemas
 MORE_THAN_SIGNS = "^(?!^[-+.]*$)"
-# a step that needs more than this, 10 to 20 ms, makes its request fail
+# a step that needs more fuel than this (10 to 20 ms) fails the request
 LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=50_000, max_grammar_size=200_000, verbose_errors=False
 )
@@ -53,8 +53,8 @@ class Grammars:
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
-        """Build the table of tokens that all grammars need, which takes up to a second in which no other thread goes on."""
-        with contextlib.suppress(InvalidRequest):  # requests that need it are told
+        """Build the token table that all grammars need. It takes up to a second, and blocks all threads."""
+        with contextlib.suppress(InvalidRequest):  # requests with a grammar report the error
             self._build()
 
     def check(self, structured: Structured, output: Sequence[int] = ()) -> None:
@@ -68,7 +68,7 @@ class Grammars:
         """A matcher at the beginning of a text; raises `InvalidRequest`."""
         with self._lock:
             entry = self._compiled.get(structured)
-        if entry is None:  # others go on meanwhile
+        if entry is None:  # compiled without the lock, so that other threads continue
             fresh = self._compile(structured)
             entry = fresh, self._first(fresh)
         with self._lock:
@@ -79,13 +79,13 @@ class Grammars:
             return Matcher(compiled, first, partial(self._renew, structured, compiled))
 
     def _first(self, compiled: LLMatcher) -> list[int]:
-        """A token that may begin the text, or nothing."""
+        """One token that may begin the text, or none."""
         mask = compiled.deep_copy().compute_bitmask()
         [allowed] = _unpack([mask], 1, 8 * len(mask))
         return [token for token in allowed.nonzero()[0].tolist() if token not in self._tokenizer.end_ids][:1]
 
     def _renew(self, structured: Structured, broken: LLMatcher) -> LLMatcher:
-        """A new matcher that shares nothing with others; forgets the ``broken`` one, so that nobody gets it again."""
+        """A new matcher that shares nothing with others; the ``broken`` one is removed from the cache."""
         with self._lock:
             if structured in self._compiled and self._compiled[structured][0] is broken:
                 del self._compiled[structured]
@@ -95,11 +95,11 @@ class Grammars:
         vocabulary = self._build()
         try:
             grammar = source(structured)
-        except Exception as error:  # the parser of GBNF raises what it likes
+        except Exception as error:  # the parser of GBNF may raise anything
             raise _refusal(structured, str(error)) from None
         compiled = LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
         if not compiled.is_error():
-            compiled.compute_bitmask()  # the first step is the one that builds most
+            compiled.compute_bitmask()  # the first step builds most
         if compiled.is_error():
             raise _refusal(structured, compiled.get_error())
         return compiled
@@ -114,7 +114,7 @@ class Grammars:
             if self._vocabulary is None:
                 try:
                     self._vocabulary = LLTokenizer(self._tokenizer.backend.to_str(), eos_token=end_ids)
-                except Exception as error:  # it does not know all kinds of tokenizers
+                except Exception as error:  # it does not support all kinds of tokenizers
                     reason = _one_line(str(error))
                     raise InvalidRequest(
                         f"structured cannot be honoured with the tokenizer of this model: {reason}", "structured"
@@ -125,9 +125,9 @@ class Grammars:
 class Matcher:
     """The grammar's state after one text.
 
-    Guesses are tried on a copy, so that an error after a wrong guess does not reach the text. But all copies of a compiled
-    grammar share one lexer, which a guess can exhaust. Then every matcher gets a lexer of its own and tries no more guesses, so
-    that a text fails where it would fail in any process, with and without drafts.
+    Guesses are tried on a copy, so that an error after a wrong guess does not affect the text. But all copies of a compiled
+    grammar share one lexer, which a guess can exhaust. Then every matcher gets a lexer of its own and tries no more guesses. So
+    a text fails at the same place in any process, with and without drafts.
     """
 
     def __init__(self, compiled: LLMatcher, first: list[int], renew: Callable[[], LLMatcher]) -> None:
@@ -136,18 +136,18 @@ class Matcher:
         self._renew = renew
         self._machine = compiled.deep_copy()
         self._consumed: list[int] = []  # output tokens that the machine has read
-        self._num_same = 0  # how many of them are still the output's
-        self._guesses = True  # whether they may be tried
+        self._num_same = 0  # how many of these still equal the output
+        self._guesses = True  # whether guesses may be tried
 
     def rewind(self, num_tokens: int) -> None:
-        """Only the first ``num_tokens`` of the output are known to be the same as before."""
+        """Only the first ``num_tokens`` of the output are still the same."""
         self._num_same = min(self._num_same, num_tokens)
 
     def allowed(self, output: Sequence[int], guesses: Sequence[int], vocab_size: int) -> NDArray[np.bool_]:
         """Which tokens may come after ``output``, and after each of ``guesses``: bool ``[1 + guesses, vocab_size]``.
 
-        Everything is allowed after a guess that is itself forbidden: nobody reads that row. There are fewer rows if a step
-        after a guess takes too much work. Raises `InvalidRequest` if the step after the output does.
+        After a forbidden guess everything is allowed, since that row is not used. There are fewer rows if a step after a guess
+        takes too much work. Raises `InvalidRequest` if the step after the output does.
         """
         mask = self._follow(output)
         if mask is None:  # the tier above does not follow the grammar, so nothing is forbidden
@@ -155,12 +155,12 @@ class Matcher:
         if not guesses or not self._guesses:
             return _unpack([mask], 1, vocab_size)
         masks, num_rows = self._try(mask, guesses)
-        if self._broken:  # it is not known since which mask
+        if self._broken:  # some of the masks may be wrong
             return _unpack([mask], 1, vocab_size)
         return _unpack(masks, num_rows, vocab_size)
 
     def allows(self, output: Sequence[int]) -> bool:
-        """Whether a text may begin with ``output``; raises `InvalidRequest` if that takes too much work to say."""
+        """Whether a text may begin with ``output``; raises `InvalidRequest` if that takes too much work."""
         return not output or self._follow(output) is not None
 
     def _try(self, mask: bytes, guesses: Sequence[int]) -> tuple[list[bytes], int]:
@@ -169,7 +169,7 @@ class Matcher:
         for guess in guesses:
             if scout.is_stopped() or not (guess < 8 * len(masks[-1]) and masks[-1][guess >> 3] >> (guess & 7) & 1):
                 return masks, 1 + len(guesses)
-            if not scout.try_consume_tokens([guess]):  # the mask has it: the work was too much
+            if not scout.try_consume_tokens([guess]):  # the mask allows it, so it took too much work
                 break
             mask = scout.compute_bitmask()
             if scout.is_error():
@@ -193,22 +193,22 @@ class Matcher:
 
     @property
     def _broken(self) -> bool:
-        """Whether a copy has exhausted the lexer that all share; masks do not always tell."""
+        """Whether a copy has exhausted the shared lexer, which masks do not always show."""
         probe = self._compiled.deep_copy()
         return probe.try_consume_tokens(self._first) < len(self._first) or probe.is_error()
 
     def _go_back(self, output: Sequence[int]) -> None:
-        """Roll back what is no longer the output's."""
+        """Roll back tokens that differ from the output."""
         consumed, same = self._consumed, self._num_same
         while same < min(len(consumed), len(output)) and consumed[same] == output[same]:
             same += 1
         if same < len(consumed):
             self._machine.rollback(len(consumed) - same)
             del consumed[same:]
-            self._machine.compute_bitmask()  # the matcher remembers its last mask, and would take it for this text's
+            self._machine.compute_bitmask()  # replaces the matcher's cached mask, which belongs to another text
 
     def _consume(self, tokens: Sequence[int], most: int) -> bytes:
-        """Consume ``tokens``, at most ``most`` in a step; the mask after them, or after the last one that is allowed."""
+        """Consume ``tokens``, at most ``most`` a step; returns the mask after them, or after the last one that is allowed."""
         mask = b"" if tokens else self._machine.compute_bitmask()
         for begin in range(0, len(tokens), most):
             step = list(tokens[begin : begin + most])
@@ -221,7 +221,7 @@ class Matcher:
 
 
 def _unpack(masks: Sequence[bytes], num_rows: int, vocab_size: int) -> NDArray[np.bool_]:
-    """Bits to booleans; rows and ids beyond the masks are allowed and forbidden."""
+    """Bits to booleans. Rows beyond the masks allow everything; ids beyond a mask are forbidden."""
     bits = np.frombuffer(b"".join(masks), dtype=np.uint8).reshape(len(masks), -1)
     bits = np.unpackbits(bits, axis=1, count=min(vocab_size, 8 * bits.shape[1]), bitorder="little").view(np.bool_)
     allowed = np.zeros((num_rows, vocab_size), dtype=np.bool_)
@@ -247,8 +247,8 @@ def source(structured: Structured) -> str:
 def compilable(schema: Any) -> Any:
     """A JSON schema as llguidance takes it.
 
-    Pydantic's look-ahead in patterns of decimals, that there is more than signs and points, is said in other words. That items
-    are unique is left out: no grammar can say it, see `unenforced`.
+    The look-ahead in Pydantic's patterns for decimals (not only signs and points) is expressed in another way. `uniqueItems` is
+    left out, since no grammar can express it, see `unenforced`.
     """
     if isinstance(schema, list):
         return [compilable(part) for part in schema]
@@ -264,7 +264,7 @@ def compilable(schema: Any) -> Any:
 
 
 def unenforced(*structured: Structured | None) -> tuple[str, ...]:
-    """Keywords of JSON schemas that texts are not held to."""
+    """Keywords of JSON schemas that are not enforced."""
     schemas = [entry.schema for entry in structured if entry is not None and entry.json_schema is not None]
     return (UNIQUE,) if any(IS_UNIQUE.search(schema) for schema in schemas) else ()
 

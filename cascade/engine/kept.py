@@ -1,4 +1,4 @@
-"""Folders that are made once and kept below the user's cache: models in another form, tokenizers as others read them."""
+"""Folders that are made once and kept below the user's cache, such as converted models and tokenizers."""
 
 import contextlib
 import fcntl
@@ -15,17 +15,17 @@ PARTIAL = "partial-"
 
 
 def cache_folder() -> Path:
-    """Where folders are kept: ``$CASCADE_CACHE``, else ``cascade`` in the user's cache."""
+    """The parent of kept folders: ``$CASCADE_CACHE``, else ``cascade`` in the user's cache."""
     given = os.environ.get(CACHE)
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return (Path(given) if given else Path(cache) / "cascade").expanduser()
 
 
 def kept(place: Path, make: Callable[[Path], None], *, states: Path | None = None) -> Path:
-    """The folder ``place``, after ``make`` has filled it, here or in another process; raises `ModelError` if it cannot be.
+    """The folder ``place``, filled by ``make`` here or earlier; raises `ModelError` if it cannot be written.
 
-    It is filled beside its place and then renamed, so a process that is killed leaves no half folder that looks whole. A
-    folder of ``states`` has one for each state that a source was in: all but that of ``place`` are removed.
+    It is filled elsewhere and then renamed, so a killed process leaves no half folder that looks complete. ``states`` is a
+    folder with one subfolder for each state of a source: all but the one with ``place`` are removed.
     """
     if place.is_dir():
         return place
@@ -53,8 +53,8 @@ def kept(place: Path, make: Callable[[Path], None], *, states: Path | None = Non
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Wait until no other process fills a folder there: two that convert a model would take twice the memory."""
+    """Wait until no other process fills the folder: two conversions at once would take twice the memory."""
     with (folder / "lock").open("w") as file:
-        with contextlib.suppress(OSError):  # a file system without locks: the last one to rename finds the folder there
+        with contextlib.suppress(OSError):  # no locks here: the last process to rename finds the folder complete
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""From a path or hub id to a network on its device."""
+"""Loads a network from a path or hub id to its device."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -41,12 +41,12 @@ def load(
 ) -> Network:
     """Load weights to the device; a GGUF file is dequantised the first time.
 
-    On a CPU a model of the Llama family is our own network, which takes seconds less to load; all others are of Transformers.
+    On a CPU, models of the Llama family become our own network, which loads seconds faster; others become Transformers'.
 
-    ``dtype`` is by default the checkpoint's, or float32 for float16 on a CPU; ``device`` the GPU if there is one. Weights of
-    other layers than ``layers`` are not read; by default all are. A ``draft`` model predicts only its draft vocabulary, if it
-    has one, see `cascade.engine.draft_vocab`. Raises `ModelError`, before any weight is read if the checkpoint is damaged, is
-    no causal language model, or does not fit into the memory of the device.
+    ``dtype`` is by default the checkpoint's, or float32 for float16 on a CPU; ``device`` the GPU if there is one. Only
+    ``layers`` are read; by default all. A ``draft`` model predicts only its draft vocabulary, if it has one, see
+    `cascade.engine.draft_vocab`. Raises `ModelError` if the checkpoint is damaged, is not a causal language model, or does not
+    fit into the memory of the device, in these cases before any weight is read.
     """
     hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     place, model = _fitting(source, dtype, device, layers, hub)
@@ -61,7 +61,7 @@ def load(
 
 
 def network_of(module: "PreTrainedModel", draft_ids: Tensor | None = None) -> Network:
-    """What runs passes of a network of Transformers: our own one where there is one for it. Raises `ModelError`.
+    """The network that runs passes of a Transformers network: our own, if it supports that one. Raises `ModelError`.
 
     ``draft_ids`` ``[n]`` int64 are the only tokens that it predicts, by default all.
     """
@@ -71,7 +71,7 @@ def network_of(module: "PreTrainedModel", draft_ids: Tensor | None = None) -> Ne
 def load_trainable(
     source: str, *, dtype: str | None = None, device: str | None = None, layers: Sequence[int] = ()
 ) -> "PreTrainedModel":
-    """A network of Transformers, which can be trained; otherwise as `load`."""
+    """Load a network of Transformers that can be trained; otherwise like `load`."""
     hub: dict[str, Any] = {"revision": None, "trust_remote_code": False}
     place, model = _fitting(source, dtype, device, layers, hub)
     with _explained(source, place):
@@ -81,7 +81,7 @@ def load_trainable(
 def _fitting(
     source: str, dtype: str | None, device: str | None, layers: Sequence[int], hub: dict[str, Any]
 ) -> tuple[torch.device, Anatomy]:
-    """The device, and what will be loaded; raises `ModelError` if it does not fit."""
+    """The device, and the anatomy of the model; raises `ModelError` if the model does not fit."""
     if dtype is not None and dtype not in DTYPES:
         raise ModelError(f"dtype is {dtype!r}: it must be one of {', '.join(DTYPES)}")
     place = find_device(source, device)
@@ -121,14 +121,14 @@ def _module(
     else:
         named = model.dtype if dtype or model.widened else "auto"
         network, report = AutoModelForCausalLM.from_pretrained(converted(source), dtype=named, **options, **hub)
-    if missing := sorted(report.get("missing_keys", ())):  # Transformers made them up
+    if missing := sorted(report.get("missing_keys", ())):  # Transformers has initialised them at random
         raise ModelError(f"The checkpoint {source!r} lacks {len(missing)} weights of its model, such as {missing[0]}")
     return network
 
 
 @contextmanager
 def _weights(source: str, layers: Sequence[int], hub: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Weights of these layers by their names in a model of them, all if none are given; see `unread`."""
+    """Weights of ``layers`` (by default all), by their names in a model of only these; see `unread`."""
     with unread(converted(source), hub["revision"]) as weights:
         names = {name: renamed(name, layers) if layers else name for name in weights}
         yield {place: weights[name] for name, place in names.items() if place is not None}
@@ -141,7 +141,7 @@ _ADVICE = "take a larger device, a smaller dtype, or vLLM with quantization or t
 
 
 def find_device(source: str, device: str | None) -> torch.device:
-    """Where ``source`` is loaded to: ``device``, or the GPU if there is one; raises `ModelError` if it is not there."""
+    """The device for ``source``: ``device``, by default the GPU if there is one; raises `ModelError` if it does not exist."""
     try:
         place = torch.device(device or default_device())
         torch.empty(0, device=place)

@@ -1,4 +1,4 @@
-"""How much memory this machine has left. Needs no torch."""
+"""How much memory is free on this machine. Does not import PyTorch."""
 
 import contextlib
 import os
@@ -8,10 +8,10 @@ GIB = 2**30
 
 
 def host_memory() -> int:
-    """Memory that this process may still take, by the system and its control group."""
+    """Bytes that this process may still take, by the system and its control group."""
     limits = [_available()]
     group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):  # there is no such group, or no limit
+    with contextlib.suppress(OSError, ValueError):  # no control group, or no limit
         limits.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
     return max(0, min(limits))
 

@@ -1,4 +1,4 @@
-"""One batched pass: rows of any sessions from any positions, packed into one input of a network, ours or Transformers'."""
+"""One batched pass: rows of any sessions from any positions, packed into one input of a network."""
 
 import copy
 import threading
@@ -28,14 +28,14 @@ from cascade.scorer import Row, Runs, Scored
 if TYPE_CHECKING:
     from transformers import PreTrainedModel  # takes seconds
 
-SCORED = 16  # own tokens of a timed pass, at most
-RENEWAL_SHARE = 0.2  # the share of a core that new weights take while passes run
+SCORED = 16  # own tokens of a pass that is timed, at most
+RENEWAL_SHARE = 0.2  # share of a core for loading new weights while passes run
 
 
 class Model(Runs):
     """A causal language model that scores packed rows; see `cascade.scorer.Scorer`."""
 
-    healthy = True  # its passes run in this process, which ends with them
+    healthy = True  # passes run in this process, so there is nothing else to check
 
     def __init__(
         self,
@@ -47,15 +47,15 @@ class Model(Runs):
     ) -> None:
         """Take over a loaded network; raises `ModelError` if it cannot run packed passes.
 
-        There is memory for ``cache_tokens`` positions of keys and values; by default for as many as the device has room for,
-        see `cascade.engine.devices.cache_tokens`. Passes on a CPU take ``num_threads``; by default as many of PyTorch's as they
-        are worth, see `cascade.engine.threads`.
+        ``cache_tokens`` is the number of positions of keys and values, by default as many as the device has room for, see
+        `cascade.engine.devices.cache_tokens`. Passes on a CPU take ``num_threads``, by default chosen by timing, see
+        `cascade.engine.threads`.
         """
         self.network: Network = network if isinstance(network, Llama | Published) else network_of(network)
         self.device, self.dtype = self.network.device, self.network.dtype
         self.vocab_size = self.network.vocab_size  # rows of the output embedding, padding included
-        self._busy = threading.Lock()  # tiers may share a model, and its passes share memory
-        self.same_bits = self._probe() and self.network.same_bits  # a text's logits, in every pass, as far as can be told
+        self._busy = threading.Lock()  # several tiers may share a model, and its passes share memory
+        self.same_bits = self._probe() and self.network.same_bits  # whether logits seem to have the same bits in every pass
         prepare(self.device, self.dtype, self.vocab_size)
         self.cache_tokens = cache_tokens or devices.cache_tokens(self.device, self.bytes_per_token, gpu_memory_utilization)
         if num_threads is not None or self.device.type != "cpu":
@@ -67,13 +67,13 @@ class Model(Runs):
     def from_pretrained(
         cls, source: str, *, cache_tokens: int | None = None, num_threads: int | None = None, **loading: Any
     ) -> Self:
-        """Load from a path or the hub, to the GPU if there is one; ``loading`` are options of `load`. Raises `ModelError`."""
+        """Load from a path or the hub, by default to the GPU if there is one; ``loading`` are options of `load`."""
         return cls(load(source, **loading), cache_tokens=cache_tokens, num_threads=num_threads)
 
     def cut(self, layers: Sequence[int]) -> Self:
-        """A model of ``layers`` of this one, on the same weights; raises `ModelError` if it has not all of them.
+        """A model of ``layers`` of this one, on the same weights; raises `ModelError` if some do not exist.
 
-        There is memory for as many positions as this one has. Both may run at once.
+        It has memory for as many positions as this one. Both may run at the same time.
         """
         other = copy.copy(self)
         other.network = self.network.cut(layers)
@@ -83,7 +83,7 @@ class Model(Runs):
 
     @property
     def context_len(self) -> int:
-        """Positions the model was made for, and up to which its logits do not depend on how long the text will be."""
+        """Positions for which the model was made, and up to which logits do not depend on the length of the text."""
         return context_len(self.network.config)
 
     @property
@@ -99,11 +99,11 @@ class Model(Runs):
 
     @property
     def weights_read(self) -> tuple[int, int, int]:
-        """How many layers it has, and weights that a pass reads of each and of the output embedding, on the average."""
+        """Number of layers; mean weights of a layer that a pass reads; weights of the output embedding."""
         return self.network.weights_read
 
     def close(self) -> None:
-        """Nothing runs outside this process."""
+        """Does nothing, since nothing runs outside this process."""
 
     # passes
 
@@ -112,11 +112,11 @@ class Model(Runs):
         return self.network.new_cache()
 
     def launch(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """See `cascade.scorer.Scorer`. Processors work in `collect`, in the calling thread but without the interpreter."""
+        """See `cascade.scorer.Scorer`. The work happens in `collect`, in the calling thread, without the GIL."""
         return rows
 
     def collect(self, launched: Sequence[Row]) -> list[Scored]:
-        """Own tokens of each row, see `cascade.scorer.Scorer`; one host read, and two for each row with logprobs."""
+        """Own tokens of each row, see `cascade.scorer.Scorer`; one host read, and two more for each row with logprobs."""
         rows = launched
         trees = any(row.draft.parents for row in rows)
         with self._busy, self.threads.use(sum(len(row.input_ids) for row in rows)):
@@ -124,7 +124,7 @@ class Model(Runs):
 
     @torch.inference_mode()
     def _score(self, rows: Sequence[Row], on_scored: Report = report) -> list[Scored]:
-        """Own tokens of rows whose drafts are lines; ``on_scored`` is called as `report` is."""
+        """Own tokens of rows whose drafts are lines; ``on_scored`` is called like `report`."""
         return scored(self.logits(rows), rows, on_scored)
 
     @torch.inference_mode()
@@ -133,16 +133,16 @@ class Model(Runs):
         return self.network.logits(Packed.of(rows))
 
     def _try(self, num_tokens: int) -> None:
-        """A pass whose time tells how many threads are worth it."""
+        """Run a pass whose time decides on the number of threads."""
         tokens = [place % self.vocab_size for place in range(min(num_tokens, self.context_len - 1))]
         cache = self.new_cache()
         self._score([Row(cache, 0, tokens, min(len(tokens), SCORED), SamplingParams(temperature=0, seed=0))])
         cache.free()
 
     def _probe(self) -> bool:
-        """Whether the last token of a text gets the same bits beside another text and alone; `bytes_per_token`, too.
+        """Whether the last token of a text gets the same bits alone and beside another text. Also sets `bytes_per_token`.
 
-        Raises `ModelError` if the logits are not numbers.
+        Raises `ModelError` if the logits are not finite.
         """
         texts, params = probe_texts(self.vocab_size), SamplingParams()
         caches, n = [self.new_cache() for _ in texts], len(texts[0]) - 1
@@ -160,9 +160,9 @@ class Model(Runs):
     def renew(self, source: str) -> None:
         """Use the weights of ``source`` from the next pass on.
 
-        For drafters, whose texts may change. Keys and values of the old weights stay, so drafts after such a text are a little
-        worse. Passes go on meanwhile and keep most of the processors: loading takes one thread, which mostly rests. Raises
-        `ModelError` if the shapes are others; then nothing has changed.
+        Only for draft tiers, whose texts may change. Keys and values of the old weights stay, so drafts after such texts are a
+        little worse. Passes continue meanwhile: loading takes a small share of one core. Raises `ModelError` if shapes differ;
+        then nothing has changed.
         """
         folder, here = converted(source), self.network
         draft_vocab.check_same(folder, here.draft_ids)

@@ -1,4 +1,4 @@
-"""What the configuration of a model says. Imports no code of models, which would take seconds."""
+"""Reads the configuration of a model, without importing code of models, which would take seconds."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
     Config: TypeAlias = "FamilyConfig | PreTrainedConfig"
 
-NO_LIMIT = 2**20  # positions of a model that names none
+NO_LIMIT = 2**20  # positions of a model without a limit in its configuration
 ADAPTER = "adapter_config.json"  # a folder with it is a model with an adapter
 ROPES = ("default", "linear", "llama3", "yarn")  # kinds of positions whose angles do not depend on how long a text is
 NEEDED: dict[str, tuple[str, ...]] = {"llama": (), "mistral": ("sliding_window",), "qwen2": (), "qwen3": ("head_dim",)}
-"""Types of models of the Llama family, and what the configuration of each names beside `SIZES`."""
+"""Types of models of the Llama family, and the keys of each one's configuration besides `SIZES`."""
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -34,15 +34,15 @@ SIZES = (
     "max_position_embeddings",
     "rms_norm_eps",
 )
-CHANGES = ("auto_map", "quantization_config", "partial_rotary_factor", "per_layer_config")  # keys of models that are changed
-DEFAULTS = {"hidden_act": "silu", "tie_word_embeddings": False}  # where a configuration does not say
+CHANGES = ("auto_map", "quantization_config", "partial_rotary_factor", "per_layer_config")  # keys of modified models
+DEFAULTS = {"hidden_act": "silu", "tie_word_embeddings": False}  # values of absent keys
 LAYER_TYPES = {"full_attention", "sliding_attention"}  # the types that are served
 
 
 class FamilyConfig:
-    """The configuration of a model of the Llama family, which we run ourselves; its fields are those of Transformers' classes.
+    """The configuration of a model of the Llama family for our own network; its fields are those of Transformers' classes.
 
-    Importing Transformers takes most of a second, and its classes of these configurations, which import code of models, three.
+    It exists because importing Transformers takes most of a second, and its classes for these configurations three.
     """
 
     model_type: str
@@ -50,7 +50,7 @@ class FamilyConfig:
     tie_word_embeddings: bool
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        """``values`` are those of `is_of_family`."""
+        """``values`` must satisfy `is_of_family`."""
         vars(self).update(DEFAULTS | dict(values))
         saved = values.get("dtype") or values.get("torch_dtype")
         self.dtype = getattr(torch, saved, None) if isinstance(saved, str) else None
@@ -61,12 +61,12 @@ class FamilyConfig:
 
     @property
     def head_size(self) -> int:
-        """Numbers of a query, a key or a value of one head."""
+        """Size of a query, a key or a value of one head."""
         return int(getattr(self, "head_dim", None) or self.hidden_size // self.num_attention_heads)
 
     @property
     def windows(self) -> list[int | None]:
-        """Positions that a query of each layer sees, itself included; all those before it if None."""
+        """By layer: how many positions a query sees, its own included; None for all."""
         if self.model_type in ("llama", "mistral"):
             window = self.sliding_window if self.model_type == "mistral" else None
             return [window] * self.num_hidden_layers
@@ -75,7 +75,7 @@ class FamilyConfig:
 
     @property
     def rotation(self) -> tuple[torch.Tensor, float]:
-        """Frequencies by which queries and keys are turned, ``[head_size / 2]``, and a factor of their cosines and sines."""
+        """Frequencies of the rotary embedding, ``[head_size / 2]``, and a factor on cosines and sines."""
         kind = self.rope_parameters["rope_type"]
         if kind == "default":
             size = self.head_size
@@ -87,7 +87,7 @@ class FamilyConfig:
         return frequencies, factor
 
     def get_text_config(self) -> Self:
-        """Itself: it has no other part."""
+        """The configuration itself, which has no other parts."""
         return self
 
     def to_dict(self) -> dict[str, Any]:
@@ -108,15 +108,15 @@ def read_config(
 ) -> "Config":
     """The configuration of a folder, a GGUF file or a hub id, or that of some of its ``layers``; raises `ModelError`.
 
-    It is a `FamilyConfig` where that is enough, or always Transformers' own if ``published``.
+    It is a `FamilyConfig` if that suffices, or with ``published`` always Transformers' own class.
     """
     folder = described(source)
     check_source(folder)
     config: Config | None = None
     if not (published or Path(folder, ADAPTER).exists()):
-        with suppress(ModelError):  # Transformers finds words for it
+        with suppress(ModelError):  # Transformers reports it below
             values = read_json(source, CONFIG, revision)
-            named = values.get("dtype") or values.get("torch_dtype")  # else Transformers looks at the weights
+            named = values.get("dtype") or values.get("torch_dtype")  # without one Transformers looks at the weights
             config = FamilyConfig(values) if named and is_of_family(values) else None
     if config is None:
         from transformers import AutoConfig
@@ -127,9 +127,9 @@ def read_config(
 
 
 def is_of_family(values: Mapping[str, Any]) -> bool:
-    """Whether a configuration is of a model of the Llama family that no code, quantisation or activation of its own changes.
+    """Whether a configuration is of a model of the Llama family without code, quantisation or an activation of its own.
 
-    It must name all that Transformers would fill in by itself.
+    It must have all values that Transformers would otherwise fill in.
     """
     kind = values.get("model_type")
     if kind not in NEEDED or any(name not in values for name in (*SIZES, *NEEDED[kind])):
@@ -145,7 +145,7 @@ def is_of_family(values: Mapping[str, Any]) -> bool:
 
 
 def unlike_attention(config: "Config") -> str | None:
-    """Why a model is refused whose layers select or compress what is far back, which the short probe at load cannot show."""
+    """Why a model is refused whose layers select or compress distant positions, which the short probe at load cannot detect."""
     text = config.get_text_config()
     if strange := sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES):
         return f"it has layers of type {strange[0]}, which are neither full nor sliding attention"
@@ -159,7 +159,7 @@ def context_len(config: "Config") -> int:
     text = config.get_text_config()
     limits = [getattr(text, "max_position_embeddings", None) or NO_LIMIT]
     rope = getattr(text, "rope_parameters", None) or {}
-    for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # some have one per kind of layer
+    for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # some have one for each kind of layer
         if part.get("rope_type") == "longrope":  # other frequencies for all positions once one is beyond
             limits.append(part.get("original_max_position_embeddings") or NO_LIMIT)
     return int(min(limits))

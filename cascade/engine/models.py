@@ -1,4 +1,4 @@
-"""Models of one process, loaded together: they share a device, and weights where one of them is layers of another."""
+"""Loads the models of one process together: they share a device, and weights if one consists of layers of another."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -14,15 +14,15 @@ from cascade.engine.threads import apart
 from cascade.engine.vllm.model import VllmModel
 from cascade.errors import ConfigError
 
-Part: TypeAlias = tuple[str, tuple[int, ...]]  # the path or hub id of a model, and those of its layers that a tier is
+Part: TypeAlias = tuple[str, tuple[int, ...]]  # path or hub id of a tier's model, and the layers that it keeps (empty: all)
 
 Loaded: TypeAlias = Model | VllmModel
 
 
 def load_all(parts: Sequence[Part], head: DrafterSpec | None, options: dict[str, Any]) -> list[Model]:
-    """Models of our own engine, bottom to top; caches get what memory the weights of all leave.
+    """Load models on our own engine, bottom to top; caches share the memory that all weights leave.
 
-    One that is layers of another one has no weights of its own.
+    A model that consists of layers of another one shares its weights.
     """
     if head is not None:
         raise ConfigError(f"drafter is {head.kind!r}, which only vLLM can do: set engine to 'vllm', or remove it")
@@ -44,7 +44,7 @@ def load_all(parts: Sequence[Part], head: DrafterSpec | None, options: dict[str,
 
 
 def load_on_vllm(parts: Sequence[Part], head: DrafterSpec | None, options: dict[str, Any]) -> list[VllmModel]:
-    """Models of vLLM, bottom to top; on a GPU they share its memory evenly."""
+    """Load models on vLLM, bottom to top; on a GPU they share its memory evenly."""
     if options["device"]:
         raise ConfigError(
             f"device is {options['device']!r}, which is for our own engine: remove it, or set engine to 'cascade'"
@@ -66,7 +66,7 @@ def load_on_vllm(parts: Sequence[Part], head: DrafterSpec | None, options: dict[
 
 
 def share_memory(models: Sequence[Model]) -> None:
-    """Let models whose weights are on one GPU hold as many positions each; on a host each has a share by itself."""
+    """Give models on one GPU the same number of positions; on a host each model already has its own share."""
     device = models[-1].device
     if device.type == "cuda":
         room = cache_tokens(device, sum(model.bytes_per_token for model in models), UTILIZATION)

@@ -1,9 +1,9 @@
-"""Tokenizers as models were published with them, made by Transformers, and kept so that other processes need not import it.
+"""Tokenizers of published models, loaded by Transformers once, and kept so that other processes need not import it.
 
-Files of tokenizers have many forms, and which class reads them depends on the model, so only Transformers knows what they mean.
-What it makes of them lies below `cascade.engine.kept.cache_folder` from then on: the tokenizer in the format of `tokenizers`,
-and the names of its special tokens with its chat template. Their place names the source, the content of its files, and the
-versions of the libraries.
+Files of tokenizers have many formats, and the class that reads them depends on the model, so only Transformers can read them.
+The result is kept below `cascade.engine.kept.cache_folder`: the tokenizer in the format of `tokenizers`, the names of its
+special tokens, and its chat template. The path depends on the source, the content of its files, and the versions of the
+libraries.
 """
 
 import contextlib
@@ -30,27 +30,27 @@ if TYPE_CHECKING:
 
 ChatTemplates: TypeAlias = str | dict[str, str]  # one for all conversations, or by name
 
-FORM = 1  # the version of what is kept: it changes with it
+FORM = 1  # version of the kept format
 BACKEND, FACTS = "tokenizer.json", "facts.json"
-NAMED = ("tokenizer_config.json", "config.json")  # every model has one of them
-SUFFIXES = {".json", ".jinja", ".model", ".tiktoken", ".txt", ".py"}  # files that a tokenizer can be made of
+NAMED = ("tokenizer_config.json", "config.json")  # every model has one of these
+SUFFIXES = {".json", ".jinja", ".model", ".tiktoken", ".txt", ".py"}  # files that may belong to a tokenizer
 
-TEMPLATES = "additional_chat_templates"  # a folder of them
+TEMPLATES = "additional_chat_templates"  # folder of chat templates
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a tokenizer is beside its backend."""
+    """Properties of a tokenizer besides its backend."""
 
-    special_tokens: dict[str, str]  # by the names that templates know, such as bos_token
+    special_tokens: dict[str, str]  # by their names in templates, such as bos_token
     chat_template: ChatTemplates | None
-    splits_special_tokens: bool  # whether their names in a text are text
+    splits_special_tokens: bool  # whether names of special tokens in a text are plain text
 
 
 def published(source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> tuple[FastTokenizer, Facts]:
-    """The tokenizer of a folder or hub id; raises `ModelError`. Transformers is imported if this was not kept."""
+    """The tokenizer of a folder or hub id; raises `ModelError`. Imports Transformers only if the tokenizer was not kept."""
     place = _place(source, revision, trust_remote_code)
     if place is not None and place.is_dir():
         facts = json.loads((place / FACTS).read_text(encoding="utf-8"))
@@ -58,19 +58,19 @@ def published(source: str, *, revision: str | None = None, trust_remote_code: bo
         parts = backend, Facts(**facts)
     else:
         parts = _facts(pretrained(source, revision=revision, trust_remote_code=trust_remote_code))
-        # files of a model that was not on this machine are by now
+        # now the files are on this machine
         place = place or _place(source, revision, trust_remote_code)
         if place is not None:
             try:
                 kept(place, partial(_write, *parts), states=place.parent)
-            except Exception as error:  # the disk, or a tokenizer whose parts are Python
+            except Exception as error:  # a disk error, or a tokenizer with parts in Python
                 log.warning("A tokenizer cannot be kept in %s, so every start makes it anew: %s", place, error)
     parts[0].encode_special_tokens = parts[1].splits_special_tokens
     return parts
 
 
 def pretrained(source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
-    """Transformers' own object, which can be changed and saved, of a folder, a GGUF file or a hub id; raises `ModelError`."""
+    """Transformers' own tokenizer of a folder, a GGUF file or a hub id, which can be changed and saved; raises `ModelError`."""
     from transformers import AutoTokenizer
 
     folder = described(source)
@@ -91,7 +91,7 @@ def _facts(tokenizer: "PreTrainedTokenizerBase") -> tuple[FastTokenizer, Facts]:
 
 
 def _place(source: str, revision: str | None, trust_remote_code: bool) -> Path | None:
-    """Where it is kept, if it is; ``None`` if the model's files are not on this machine."""
+    """The path for keeping a tokenizer; ``None`` if the model's files are not on this machine."""
     state = hashlib.sha256()
     for part in _state(source, revision):
         state.update(hashlib.sha256(part).digest())
@@ -103,7 +103,7 @@ def _place(source: str, revision: str | None, trust_remote_code: bool) -> Path |
 
 
 def _state(source: str, revision: str | None) -> Iterator[bytes]:
-    """Whatever changes when the tokenizer may have changed: contents of a folder's files, or a commit of the hub."""
+    """Data that identify the state of a tokenizer: contents of a folder's files, or a commit on the hub."""
     folder = Path(source)
     if folder.is_dir():
         for file in sorted((*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*"))):
@@ -112,7 +112,7 @@ def _state(source: str, revision: str | None) -> Iterator[bytes]:
                 yield file.read_bytes()
         return
     for name in NAMED:
-        with contextlib.suppress(Exception):  # network or hub: Transformers finds words for them
+        with contextlib.suppress(Exception):  # errors of network and hub: Transformers reports them
             yield Path(hf_hub_download(source, name, revision=revision)).parent.name.encode()
             return
 

@@ -1,4 +1,4 @@
-"""Rows of a pass as one input of a network, and its logits as their results, for all engines."""
+"""Packs the rows of a pass into one input of a network, and turns logits into results; for all engines."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Self
@@ -38,7 +38,7 @@ class Packed(NamedTuple):
 def unpacked(packed: list[list[int]], rows: Sequence[Row], valid: Sequence[int]) -> Iterator[Scored]:
     """Split ``packed`` ``[1 + 2 * number, sum of num_scored]``, see `with_runner_ups`, into the results of rows.
 
-    The first ``valid`` own tokens of each row count.
+    Only the first ``valid`` own tokens of each row count.
     """
     begin = 0
     for row, count in zip(rows, valid, strict=True):
@@ -56,7 +56,7 @@ def choices(rows: Sequence[Row]) -> list[Choice]:
 def scored(logits: Tensor, rows: Sequence[Row], on_scored: Report = report) -> list[Scored]:
     """Own tokens of rows whose drafts are lines, from ``logits`` ``[sum of num_scored, V]``.
 
-    ``on_scored`` is called with logits, rows and own tokens, as `report` is. One host read, and two for each row with logprobs.
+    ``on_scored`` is called like `report`. The host reads once, and twice more for each row with logprobs.
     """
     shaped, valid = shape(logits, rows)
     number = max((row.runner_ups for row in rows), default=0)

@@ -1,4 +1,4 @@
-"""What each token of a vocabulary spells, where tokens are data, as in lists of log-probabilities."""
+"""Bytes and names of all tokens of a vocabulary, for lists of log-probabilities."""
 
 from llguidance import LLTokenizer
 
@@ -8,9 +8,9 @@ from cascade.engine.tokenizer import Tokenizer
 class Spelling:
     """Bytes and names of all tokens; building it takes up to a second with large vocabularies.
 
-    Joined, the bytes of the tokens of a text are the text: special tokens, which decoding leaves out, have none. A name is the
-    text that a token spells, or `bytes:\\xf0\\x9f` for a part of a character; where several tokens spell the same, the last one
-    has the text as its name, and the others `token_id:5`. So no two tokens share a name.
+    The joined bytes of a text's tokens are the text; special tokens, which decoding leaves out, have none. The name of a token
+    is the text that it spells, or `bytes:\\xf0\\x9f` for a part of a character. If several tokens spell the same text, the last
+    one has it as its name, and the others are `token_id:5`. So names are unique.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -25,7 +25,7 @@ class Spelling:
         self._names = {id: name for name, id in owners.items()}
 
     def name(self, token: int) -> str:
-        """The name of a token, which no other one has."""
+        """The unique name of a token."""
         return self._names.get(token) or f"token_id:{token}"
 
     def bytes(self, token: int) -> bytes:
@@ -34,11 +34,11 @@ class Spelling:
 
 
 def _spelled(tokenizer: Tokenizer) -> list[bytes]:
-    """The bytes of each token; where llguidance does not know the kind of tokenizer, those that decoding makes of the token."""
+    """The bytes of each token; if llguidance does not support the tokenizer, the bytes of the decoded token."""
     ids = range(tokenizer.num_ids)
     try:
         vocabulary = LLTokenizer(tokenizer.backend.to_str(), eos_token=sorted(tokenizer.end_ids) or None)
-    except Exception:  # it raises what it likes
+    except Exception:  # llguidance may raise anything
         return [tokenizer.decode([id]).encode() for id in ids]
     spelled = [vocabulary.decode_bytes([id]) for id in ids]
     for id, token in tokenizer.added_tokens.items():

@@ -1,7 +1,7 @@
-"""How many CPU threads a pass is worth, found out when a model is loaded.
+"""Chooses the number of CPU threads for a pass when a model is loaded.
 
-Threads have to meet several hundred times in a pass. What a small pass computes in between may be less than the meeting costs:
-then more threads make it slower, and take cores from the other tiers.
+Threads synchronise several hundred times in a pass. In a small pass that may cost more than the computation in between. Then
+more threads make it slower, and take cores from the other tiers.
 """
 
 import time
@@ -17,19 +17,19 @@ import torch
 
 SIZES = (1, 8, 32, 128)  # tokens of the passes that are timed; larger ones take all threads
 ROUNDS = 5
-BUDGET_S = 0.25  # seconds for all rounds of a size, if one round takes no longer
-GAIN = 1.1  # times faster at least that more threads must be
-LONG_S = 0.1  # what a thread computes in a pass that is worth all threads: far longer than they take to meet
+BUDGET_S = 0.25  # seconds for all rounds of a size; at least one round runs
+GAIN = 1.1  # more threads must be faster by this factor
+LONG_S = 0.1  # computing time of a thread from which a pass gets all threads, far above the cost of synchronising
 
 
 T = TypeVar("T")
 
 
 def apart(work: Callable[[], T]) -> T:
-    """Return or raise what ``work`` does, run in a thread that ends with it.
+    """Run ``work`` in a thread that ends with it; returns or raises the same.
 
-    OpenMP keeps helpers for each thread that has computed. Where these are more than the cores, all of them sleep whenever they
-    wait for each other, and every pass of the tier's own thread pays for helpers that a thread which loaded its model has left.
+    OpenMP keeps helper threads for each thread that has computed. If there are more of them than cores, all sleep whenever they
+    wait for each other. So helpers left by a thread that only loaded a model would slow every pass of the tier's own thread.
     """
     outcome: Future[T] = Future()
 
@@ -39,32 +39,32 @@ def apart(work: Callable[[], T]) -> T:
         except BaseException as error:
             outcome.set_exception(error)
 
-    Thread(target=run, name="apart", daemon=True).start()  # a daemon: Ctrl-C does not wait for a model to load
+    Thread(target=run, name="apart", daemon=True).start()  # a daemon, so that Ctrl-C does not wait while a model loads
     return outcome.result()
 
 
 class Pace:
-    """For work that is in no hurry: the calling thread rests between steps, so that it takes only a share of a core."""
+    """Lets the calling thread rest between steps of background work, so that it takes only a share of a core."""
 
     def __init__(self, share: float) -> None:
-        self._rests = 1 / share - 1  # rests for each unit of work
+        self._rests = 1 / share - 1  # rest for each unit of work
         self._begin = time.thread_time()
 
     def rest(self) -> None:
-        """Sleep in proportion to what this thread has computed since it last slept."""
+        """Sleep in proportion to the time that this thread has computed since it last slept."""
         time.sleep(self._rests * (time.thread_time() - self._begin))
         self._begin = time.thread_time()
 
 
 class Threads:
-    """The threads of passes by their number of tokens.
+    """The number of threads of passes, by their number of tokens.
 
-    PyTorch's setting belongs to the calling thread, and is put back after each pass. (A thread that computes for the first time
-    while a pass runs begins with that pass's number.)
+    PyTorch's setting belongs to the calling thread, and is restored after each pass. (A thread that computes for the first time
+    while a pass runs starts with the number of that pass.)
     """
 
     def __init__(self, limit: int, steps: Sequence[tuple[int, int]] = ()) -> None:
-        """``limit`` for all passes, or for those that are larger than all ``steps``: tokens, increasing, and threads."""
+        """``steps`` are pairs of tokens, increasing, and threads of passes up to that size; ``limit`` is for larger ones."""
         self.limit = limit
         self.steps = tuple(steps)
 
@@ -72,8 +72,8 @@ class Threads:
     def find(cls, run: Callable[[int], object], limit: int, clock: Callable[[], float] = time.perf_counter) -> Self:
         """Time passes ``run(num_tokens)`` with 1, 2, 4, ... and ``limit`` threads: the fewest that are not slower.
 
-        Sizes go up until all threads are worth it. The best times are compared: the choice holds for the model's life, and a
-        program that is busy beside it for a moment slows several threads far more than one.
+        Larger and larger passes are tried until one gets all threads. The best times are compared: the choice holds for the
+        model's life, and a program that is busy for a moment slows several threads far more than one.
         """
         counts = [*(1 << bit for bit in range((limit - 1).bit_length())), limit]
         steps: list[tuple[int, int]] = []
@@ -86,7 +86,7 @@ class Threads:
             if fewest == limit:
                 break
             steps.append((num_tokens, fewest))
-            counts = [count for count in counts if count >= fewest]  # a larger pass is not worth fewer
+            counts = [count for count in counts if count >= fewest]  # a larger pass never gets fewer threads
         return cls(limit, steps)
 
     def __str__(self) -> str:
@@ -99,7 +99,7 @@ class Threads:
         return self.steps[place][1] if place < len(self.steps) else self.limit
 
     def use(self, num_tokens: int) -> AbstractContextManager[None]:
-        """Give the calling thread what a pass is worth."""
+        """Set the number of threads for a pass in the calling thread."""
         return limited(self.count(num_tokens))
 
 
@@ -120,7 +120,7 @@ def limited(count: int) -> Iterator[None]:
 def _time(
     run: Callable[[], object], counts: Sequence[int], clock: Callable[[], float], rounds: int = ROUNDS
 ) -> dict[int, list[float]]:
-    """Seconds of passes by number of threads: at least one round, and no more than the budget allows."""
+    """Seconds of passes by number of threads, in at least one round and as many as the budget allows."""
     timed: dict[int, list[float]] = {count: [] for count in counts}
     end = clock() + BUDGET_S
     for turn in range(rounds):
@@ -128,7 +128,7 @@ def _time(
             if turn and clock() > end:
                 break
             with limited(count):
-                run()  # threads that were not there are made now
+                run()  # starts the threads
                 begin = clock()
                 run()
                 timed[count].append(clock() - begin)

@@ -1,4 +1,4 @@
-"""Text to token ids and back, piece by piece; fingerprints, which tell whether tiers have the same vocabulary."""
+"""Text to token ids and back, piece by piece; fingerprints for comparing vocabularies of tiers."""
 
 import hashlib
 import json
@@ -20,18 +20,18 @@ from cascade.engine.published_tokenizer import ChatTemplates, published
 from cascade.errors import InvalidRequest, ModelError
 from cascade.params import LONE_SURROGATE, is_text
 
-CONNECT_S = 5.0  # the patience with the hub
-PRIMING_TOKENS = 8  # the prompt's last tokens, which a decoder sees first, so that leading spaces come out right
-PROBE_ANSWER = "probe_answer"  # an assistant's words: the template writes the end of a turn behind them
+CONNECT_S = 5.0  # timeout for the hub
+PRIMING_TOKENS = 8  # last tokens of the prompt that a decoder reads first, so that leading spaces are right
+PROBE_ANSWER = "probe_answer"  # an assistant's text, after which the template writes the end of the turn
 
 
 @dataclass
 class Tokenizer:
-    """The tokenizer that a model was published with. Needs no Transformers, once that has read it on this machine."""
+    """The tokenizer of a published model. Needs Transformers only the first time on a machine."""
 
     backend: FastTokenizer
     end_ids: frozenset[int]  # tokens that end a text
-    special_tokens: Mapping[str, str]  # by the names that templates know, such as bos_token
+    special_tokens: Mapping[str, str]  # by their names in templates, such as bos_token
     chat_template: ChatTemplates | None
     source: str  # folder or hub id
 
@@ -50,17 +50,17 @@ class Tokenizer:
         return self._ids(text, add_special_tokens=True)
 
     def encode_part(self, text: str) -> list[int]:
-        """Token ids of a text that is no prompt, however long: no special tokens around it."""
+        """Token ids of a text without special tokens around it."""
         return self._ids(text, add_special_tokens=False)
 
     def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if not is_text(text):
             raise InvalidRequest(f"The text cannot be encoded: {LONE_SURROGATE}")
-        [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)  # other threads go on
+        [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)  # releases the GIL
         return list(encoding.ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of ``ids``, without special tokens unless they are asked for."""
+        """Text of ``ids``, by default without special tokens."""
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def decoder(self, prompt: Sequence[int]) -> "Decoder":
@@ -77,30 +77,30 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
     ) -> str:
-        """A conversation as the model's chat template writes it; ``options`` are those of `chat_template.render`.
+        """The prompt of a conversation by the model's chat template; ``options`` are those of `chat_template.render`.
 
-        Raises whatever the template does, and `ValueError` if there is none.
+        Raises any error of the template, and `ValueError` if there is no template.
         """
         template = self.chat_template
         if isinstance(template, dict):
             template = template.get("tool_use" if tools is not None and "tool_use" in template else "default")
         if template is None:
-            raise ValueError("the model has no chat template, or several and none of the name default")
+            raise ValueError("the model has no chat template, or several without one named default")
         return render(template, messages, tools, **{**self.special_tokens, **options})
 
     @cached_property
     def added_tokens(self) -> dict[int, AddedToken]:
-        """Tokens that no text is cut into by merging, the special ones among them, by their ids."""
+        """Added tokens, which merging never makes, by their ids; special tokens are among them."""
         return dict(self.backend.get_added_tokens_decoder())
 
     @property
     def num_ids(self) -> int:
-        """Ids that stand for something; models may have more, for padding."""
+        """Number of ids with a meaning; models may have more, for padding."""
         return int(self.backend.get_vocab_size())
 
     @property
     def fingerprint(self) -> str:
-        """Hash of vocabulary and special tokens: equal iff the same ids mean the same text."""
+        """Hash of vocabulary and special tokens, equal iff the same ids mean the same text."""
         special = dict(self.special_tokens)
         special.pop("pad_token", None)  # padding is not part of any text
         content = json.dumps([sorted(self.backend.get_vocab().items()), special], sort_keys=True)
@@ -108,7 +108,7 @@ class Tokenizer:
 
 
 class Decoder:
-    """Incremental detokenization: text comes out as soon as it is certain, never half a character."""
+    """Incremental detokenization: gives text as soon as it is certain, and never half a character."""
 
     def __init__(self, backend: FastTokenizer, prompt: Sequence[int]) -> None:
         self._backend = backend
@@ -132,10 +132,10 @@ class Decoder:
 
 
 def _own_ends(tokenizer: Tokenizer) -> frozenset[int]:
-    """End tokens that the tokenizer and its chat template name.
+    """End tokens of the tokenizer and its chat template.
 
-    Configs may lack what these know: a base model's name the end of a document, its tokenizer or its template the end of a
-    turn, without which an answer would run on into turns of the user.
+    A config may lack some: a base model's config has the end of a document, but only its tokenizer or its template have the end
+    of a turn, without which an answer would continue with invented turns of the user.
     """
     end = tokenizer.special_tokens.get("eos_token")
     named = {None if end is None else tokenizer.backend.token_to_id(end), _end_of_turn(tokenizer)}
@@ -143,11 +143,11 @@ def _own_ends(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def _end_of_turn(tokenizer: Tokenizer) -> int | None:
-    """The special token that the chat template writes behind what the assistant says; ``None`` if it writes none."""
+    """The special token that the chat template writes after the assistant's text; ``None`` if it writes none."""
     messages = [{"role": "user", "content": "probe_question"}, {"role": "assistant", "content": PROBE_ANSWER}]
     try:
         text = tokenizer.apply_chat_template(messages)
-    except Exception:  # there is no template, or it wants other conversations; templates are programs
+    except Exception:  # there is no template, or it refuses this conversation
         return None
     _, answer, after = text.rpartition(PROBE_ANSWER)
     following = tokenizer.encode_part(after.lstrip())[:1] if answer else []
@@ -156,7 +156,7 @@ def _end_of_turn(tokenizer: Tokenizer) -> int | None:
 
 
 def check_source(source: str) -> None:
-    """Raise `ModelError` unless ``source`` is a folder or a hub id, and the hub can be reached if it is needed."""
+    """Raise `ModelError` unless ``source`` is a folder or a hub id, and the hub can be reached if needed."""
     if Path(source).is_file():
         raise ModelError(f"{source!r} is a file: give the folder that holds the model")
     if (source.startswith(("/", ".", "~")) or source.count("/") > 1) and not is_local(source):
@@ -165,12 +165,12 @@ def check_source(source: str) -> None:
     if not (is_local(source) or cached or constants.HF_HUB_OFFLINE or _hub_answers()):
         raise ModelError(
             f"{source!r} is no folder here, nothing of it is in the cache, and the hub ({constants.ENDPOINT}) cannot be "
-            "reached: mend its spelling, or connect this machine"
+            "reached: correct its spelling, or connect this machine"
         )
 
 
 def _hub_answers() -> bool:
-    """Whether the hub answers a request at all; its library would try for half a minute."""
+    """Whether the hub answers at all; its own library would try for half a minute."""
     try:
         get_session().head(constants.ENDPOINT, timeout=CONNECT_S)
     except Exception:  # network, proxy or a wrong address
@@ -179,5 +179,5 @@ def _hub_answers() -> bool:
 
 
 def is_local(source: str) -> bool:
-    """Whether ``source`` names a folder on this machine rather than a model on the hub."""
+    """Whether ``source`` is a folder on this machine rather than a model on the hub."""
     return Path(source).is_dir()

@@ -1,12 +1,12 @@
-"""Drafts that are trees, in passes that know only lines: each branch is a row over a fork of its session's store.
+"""Scores drafts that are trees in passes that support only lines: each branch is a row over a fork of its session's store.
 
 A tree is split into lines: the first child of a node continues its line, each other child begins a new one. The *trunk*, the
-line that begins at the text, is a row over the store itself. Another line is a row over a fork, and reads again what lies
-between the fork and its first node:
+line that begins at the text, is a row over the store itself. Another line is a row over a fork. It rereads tokens between the
+fork and its first node:
 
-- where forks see what the store's row writes in the same pass: nothing, or the nodes of the branch that it leaves;
-- where own tokens depend on the path (`SamplingParams.shaped`): the last token of the text, too, so that it is a row like any;
-- where stores are tables of blocks: all that the session's row reads, since the last block of a fork is its own.
+- if forks see what the store's row writes in the same pass: none, or the nodes of the branch that it leaves;
+- if own tokens depend on the path (`SamplingParams.shaped`): also the last token of the text, so that it is an ordinary row;
+- if stores are tables of blocks: all tokens of the session's row, since the last block of a fork is its own.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,38 +22,38 @@ from cascade.engine.sampling.processors import report
 from cascade.errors import ModelError
 from cascade.scorer import MAX_FORKED, Row, RunnerUp, Scored
 
-MAX_READ_AGAIN = 8  # tokens of the text that a branch may read again: after more, such as a prompt, only the trunk is scored
+MAX_READ_AGAIN = 8  # tokens that a branch may reread; with more, such as a prompt, only the trunk is scored
 
 
 class Line(NamedTuple):
-    """A row of the pass, and the nodes after which its last own tokens stand; -1 is the text."""
+    """A row of the pass, and the nodes after which its last own tokens come; -1 is the text."""
 
     row: Row
     nodes: Sequence[int]
 
     def own_after(self, scored: Scored) -> Iterator[tuple[int, tuple[int, Sequence[RunnerUp]]]]:
-        """The own token and runner-ups after each of its nodes, as far as they are known."""
+        """The own token and runner-ups after each node, as far as they were computed."""
         first = self.row.num_scored - len(self.nodes)
         results = zip(scored.own, scored.runner_ups or [()] * len(scored.own), strict=True)
         return zip(self.nodes, list(results)[first:], strict=False)
 
 
 class Tree:
-    """One row of a pass as lines. `free` must be called in the end, however the pass ends."""
+    """One row of a pass as lines. `free` must be called at the end, also after errors."""
 
     def __init__(self, row: Row, *, shares_pass: bool) -> None:
-        """``shares_pass``: forks see what their store's row writes before them in the same pass."""
+        """``shares_pass``: forks see what their store's row writes in the same pass."""
         self.lines: list[Line] = []
         self.followed = 0  # the line whose nodes own tokens accept furthest
-        self.reported: list[Sequence[int]] = []  # own tokens by line; none of lines that are not followed
+        self.reported: list[Sequence[int]] = []  # own tokens by line; empty for lines that are not followed
         self._row = row
         self._shares_pass = shares_pass
-        self._again = len(row.tokens) if not shares_pass else int(row.state is not None)  # tokens that branches read again
+        self._again = len(row.tokens) if not shares_pass else int(row.state is not None)  # tokens that branches reread
         self._forks: dict[int, Any] = {}  # by line
         self._depths = {-1: 0}  # the depth of each of the trunk's nodes
 
     def grow(self) -> list[Line]:
-        """Make the lines and their forks; nodes for whose fork there is no memory are left out."""
+        """Make the lines and their forks; nodes without memory for a fork are left out."""
         row = self._row
         if row.draft.is_line:
             self.lines.append(Line(row, ()))
@@ -69,7 +69,7 @@ class Tree:
         return self.lines
 
     def gather(self, scored: Sequence[Scored]) -> Scored:
-        """Join the results of the lines in the order of the tree's nodes; then the store holds the path of own tokens."""
+        """Join the results of the lines in the order of the tree's nodes. Afterwards the store holds the path of own tokens."""
         row = self._row
         if row.draft.is_line or row.num_own != 1:
             self.reported = [scored[0].own]
@@ -86,13 +86,13 @@ class Tree:
         return whole
 
     def free(self) -> None:
-        """Give back the forks that own tokens do not follow."""
+        """Free the forks that own tokens do not follow."""
         for fork in self._forks.values():
             fork.free()
         self._forks.clear()
 
     def _split(self) -> list[list[int]]:
-        """Nodes by line, the trunk's first; up to the first node that is out of a branch's reach."""
+        """Nodes by line, the trunk first, up to the first node that would make a branch too long."""
         draft = self._row.draft
         lines: list[list[int]] = [[]]
         ends, read = {-1: 0}, {-1: self._again}  # lines by their last nodes; tokens of a branch's row up to a node
@@ -119,7 +119,7 @@ class Tree:
         start = row.start + len(row.tokens) + self._depths[at] - again
         fork = self._forks[len(self.lines)] = row.cache.fork(start)
         if not self._shares_pass:
-            fork.reserve(start + again + len(draft))  # while the branch can still be left out
+            fork.reserve(start + again + len(draft))  # now, while the branch can still be left out
         tokens = row.tokens[len(row.tokens) - again :]
         alike: dict[str, Any] = {"runner_ups": row.runner_ups, "guesses": min(0, row.guesses)}
         if row.state is None:
@@ -129,13 +129,13 @@ class Tree:
         return Line(fed, nodes)
 
     def _draft(self, path: Sequence[int]) -> Draft:
-        """Nodes that stand one after another, as a line."""
+        """The nodes of a path as a line."""
         return Draft(tuple(self._row.draft.tokens[node] for node in path), bytes(len(path)))
 
     def _follow(self, own: Sequence[int]) -> None:
         """Move the accepted branch's keys and values into the session's store."""
         new, path = self._row.draft.walk(own)
-        last = path[len(new) - 2] if len(new) > 1 else -1  # the last new token is never in a store yet
+        last = path[len(new) - 2] if len(new) > 1 else -1  # the last new token is not in a store yet
         self.followed = next(place for place, line in enumerate(self.lines) if last in line.nodes)
         if self.followed:
             self._row.cache.join(self._forks.pop(self.followed))
@@ -150,7 +150,7 @@ def run_trees(rows: Sequence[Row], run: Callable[..., list[Scored]], *, shares_p
     """
     trees = [Tree(row, shares_pass=shares_pass) for row in rows]
     if not shares_pass:
-        for row in rows:  # before forks have what memory is left; a store itself holds one path, as tiers count it
+        for row in rows:  # before forks take the memory that is left; a store itself holds one path, as tiers count it
             row.cache.prepare(row.start, row.start + len(row.tokens) + row.draft.height)
     seen: list[tuple[Tensor, Sequence[Row]]] = []
     try:

@@ -1,4 +1,4 @@
-"""The files of a checkpoint, and the weights in them: slices that are not read yet, or their shapes from the headers."""
+"""Files of a checkpoint and the weights in them: lazy slices, or shapes from the headers."""
 
 import json
 import math
@@ -17,9 +17,9 @@ from cascade.engine.generation import CONFIG
 from cascade.engine.tokenizer import check_source, is_local
 from cascade.errors import ModelError, reason
 
-HEAD = "lm_head.weight"  # the output embedding; a checkpoint leaves it out where it is the input embedding
+HEAD = "lm_head.weight"  # the output embedding; absent from a checkpoint if it is the input embedding
 SINGLE, INDEX, TORCH = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
-MAPS = ("d2t", "t2d")  # tensors of heads that are no weights
+MAPS = ("d2t", "t2d")  # tensors of heads that are not weights
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def model_errors(problem: str) -> Iterator[None]:
 
 @contextmanager
 def unread(source: str, revision: str | None = None) -> Iterator[dict[str, Any]]:
-    """All tensors of a path or hub id by name, of safetensors files as slices that are not read yet; raises `ModelError`."""
+    """All tensors at a path or hub id by name, lazy slices if in safetensors files; raises `ModelError`."""
     weights: dict[str, Any] = {}
     with ExitStack() as opened:
         with model_errors(f"No weights can be loaded from {source!r}"):
@@ -51,7 +51,7 @@ def unread(source: str, revision: str | None = None) -> Iterator[dict[str, Any]]
 
 
 def shape_of(part: Any) -> list[int]:
-    """The shape of a tensor, or of a slice that is not read yet."""
+    """The shape of a tensor or of a lazy slice."""
     return [*part.shape] if isinstance(part, Tensor) else [*part.get_shape()]
 
 
@@ -62,18 +62,18 @@ def shapes(source: str) -> dict[str, list[int]]:
 
 
 def check_replaces(source: str, here: Mapping[str, list[int]], there: Mapping[str, list[int]], spare: Collection[str]) -> None:
-    """Raise `ModelError` unless weights of the shapes ``there``, those of ``source``, can take the place of those ``here``.
+    """Raise `ModelError` unless weights of ``source``, with the shapes ``there``, can replace those with the shapes ``here``.
 
-    Weights whose names are ``spare`` may be left out.
+    Weights with names in ``spare`` may be absent.
     """
     if wrong := next((name for name in sorted({*here, *there} - {*spare}) if here.get(name) != there.get(name)), None):
-        raise ModelError(f"The weights of {source!r} cannot take the place of others: {wrong} is not the same there")
+        raise ModelError(f"The weights of {source!r} cannot replace others: {wrong} differs")
 
 
 def num_weights(source: str, counted: Callable[[str], bool] = lambda name: True) -> int | None:
-    """Numbers in the files of a path or hub id, told from their headers; None where a hub cannot tell. Raises `ModelError`.
+    """Number of weights at a path or hub id, from the headers of files; None if a hub cannot tell. Raises `ModelError`.
 
-    Of tensors whose names are ``counted``.
+    Only tensors whose names are ``counted`` count.
     """
     check_source(source)
     if is_local(source):
@@ -89,18 +89,18 @@ def num_weights(source: str, counted: Callable[[str], bool] = lambda name: True)
 
 
 def check_files(folder: Path) -> None:
-    """Check that the safetensors files of a checkpoint are there and whole, by their headers; raises `ModelError`."""
+    """Check by their headers that the safetensors files of a checkpoint exist and are complete; raises `ModelError`."""
     for file in shards(folder):
         _opened(file)
 
 
 def _opened(file: Path) -> Any:
-    """A safetensors file, once its header says that it is whole; raises `ModelError`."""
+    """Open a safetensors file, after checking by its header that it is complete; raises `ModelError`."""
     if not file.is_file():
         raise ModelError(f"The checkpoint {str(file.parent)!r} lacks its file {file.name}: download it again")
     try:
         return safe_open(file, framework="pt")
-    except Exception as error:  # safetensors raises what it likes
+    except Exception as error:  # safetensors may raise anything
         raise ModelError(
             f"The file {file.name} of the checkpoint {str(file.parent)!r} is damaged ({reason(error)}): download it again"
         ) from error
@@ -119,17 +119,17 @@ def shards(folder: Path) -> Iterator[Path]:
 
 
 def _fetched(source: str, revision: str | None) -> Path:
-    """The folder of a path, or of a hub id's files, which are fetched; raises `ModelError`."""
+    """The folder at a path, or with the downloaded files of a hub id; raises `ModelError`."""
     check_source(source)
     if is_local(source):
         return Path(source)
     folder = _downloaded(source, revision, [CONFIG, INDEX, SINGLE])
     others = [file.name for file in shards(folder) if file.name != SINGLE]
-    if others or not (folder / SINGLE).is_file():  # weights may lie in the hub in other forms, too, as large as these
+    if others or not (folder / SINGLE).is_file():  # the hub may also have the same weights in other formats
         folder = _downloaded(source, revision, others or [TORCH])
     return folder
 
 
 def _downloaded(source: str, revision: str | None, names: Sequence[str]) -> Path:
-    """The folder in the hub's cache after those of these files that are there have been downloaded."""
+    """Download those of the files that exist; returns the folder in the hub's cache."""
     return Path(snapshot_download(source, revision=revision, allow_patterns=[*names]))

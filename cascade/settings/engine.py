@@ -160,7 +160,7 @@ class EngineKwargs(Section):
                 raise ValueError("device is for our own engine: remove it, or set engine to 'cascade'")
         elif extra:
             near = did_you_mean(min(extra), type(self).model_fields)
-            way_out = near or "; remove it, mend its spelling, or set engine to 'vllm'"
+            way_out = near or "; remove it, correct its spelling, or set engine to 'vllm'"
             raise ValueError(f"{min(extra)} is not a known key{way_out}")
         elif only_vllm and (self.engine is not None or self._prefers_ours):
             raise ValueError(problem)

@@ -100,11 +100,11 @@ def test_layers_are_named_in_many_ways() -> None:
         ({"tiny": 0}, "layers of tiny: there are no layers"),
         ({"tiny": []}, "there are no layers"),
         ({"tiny": True}, "there are no layers"),
-        ({"tiny": "0-x"}, "'0-x' are no layers: give numbers from 0 on"),
-        ({"tiny": ["5-3"]}, "'5-3' are no layers"),
-        ({"tiny": [-1]}, "-1 are no layers"),
+        ({"tiny": "0-x"}, "'0-x' are not layers: give numbers from 0 on"),
+        ({"tiny": ["5-3"]}, "'5-3' are not layers"),
+        ({"tiny": [-1]}, "-1 are not layers"),
         ({"tiny": ["0-4", "4-6"]}, "'4-6' overlaps with layers before it"),
-        ({"tiny": [3, 1]}, "1 overlaps with layers before it, or stands behind later ones"),
+        ({"tiny": [3, 1]}, "1 overlaps with layers before it, or comes after later ones"),
         ({"full": "0,4-6"}, "layers are 0,4-6, and the model has 6: they go from 0 to 5"),
         ({"medium": 3}, "layers names 'medium', which is no tier: they are tiny, full"),
     ],
@@ -159,7 +159,7 @@ def test_renewed_weights_are_said_of_the_same_tokens(tmp_path: Path) -> None:
     )
     torch.testing.assert_close(logits, wanted)
     (Path(new) / FILE).write_text(json.dumps([*SAID[1:], 1]))
-    with pytest.raises(ModelError, match="they say other tokens"):
+    with pytest.raises(ModelError, match="they predict other tokens"):
         renewed.renew(new)
 
 

@@ -263,5 +263,5 @@ def test_sampling_defaults_are_those_that_vllm_takes(model: Edit, tmp_path: Path
     assert sampling_defaults(source, str(other)) == {"temperature": 0}
     with pytest.raises(ModelError, match="generation_config is 'nowhere': it must be 'auto', 'vllm', or a folder"):
         sampling_defaults(source, "nowhere")
-    with pytest.raises(ModelError, match=r"top_p is 3: .*mend it, or set generation_config to 'vllm'"):
+    with pytest.raises(ModelError, match=r"top_p is 3: .*fix it, or set generation_config to 'vllm'"):
         sampling_defaults(model(generation_config={"top_p": 3}))

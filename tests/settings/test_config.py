@@ -89,7 +89,7 @@ WRONG: list[tuple[Any, str]] = [
     (engine(engine="cascade", tensor_parallel_size=2), f"tensor_parallel_size is 2{VLLM}"),
     (engine(engine="llama.cpp"), r"engine is 'llama\.cpp': string should match"),
     (engine(num_threads=100_000), r"num_threads is 100000: input should be less than or equal to 1024"),
-    (engine(enforce_eager=True), r"enforce_eager is not a known key; remove it, mend its spelling, or set engine to 'vllm'"),
+    (engine(enforce_eager=True), r"enforce_eager is not a known key; remove it, correct its spelling, or set engine to 'vllm'"),
     (engine(quantization="awq", num_threads=2), f"quantization is 'awq'{VLLM}, or remove it"),
     (learning("full"), r"names 'full': it takes tiny"),
     (learning("tiny", quantization="int8"), r"names 'tiny', whose quantization is 'int8', .*remove one"),

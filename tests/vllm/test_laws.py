@@ -223,7 +223,7 @@ def test_renewed_weights_are_those_of_a_fresh_model(tmp_path: Path, pair: Pair) 
     """Guards drafters that learn: after new weights a pass is what they say, and those of another shape change nothing."""
     source = others(tmp_path / "others")
     with closing(started(saved("llama", tmp_path / "first"))) as model:
-        with pytest.raises(ModelError, match=r"cannot take the place of others: .* is not the same there"):
+        with pytest.raises(ModelError, match=r"cannot replace others: .* differs"):
             model.renew(saved("qwen3", tmp_path / "wrong"))
         scores_alike(Pair(model, pair.own), seed=7)
         with ThreadPoolExecutor(1) as thread:

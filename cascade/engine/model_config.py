@@ -12,7 +12,6 @@ from cascade.engine.gguf import described
 from cascade.engine.layers import cut_config
 from cascade.engine.tokenizer import check_source
 from cascade.engine.weights import model_errors
-from cascade.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig  # takes most of a second
@@ -32,10 +31,10 @@ SIZES = (
     "num_attention_heads",
     "num_key_value_heads",
     "max_position_embeddings",
-    "rms_norm_eps",
 )
-CHANGES = ("auto_map", "quantization_config", "partial_rotary_factor", "per_layer_config")  # keys of modified models
+CHANGES = {"auto_map", "quantization_config", "partial_rotary_factor", "per_layer_config"}  # keys of modified models
 DEFAULTS = {"hidden_act": "silu", "tie_word_embeddings": False}  # values of absent keys
+ORIGINAL = "original_max_position_embeddings"  # positions that a model was made for before its frequencies were scaled
 LAYER_TYPES = {"full_attention", "sliding_attention"}  # the types that are served
 
 
@@ -54,10 +53,7 @@ class FamilyConfig:
         vars(self).update(DEFAULTS | dict(values))
         saved = values.get("dtype") or values.get("torch_dtype")
         self.dtype = getattr(torch, saved, None) if isinstance(saved, str) else None
-        rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
-        rope.setdefault("rope_type", rope.get("type", "default"))
-        rope.setdefault("rope_theta", values.get("rope_theta"))
-        self.rope_parameters = rope
+        self.rope_parameters = _rope(values)
 
     @property
     def head_size(self) -> int:
@@ -83,7 +79,9 @@ class FamilyConfig:
         from transformers import PreTrainedConfig  # takes most of a second
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](PreTrainedConfig(**self.to_dict()))
+        fields = self.to_dict()
+        fields.pop("rope_scaling", None)  # it would take the place of `rope_parameters`, without a theta
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](PreTrainedConfig(**fields))
         return frequencies, factor
 
     def get_text_config(self) -> Self:
@@ -114,7 +112,7 @@ def read_config(
     check_source(folder)
     config: Config | None = None
     if not (published or Path(folder, ADAPTER).exists()):
-        with suppress(ModelError):  # Transformers reports it below
+        with suppress(Exception):  # a config may hold anything; Transformers reports it below
             values = read_json(source, CONFIG, revision)
             named = values.get("dtype") or values.get("torch_dtype")  # without one Transformers looks at the weights
             config = FamilyConfig(values) if named and is_of_family(values) else None
@@ -131,17 +129,32 @@ def is_of_family(values: Mapping[str, Any]) -> bool:
 
     It must have all values that Transformers would otherwise fill in.
     """
-    kind = values.get("model_type")
-    if kind not in NEEDED or any(name not in values for name in (*SIZES, *NEEDED[kind])):
+    kind, kinds, window = values.get("model_type"), values.get("layer_types") or (), values.get("sliding_window")
+    if kind not in NEEDED or any(name not in values for name in NEEDED[kind]):
+        return False
+    if not all(type(values.get(name)) is int for name in SIZES) or not isinstance(values.get("rms_norm_eps"), int | float):
         return False
     if any(values.get(name) is not None for name in CHANGES) or values.get("hidden_act", "silu") != "silu":
         return False
-    if not {*(values.get("layer_types") or ())} <= LAYER_TYPES:
+    slides = "sliding_attention" in kinds
+    if kinds and (not {*kinds} <= LAYER_TYPES or len(kinds) != values["num_hidden_layers"]):
         return False
-    if kind in ("qwen2", "qwen3") and values.get("use_sliding_window") and not values.get("layer_types"):
+    if kind != "mistral" and slides != bool(values.get("use_sliding_window")):
         return False
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    return ("rope_theta" in rope or "rope_theta" in values) and rope.get("rope_type", rope.get("type", "default")) in ROPES
+    if slides if window is None else window <= 0:
+        return False
+    rope = _rope(values)
+    return rope["rope_type"] in ROPES and isinstance(rope["rope_theta"], int | float) and CHANGES.isdisjoint(rope)
+
+
+def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
+    """How a configuration turns positions, as Transformers reads it: ``rope_scaling`` counts before ``rope_parameters``."""
+    rope = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
+    rope = {"rope_type": rope.get("type", "default"), "rope_theta": values.get("rope_theta")} | rope
+    if rope["rope_type"] in ("llama3", "yarn"):
+        rope.setdefault(ORIGINAL, values["max_position_embeddings"])
+        rope[ORIGINAL] = values.get(ORIGINAL, rope[ORIGINAL])
+    return rope
 
 
 def unlike_attention(config: "Config") -> str | None:
@@ -161,5 +174,5 @@ def context_len(config: "Config") -> int:
     rope = getattr(text, "rope_parameters", None) or {}
     for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # some have one for each kind of layer
         if part.get("rope_type") == "longrope":  # other frequencies for all positions once one is beyond
-            limits.append(part.get("original_max_position_embeddings") or NO_LIMIT)
+            limits.append(part.get(ORIGINAL) or NO_LIMIT)
     return int(min(limits))

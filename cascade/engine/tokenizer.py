@@ -11,7 +11,6 @@ from typing import Any
 from huggingface_hub import constants, get_session
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers.decoders import DecodeStream
 
 from cascade.engine.chat_template import render
 from cascade.engine.generation import configured_ends
@@ -22,6 +21,7 @@ from cascade.params import LONE_SURROGATE, is_text
 
 CONNECT_S = 5.0  # timeout for the hub
 PRIMING_TOKENS = 8  # last tokens of the prompt that a decoder reads first, so that leading spaces are right
+HALF = "\ufffd"  # what the bytes of an unfinished character are decoded to
 PROBE_ANSWER = "probe_answer"  # an assistant's text, after which the template writes the end of the turn
 
 
@@ -108,27 +108,37 @@ class Tokenizer:
 
 
 class Decoder:
-    """Incremental detokenization: gives text as soon as it is certain, and never half a character."""
+    """Incremental detokenization: gives text as soon as it is certain, and never half a character.
+
+    A token is decoded behind those of the piece before it, since many decoders write the first token of a text otherwise.
+    """
 
     def __init__(self, backend: FastTokenizer, prompt: Sequence[int]) -> None:
         self._backend = backend
-        self._prefix = list(prompt[-PRIMING_TOKENS:])
-        self._stream = DecodeStream(ids=self._prefix, skip_special_tokens=True)
-        self._ids: list[int] = []
-        self._num_chars = 0
+        self._ids = list(prompt[-PRIMING_TOKENS:])  # of the last piece, and those after it
+        self._num_old = len(self._ids)
+        self._old = self._text()  # of the last piece
 
     def step(self, token: int) -> str:
         """The text that ``token`` completes, "" while a character is unfinished."""
         self._ids.append(token)
-        text: str = self._stream.step(self._backend, token) or ""
-        self._num_chars += len(text)
-        return text
+        return "" if (text := self._text()).endswith(HALF) else self._after(text)
 
     def flush(self) -> str:
         """The rest at the end of the text: an unfinished character becomes U+FFFD."""
-        whole: str = self._backend.decode([*self._prefix, *self._ids], skip_special_tokens=True)
-        begin = len(self._backend.decode(self._prefix, skip_special_tokens=True))
-        return whole[begin + self._num_chars :]
+        return self._after(self._text())
+
+    def _text(self) -> str:
+        return str(self._backend.decode(self._ids, skip_special_tokens=True))
+
+    def _after(self, text: str) -> str:
+        """What of ``text`` comes after the last piece; a prompt may have ended in the middle of a character."""
+        old = self._old if text.startswith(self._old) else self._old.rstrip(HALF)
+        if len(text) <= len(old):
+            return ""
+        self._ids = self._ids[self._num_old :]
+        self._num_old, self._old = len(self._ids), self._text()
+        return text[len(old) :]
 
 
 def _own_ends(tokenizer: Tokenizer) -> frozenset[int]:

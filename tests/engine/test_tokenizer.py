@@ -175,6 +175,24 @@ def test_bytes_of_tokens_are_the_text(kind: Callable[[Path], Any], tmp_path: Pat
     assert [spelling.bytes(id) for id in tokenizer.end_ids] == [b""]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "answer", "text"),
+    [
+        (["a", "<0xEF>", "<0xBF>", "<0xBD>"], ["de", "f"], "def"),
+        (["a", "<0xF0>", "<0x9F>"], ["<0x98>", "<0x80>", "de"], "😀de"),
+        (["a"], ["<0x41>", "<0xE4>", "de"], "A\ufffdde"),
+        (["a"], ["<0xE4>"], "\ufffd"),
+    ],
+    ids=["prompt ends in U+FFFD", "prompt ends in half a character", "broken bytes", "half a character"],
+)
+def test_pieces_are_what_comes_behind_the_prompt(prompt: list[str], answer: list[str], text: str, tmp_path: Path) -> None:
+    """Guards answers that began with the prompt's last words, and streams that bytes which are no text broke off."""
+    tokenizer = loaded(spaces_stripped, tmp_path)
+    vocab = tokenizer.backend.get_vocab()
+    decoder = tokenizer.decoder([vocab[piece] for piece in prompt])
+    assert "".join(decoder.step(vocab[piece]) for piece in answer) + decoder.flush() == text
+
+
 @pytest.mark.parametrize("kind", [*KINDS, unknown])
 def test_tokens_that_differ_have_names_that_differ(kind: Callable[[Path], Any], tmp_path: Path) -> None:
     """Guards keys of `top_logprobs`, of which the lowest value was kept where several tokens were U+FFFD."""

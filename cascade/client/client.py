@@ -100,7 +100,7 @@ class Client(Calls[Completion, Iterator[Chunk], Turn, Iterator[TurnPiece], Serve
     - ``authority``: PEM file of certificates to trust at an address ``grpcs://HOST:PORT``; by default public authorities, or
       those in the file ``GRPC_DEFAULT_SSL_ROOTS_FILE_PATH``.
     - ``patience_s``: if a server is gone, its requests are sent again, also to other servers, and streams continue where they
-      broke off, until no server has sent anything for this many seconds.
+      broke off, until that has failed for this many seconds.
 
     Wrong arguments raise `ConfigError`. Requests that a server refuses or cannot finish raise the other errors of
     `cascade.errors`.

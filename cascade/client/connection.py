@@ -55,8 +55,8 @@ class Unreached(Unavailable):
 class Attempts:
     """The calls for one request, within its deadline and its client's patience.
 
-    ``patience_s``: seconds that may pass without a message from any server. ``unproven``: the addresses may be wrong, so each
-    of ``num_servers`` is tried only once.
+    ``patience_s``: seconds for which calls may fail one after another without a message from any server. ``unproven``: the
+    addresses may be wrong, so each of ``num_servers`` is tried only once.
     """
 
     patience_s: float
@@ -64,10 +64,10 @@ class Attempts:
     num_servers: int = 1
     unproven: bool = False
     _start: float = field(default_factory=time.monotonic)
-    _last: float = field(default_factory=time.monotonic)  # when the last message came
     _num_failed: int = 0  # calls that failed
     _num_in_vain: int = 0  # calls that failed since the last message
-    _reason: CascadeError | None = None  # the error of the first of these
+    _lost: float | None = None  # when the first of these failed
+    _reason: CascadeError | None = None  # its error
 
     @property
     def left_s(self) -> float | None:
@@ -76,27 +76,28 @@ class Attempts:
 
     def received(self) -> None:
         """A message has come."""
-        self._last, self._num_in_vain, self.unproven, self._reason = time.monotonic(), 0, False, None
+        self._num_in_vain, self.unproven, self._reason, self._lost = 0, False, None, None
 
     def failed(self, error: CascadeError) -> float:
         """The pause in seconds before the next call; raises ``error`` if another call is useless or too late.
 
         If the deadline ends a call after earlier ones failed, the error of the first of them is raised.
         """
+        now = time.monotonic()
         self._num_failed += 1
         self._num_in_vain += 1
-        self._reason = self._reason or error
+        self._reason, self._lost = self._reason or error, self._lost or now
         self.unproven &= isinstance(error, Unreached)  # any other error shows that there is a server
         pause_s: float = random.uniform(0.5, 1.0) * min(MOST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self._num_in_vain - 1))
         if isinstance(error, Overloaded):
             pause_s += error.retry_after_s
         left_s = self.left_s
-        patient = time.monotonic() + pause_s <= self._last + self.patience_s
+        patient = now + pause_s <= self._lost + self.patience_s
         if self._may_succeed(error) and patient and (left_s is None or pause_s <= left_s):
             return pause_s
         shown = self._reason if isinstance(error, DeadlineExceeded) else error
         if isinstance(shown, Unavailable) and self._num_in_vain > 1:
-            shown = type(shown)(f"{shown} (tried for {time.monotonic() - self._last:.1f} s)")
+            shown = type(shown)(f"{shown} (tried for {now - self._lost:.1f} s)")
         raise shown from None
 
     def _may_succeed(self, error: CascadeError) -> bool:

@@ -6,6 +6,7 @@ import random
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -183,6 +184,21 @@ def test_patience_and_deadlines_end(server: Canned) -> None:
     with Client(server.address, timeout=0.5) as client, pytest.raises((Unavailable, DeadlineExceeded)):
         client.generate("p")
     assert len(server.requests) > num_before + 2
+
+
+def test_a_long_wait_costs_no_patience(server: Canned, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards who waited long before their server died, or vanished: they were told at once, and no other server was asked."""
+
+    def late(self: Canned, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        self._note(request, context)
+        if len(self.requests) == 1:
+            time.sleep(0.6)
+            context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+        yield from PIECES
+
+    monkeypatch.setattr(Canned, "Generate", late)
+    with Client(server.address, patience_s=0.3) as client:
+        assert client.generate("p").text == "abc"
 
 
 @pytest.mark.parametrize(

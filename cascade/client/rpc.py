@@ -1,10 +1,13 @@
 """Calls and handlers of a gRPC service, made from its descriptor, so that only messages need generated code."""
 
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from cascade.v1 import link_pb2, serving_pb2
@@ -27,16 +30,23 @@ def stub_of(channel: Any, service: ServiceDescriptor = CASCADE, *, streamed: boo
     return SimpleNamespace(**calls)
 
 
-def handlers_of(servicer: Any, service: ServiceDescriptor = CASCADE) -> "grpc.GenericRpcHandler[Any, Any]":
+def parsed(kind: type[Message], data: bytes) -> Message:
+    """The request that came as ``data``; raises `google.protobuf.message.DecodeError`."""
+    return kind.FromString(data)
+
+
+def handlers_of(
+    servicer: Any, service: ServiceDescriptor = CASCADE, parse: Callable[[type[Message], bytes], Any] = parsed
+) -> "grpc.GenericRpcHandler[Any, Any]":
     """A handler that answers the calls of a service by the methods of ``servicer`` with the same names.
 
-    Calls without a method are unimplemented.
+    Calls without a method are unimplemented. ``parse`` reads requests.
     """
     made = {}
     for method in [method for method in service.methods if hasattr(servicer, method.name)]:
         request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
         handler = getattr(grpc, f"{_kind(method)}_rpc_method_handler")
-        made[method.name] = handler(getattr(servicer, method.name), request.FromString, response.SerializeToString)
+        made[method.name] = handler(getattr(servicer, method.name), partial(parse, request), response.SerializeToString)
     return grpc.method_handlers_generic_handler(service.full_name, made)
 
 

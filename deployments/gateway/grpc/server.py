@@ -7,17 +7,16 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor
-from google.protobuf.message import DecodeError
-from google.protobuf.message_factory import GetMessageClass
+from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from cascade.client.rpc import CASCADE
+from cascade.client.rpc import CASCADE, handlers_of
 from cascade.settings.router import ListenConfig, RequestLimits
 from cascade.v1 import serving_pb2 as pb
 from deployments.gateway.admission.status import UNKNOWN_FAILURE
@@ -93,8 +92,8 @@ class GrpcServer:
             ],
         )
         self._read_timeout_s = limits.read_timeout_s
-        handlers = {method.name: self._handler(method, getattr(service, method.name)) for method in CASCADE.methods}
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(CASCADE.full_name, handlers),))
+        methods = {method.name: self._method(method, getattr(service, method.name)) for method in CASCADE.methods}
+        self._server.add_generic_rpc_handlers((handlers_of(SimpleNamespace(**methods), parse=parsed),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((CASCADE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
 
@@ -122,13 +121,8 @@ class GrpcServer:
         if self._leaving is not None:
             await self._leaving
 
-    def _handler(self, method: MethodDescriptor, answer: Callable[[Any, Context], Any]) -> Any:
-        """Answer calls of a method of the protocol as Ray Serve would."""
-        kind = GetMessageClass(method.input_type)
-
-        def parse(data: bytes) -> Any:  # None for what is no protobuf: gRPC would tell clients names of classes
-            with contextlib.suppress(DecodeError):
-                return kind.FromString(data)
+    def _method(self, method: MethodDescriptor, answer: Callable[[Any, Context], Any]) -> Callable[..., Any]:
+        """What answers calls of a method of the protocol as Ray Serve would."""
 
         async def whole(request: object, context: Context) -> Any:
             async with aborting(request, context):
@@ -141,10 +135,7 @@ class GrpcServer:
                     async for response in responses:
                         await self._write(context, response, patience)
 
-        serialize = GetMessageClass(method.output_type).SerializeToString
-        if method.server_streaming:
-            return grpc.unary_stream_rpc_method_handler(stream, parse, serialize)
-        return grpc.unary_unary_rpc_method_handler(whole, parse, serialize)
+        return stream if method.server_streaming else whole
 
     async def _write(self, context: Context, response: pb.GenerateResponse | pb.ChatResponse, patience: Patience) -> None:
         try:
@@ -155,6 +146,13 @@ class GrpcServer:
             context.set_code(grpc.StatusCode.ABORTED)
             context.set_details(f"The client took nothing for {self._read_timeout_s:g} s")
             raise
+
+
+def parsed(kind: type[Message], data: bytes) -> Message | None:
+    """A request; ``None`` for what is no protobuf: gRPC would tell clients names of classes."""
+    with contextlib.suppress(DecodeError):
+        return kind.FromString(data)
+    return None
 
 
 @contextlib.asynccontextmanager

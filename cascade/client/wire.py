@@ -3,7 +3,7 @@
 A parameter with the same name and type in `cascade.params` and in the protocol needs no code here.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -67,14 +67,6 @@ def decode_speculation(speculation: pb.Speculation) -> Speculation:
 def decode_handling(request: pb.GenerateRequest | pb.ChatRequest) -> Handling:
     """How the request is handled among others; raises `InvalidRequest`."""
     return Handling(**values(request, HANDLING))
-
-
-def decode_parents(sent: Sequence[int], size: int) -> tuple[int, ...]:
-    """Parents of ``size`` nodes from a message; raises `ValueError` if they do not form a tree."""
-    parents = tuple(parent - 1 for parent in sent)
-    if len(parents) not in (0, size) or any(parent >= node for node, parent in enumerate(parents)):
-        raise ValueError("guesses have one parent a token, each before it, or none at all")
-    return parents
 
 
 def encode_edge(edge: Edge) -> dict[str, Any]:

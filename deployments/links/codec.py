@@ -118,7 +118,10 @@ def _decode_draft(sent: pb.Proposal) -> Draft:
         raise ValueError("a proposal has one origin a token")
     if len(sent.confidences) not in (0, size):
         raise ValueError("a proposal has one confidence a token, or none at all")
-    return Draft(tuple(sent.tokens), sent.origins, sent.confidences, wire.decode_parents(sent.parents, size))
+    parents = tuple(parent - 1 for parent in sent.parents)
+    if len(parents) not in (0, size) or any(parent >= node for node, parent in enumerate(parents)):
+        raise ValueError("guesses have one parent a token, each before it, or none at all")
+    return Draft(tuple(sent.tokens), sent.origins, sent.confidences, parents)
 
 
 def _decode_logprobs(sent: pb.LinkLogprobs) -> Logprobs:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from cascade.answer import Answer, Chunk
@@ -75,22 +75,22 @@ class Inbox:
         lifetime.wakers.add(self._wake)
 
     def put(self, message: Message) -> None:
+        """Every proposal repeats all that is not acknowledged, so a newer one takes the place of one that nobody has taken.
+
+        A client that is slower than the tier gets fewer and longer pieces.
+        """
+        if isinstance(message, Proposal):
+            self._messages.clear()
         self._messages.append(message)
         self._wake()
 
     async def next(self) -> Proposal:
-        """What the full tier says next; raises `SessionFailed`, or what ends the request.
-
-        Every proposal repeats all that is not acknowledged, so of those that came while the last piece was on its way to the
-        client only the newest counts: a client that is slower than the tier gets fewer and longer pieces.
-        """
+        """What the full tier says next; raises `SessionFailed`, or what ends the request."""
         self._lifetime.check()
         while not self._messages:
             await self._wait()
             self._lifetime.check()
-        message = self._messages.popleft()
-        while self._messages and isinstance(self._messages[0], Proposal):  # what came before a failure counts
-            message = self._messages.popleft()
+        message = self._messages.popleft()  # what came before a failure counts
         if isinstance(message, Failed):
             raise InvalidRequest(message.reason) if message.fault else SessionFailed(message.reason)
         assert isinstance(message, Proposal)
@@ -174,6 +174,7 @@ class FullTier:
             except SessionFailed as failure:
                 pause_s = retry_budget.failed(str(failure))
                 log.info("%s goes on from token %d on another full replica: %s", request.id, answer.num_tokens, failure)
+                routing = replace(routing, affinity="")  # else it would meet the same replica again
             finally:
                 inbox.close()
                 del self.inboxes[session]

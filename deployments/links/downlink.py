@@ -180,7 +180,7 @@ class Downlink(Link):
         try:
             joined = channel(address, CHANNEL_OPTIONS, self._tls)
             call = stub_of(joined, LINK).Connect(metadata=(("authorization", authorization(secret)),))
-            await race(self._read(call), _write(call, mailbox))
+            await race(self._read(call, address), _write(call, mailbox))
         except grpc.aio.AioRpcError as error:
             reason = error.details() or str(error.code())
         except Exception as error:  # the sessions must go on without this replica, whatever it is
@@ -194,12 +194,14 @@ class Downlink(Link):
             if joined is not None:
                 await joined.close(None)
 
-    async def _read(self, call: AsyncIterable[pb.Batch]) -> None:
+    async def _read(self, call: AsyncIterable[pb.Batch], address: str) -> None:
         async for batch in call:
-            self._receive(decode(batch))
+            self._receive(decode(batch), address)
 
-    def _receive(self, messages: Sequence[Message]) -> None:
+    def _receive(self, messages: Sequence[Message], address: str) -> None:
         current = [message for message in messages if message.session in self._routes]
+        if any(isinstance(message, Failed) and not message.fault for message in current):
+            self.leases.forget(address)  # the next try shall meet another replica
         for message in current:
             if isinstance(message, Failed):
                 self._leave(message.session, message.reason, lost=not message.fault)

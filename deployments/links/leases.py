@@ -96,9 +96,10 @@ class LeasePool:
         """A lease for a session: an unused one, on a preferred replica if there is one, or a new one.
 
         Raises `TimeoutError`, or whatever Serve raises where there is no replica. Serve may choose a replica that is out
-        of reach and not know it. So every `PATIENCE_S` a second lease is asked for; the first one keeps its place in the queue.
+        of reach and not know it. So every `PATIENCE_S` a second lease is asked for, on any replica; the first one keeps its
+        place in the queue.
         """
-        preferred = self.preferred(spec, affinity)
+        preferred = () if self.prefixes is None else self.prefixes.find(spec, affinity)
         anywhere = not preferred and (self.prefixes is None or not affinity)
         for lease in reversed(self._held):
             if lease.tier == spec.tier and (anywhere or lease.address in preferred):
@@ -112,7 +113,8 @@ class LeasePool:
                 while not (given := [task for task in tasks if task.done()]):
                     if len(tasks) == 2:
                         _withdraw(tasks.pop())
-                    tasks.append(asyncio.create_task(self._request(spec.tier, () if tasks else preferred, affinity)))
+                    wishes = ((), "") if tasks else (preferred, affinity)
+                    tasks.append(asyncio.create_task(self._request(spec.tier, *wishes)))
                     await asyncio.wait(tasks, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
             tasks.remove(given[0])
             return given[0].result()
@@ -144,10 +146,6 @@ class LeasePool:
             return False
         self._held.append(lease)
         return True
-
-    def preferred(self, spec: SessionSpec, affinity: str = "") -> tuple[str, ...]:
-        """Addresses of the replicas that know how the text begins, or had the client's session."""
-        return () if self.prefixes is None else self.prefixes.find(spec, affinity)
 
     def forget(self, address: str) -> None:
         """The replica there is preferred no more, and no lease on it is kept."""

@@ -26,11 +26,11 @@ from deployments.ops.tracing import UNTRACED, SessionSpans, Tracing
 log = logging.getLogger(__name__)
 
 WATCH_S = 0.5  # between two checks whether the tier hangs
-REFUSAL_S = 1.0  # the pause before a hanging tier refuses a lease: Serve prefers replicas with little to do, and it has nothing
-MAX_MESSAGE_BYTES = 64 * 2**20
+REFUSAL_S = 1.0  # the pause before a broken tier refuses a lease: Serve prefers replicas with little to do, and it has nothing
 CHANNEL_OPTIONS = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # a batch that is refused breaks the link for all; of callers without the secret nothing is read
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
     # a host that vanishes is noticed within ten seconds; a process that dies closes its connection at once
     ("grpc.keepalive_time_ms", 5000),
     ("grpc.keepalive_timeout_ms", 5000),
@@ -125,11 +125,11 @@ class LinkServer:
     async def lease(self, name: str) -> AsyncIterator[str]:
         """Yield ``address secret`` for the link, then stay until the lease of that name is over.
 
-        A caller that cancels the lease closes its session. Raises `Unavailable` if the replica hangs.
+        A caller that cancels the lease closes its session. Raises `Unavailable` if the replica is broken.
         """
-        if self._tier.hangs:
+        if not self._tier.healthy:
             await asyncio.sleep(REFUSAL_S)
-            raise Unavailable(f"This replica of {self._tier.name} hangs")
+            raise Unavailable(f"This replica of {self._tier.name} is broken")
         lease = self.leases.add(name)
         try:
             yield f"{self.address} {self.secret}"

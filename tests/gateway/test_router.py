@@ -18,6 +18,7 @@ from cascade.settings.config import CascadeConfig
 from cascade.v1 import serving_pb2 as pb
 from deployments.full_tier import MAX_FRUITLESS, RetryBudget, held_lease_s
 from deployments.links import replica_status
+from deployments.links.leases import Lease
 from deployments.router import Router
 from tests import small
 from tests.http.test_http import ask
@@ -101,6 +102,21 @@ def test_full_tier_that_cannot_be_leased_is_unavailable() -> None:
             client.generate(PROMPT, PARAMS)
         served.net.refused = set()
         assert client.generate(PROMPT, PARAMS).token_ids
+
+
+def test_a_session_goes_on_where_its_replica_is_not() -> None:
+    """Guards requests that name a session: each try met the replica again by which the last one was refused."""
+    with alone() as served:
+        leases = served.router._full.downlink.leases
+        [(name, reachable)] = leases.lessors.items()
+
+        def take(session: str, preferred: Sequence[str], affinity: str) -> Lease:
+            if affinity:
+                raise RuntimeError("This replica of full is broken")
+            return reachable(session, preferred, affinity)
+
+        leases.lessors = {name: take}
+        assert ask(served, "/v1/completions", {"prompt": "x", "max_tokens": 4}, x_session_id="mine")[0] == 200
 
 
 async def test_a_router_that_goes_says_so() -> None:

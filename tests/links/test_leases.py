@@ -4,18 +4,22 @@ import asyncio
 import gc
 import itertools
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from cascade.errors import ConfigError
-from cascade.messages import Close, Open
+from cascade.messages import Close, Open, Routing
 from cascade.planner.chains import Planner
+from cascade.scorer import BLOCK
 from cascade.settings.config import CascadeConfig
+from deployments.links.affinity import Prefixes
 from deployments.links.downlink import Downlink
 from deployments.links.leases import MOST_HELD, OPEN_TIMEOUT_S, Lease, LeasePool
 from tests import small
-from tests.links.net import SHORT_S, Held, Net, drafted, opening
+from tests.links.net import SHORT_S, Held, Net, Node, drafted, opening
+from tests.tier.test_tier import PROMPT, CountingModel
 from tests.toys import ToyModel, full_text
 from tests.waiting import LONG_S, until
 
@@ -82,6 +86,31 @@ async def test_a_lease_that_is_not_given_is_asked_for_again(net: Net, monkeypatc
         await net.check(opening(seed, 0.0, 60))
     assert num_asked == 12 or late_s < 1
     assert net.failures == []
+    await net.settle()
+
+
+async def test_a_session_does_not_stay_with_a_replica_out_of_reach(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards requests that name a session: each lease for them was asked of the same replica, and none was given."""
+    monkeypatch.setattr("deployments.links.leases.PATIENCE_S", 0.05)
+    reachable = net.lessor("full")
+    net.router.leases.lessors = {"full": lambda name, preferred, affinity: Waiting() if affinity else reachable(name)}
+    await net.check(replace(opening(20, 0.0, 20), routing=Routing(affinity="mine")))
+    assert net.failures == []
+    await net.settle()
+
+
+async def test_a_text_does_not_stay_with_a_replica_that_fails(net: Net) -> None:
+    """Guards requests against a replica that knows their text and cannot go on: each new session met it again."""
+    sick = Node(2, CountingModel(), {})
+    sick.model.poison = PROMPT[0]
+    await sick.start()
+    net.nodes["sick"] = sick
+    well, request = net.lessor("full"), opening(21, 0.0, 20, tokens=PROMPT * BLOCK, prompt_len=len(PROMPT) * BLOCK)
+    net.router.leases.lessors = {"full": lambda name, preferred, affinity: (net.lessor("sick") if preferred else well)(name)}
+    net.router.leases.prefixes = Prefixes()
+    net.router.leases.prefixes.sent(request.spec, "", sick.server.address)
+    await net.check(request)
+    assert len(net.failures) == 1
     await net.settle()
 
 

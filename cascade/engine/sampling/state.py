@@ -79,7 +79,7 @@ class SequenceState:
         if self._bias is None:
             pairs = [pair for pair in self._params.biases if pair[0] < like.shape[-1]]
             ids = torch.tensor([token for token, _ in pairs], dtype=torch.long, device=like.device)
-            self._bias = ids, torch.tensor([bias for _, bias in pairs], device=like.device)
+            self._bias = ids, torch.tensor([float(bias) for _, bias in pairs], device=like.device)
         return self._bias
 
     def ends(self, like: Tensor) -> Tensor:

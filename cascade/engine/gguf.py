@@ -15,6 +15,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from functools import partial
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,11 @@ SUFFIX = ".gguf"
 FORM = 1  # version of the folders' format
 TEXT, MODEL = "text", "model"
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")  # keys of ending tokens under tokenizer.ggml
+SAME = (
+    "attention.sliding_window",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+)  # keys that end as Transformers' fields
 NARROW = {"BF16": "bfloat16", "F16": "float16"}  # dtypes by the 16-bit kinds of tensors
 
 log = logging.getLogger(__name__)
@@ -126,7 +132,7 @@ def _describe(source: str, folder: Path) -> None:
     with _explained(source, reader):
         config = AutoConfig.from_pretrained(**given)
         tokenizer = AutoTokenizer.from_pretrained(**given)
-    if problem := _unread(reader, config):
+    if problem := _unread(reader, config, tokenizer):
         raise ModelError(
             f"The GGUF file {source!r} cannot be converted: {problem}, which Transformers does not read; "
             "take the model's safetensors checkpoint"
@@ -159,6 +165,11 @@ def _convert(source: str, folder: Path, dtype: str | None) -> None:
         network, report = AutoModelForCausalLM.from_pretrained(**given, dtype=dtype, output_loading_info=True)
     if missing := sorted(report["missing_keys"]):  # Transformers has initialised them at random
         raise ModelError(f"The GGUF file {source!r} lacks {len(missing)} weights of its model, such as {missing[0]}")
+    if (surplus := numbers - network.num_parameters()) > 0:
+        raise ModelError(
+            f"The GGUF file {source!r} cannot be converted: {surplus} of its numbers, such as biases, are not in Transformers' "
+            "model of its architecture; take the model's safetensors checkpoint"
+        )
     if hasattr(network.config, "quantization_config"):
         del network.config.quantization_config
     network.hf_quantizer, network.is_quantized = None, False  # so that it can be saved
@@ -184,17 +195,30 @@ def _explained(source: str, reader: Any) -> Iterator[None]:
         ) from error
 
 
-def _unread(reader: Any, config: Any) -> str | None:
-    """How the file scales far positions, if Transformers would ignore that and so write another text."""
+def _unread(reader: Any, config: Any, tokenizer: Any) -> str | None:
+    """What the file says, if Transformers would ignore that and so write another text."""
     for tensor in reader.tensors:
         if tensor.name.startswith("rope_"):  # frequencies in the file, as for Llama 3.1 and Phi 3
             return f"it scales positions by the tensor {tensor.name}"
-    prefix = f"{_value(reader, 'general.architecture')}.rope.scaling"
-    kind, factor = _value(reader, f"{prefix}.type", "none"), _value(reader, f"{prefix}.factor")
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    if kind == "none" or (rope.get("rope_type") == kind and rope.get("factor") == factor):
-        return None
-    return f"it scales positions by {prefix}.type {kind!r}"
+    text, prefix = config.get_text_config(), _value(reader, "general.architecture")
+    kind, factor = (_value(reader, f"{prefix}.rope.scaling.{name}") for name in ("type", "factor"))
+    rope = getattr(text, "rope_parameters", None) or {}
+    if kind not in (None, "none") and (rope.get("rope_type"), rope.get("factor")) != (kind, factor):
+        return f"it scales positions by {prefix}.rope.scaling.type {kind!r}"
+    ropes = (rope, *(part for part in rope.values() if isinstance(part, dict)))  # some have one per kind of layer
+    held = {"rope.freq_base": [part.get("rope_theta") for part in ropes]}
+    held |= {key: [getattr(text, key.removeprefix("attention."), None)] for key in SAME}
+    for key, values in held.items():
+        number = _value(reader, f"{prefix}.{key}")
+        if (
+            isinstance(number, int | float)
+            and number
+            and not any(isclose(number, value or 0, rel_tol=1e-6) for value in values)
+        ):
+            return f"its {prefix}.{key} is {number:g}"
+    if _value(reader, "tokenizer.ggml.add_space_prefix") is False and tokenizer.tokenize("a")[0].startswith("▁"):
+        return "texts begin without a space, by tokenizer.ggml.add_space_prefix"
+    return None
 
 
 def _dtype(reader: Any) -> str:

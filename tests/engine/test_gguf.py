@@ -135,8 +135,20 @@ def test_what_cannot_be_converted_is_one_sentence(tmp_path: Path, little: Path, 
         "scales positions by the tensor rope_freqs.weight": {
             "more": lambda w: w.add_tensor("rope_freqs.weight", torch.ones(16).numpy())
         },
+        "its starcoder2.rope.freq_base is 500": {
+            "architecture": "starcoder2",
+            "more": lambda w: w.add_rope_freq_base(500.0),
+        },
+        "its llama.attention.sliding_window is 8": {"more": lambda w: w.add_sliding_window(8)},
+        "its llama.final_logit_softcapping is 30": {"more": lambda w: w.add_final_logit_softcapping(30.0)},
+        "32 of its numbers, such as biases, are not in": {
+            "more": lambda w: w.add_tensor("blk.0.attn_q.bias", torch.ones(32).numpy())
+        },
     }
-    files = {words: small.gguf(tmp_path / f"{len(words)}.gguf", source=little, **options) for words, options in changed.items()}
+    files = {
+        words: small.gguf(tmp_path / f"{number}.gguf", source=little, **options)
+        for number, (words, options) in enumerate(changed.items())
+    }
     files |= {name: str(tmp_path / f"{name}.gguf") for name in ("no GGUF file", "is damaged", "There is no file")}
     Path(files["no GGUF file"]).write_text("version https://git-lfs.github.com/spec/v1\n")
     Path(files["is damaged"]).write_bytes(whole.read_bytes()[:-5000])

@@ -1,1 +1,1 @@
-"""Everything that knows Ray and gRPC: a deployment for each tier, joined by links, behind a router."""
+"""Everything that uses Ray, gRPC or HTTP: a deployment for each tier, joined by links, behind a router."""

@@ -27,14 +27,14 @@ from deployments.versions import packages
 
 ROUNDING = 1e-6  # sums of decimal shares are not exact: 3 x 0.2 + 0.3 + 0.1 is more than 1
 LEARNER_END_S = 5.0  # seconds that a learner has to end
-LEARNER_LOOK_S = 2.0  # seconds between two health checks, as of a tier
-SURGE_PERCENT = 20  # rounded up to whole replicas
+LEARNER_LOOK_S = 2.0  # seconds between two health checks of the learner
+SURGE_PERCENT = 20  # Ray Serve rounds this up to whole replicas
 
 SECTIONS = {"autoscaling_config": AutoscalingConfig, "request_router_config": RequestRouterConfig}
 
-# pages of 2 MB make passes on a CPU, which read all weights, 5 to 15 % faster
+# pages of 2 MB make passes on a CPU 5 to 15 % faster, since these read all weights
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-# user code in the replica's own event loop: one thread less between a link and its tier (read when Serve is imported)
+# runs user code in the replica's own event loop, which saves a thread switch; read when Serve is imported
 ENVIRONMENT = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
@@ -45,7 +45,7 @@ PREFERRING = {"request_router_config": {"request_router_class": "deployments.lin
 
 
 def build(args: CascadeConfig | Mapping[str, Any] | None = None) -> Application:
-    """The application of a configuration, of a mapping like it, or of ``{"config": path}``; of the demo models if empty.
+    """The application of a configuration, a mapping, or ``{"config": path}``; by default of the demonstration family.
 
     Raises `ConfigError` if the configuration is wrong or its tiers do not belong together.
     """
@@ -54,9 +54,9 @@ def build(args: CascadeConfig | Mapping[str, Any] | None = None) -> Application:
 
 
 def bind_models(configs: Mapping[str, CascadeConfig], options: Mapping[str, Any]) -> Application:
-    """One application of several cascades, by the names of their models; ``options`` are Serve's for their common ingress.
+    """One application of several cascades, by model name; ``options`` are Serve's for their common ingress.
 
-    Names of other deployments begin with that of their model. Raises `ConfigError` as `build` does.
+    Names of other deployments begin with the name of their model. Raises the errors of `build`.
     """
     from deployments.models import ModelsReplica
 
@@ -68,8 +68,8 @@ def bind_models(configs: Mapping[str, CascadeConfig], options: Mapping[str, Any]
 
 
 def verified(config: CascadeConfig) -> dict[str, dict[str, int]]:
-    """The limits of a configuration's models for `bind`, after they were verified if it asks for that; raises `ConfigError`."""
-    from cascade.settings.check import limits, verify  # with PyTorch
+    """Verify the models of a configuration, unless it says not to; returns their limits for `bind`. Raises `ConfigError`."""
+    from cascade.settings.check import limits, verify  # imports PyTorch
 
     if config.verify:
         verify(config)
@@ -88,13 +88,13 @@ def bind(config: CascadeConfig, limits: Mapping[str, Mapping[str, int]]) -> Appl
 def _router(
     config: CascadeConfig, limits: Mapping[str, Mapping[str, int]], prefix: str = ""
 ) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Arguments of a router, with the deployments below it, whose names begin with ``prefix``; and what is fixed of it."""
+    """Arguments of a router, including the deployments below it (named with ``prefix``), and its fixed values."""
     handles: dict[str, Any] = {}
     for tier in config.tiers:
         handles[tier.name] = _bind_tier(config, tier, dict(handles), prefix)
     learner = () if config.alignment is None else (_bind_learner(config, handles, prefix),)
     access = config.router.access
-    if os.environ.get(access.keys_env):  # then routers that lack them, on other nodes, would answer everybody
+    if os.environ.get(access.keys_env):  # so that routers on nodes without the keys refuse to start
         router = config.router.model_copy(update={"access": access.model_copy(update={"required": True})})
         config = config.model_copy(update={"router": router})
     values = config.model_dump(mode="json")
@@ -102,7 +102,7 @@ def _router(
 
 
 def _bind_ingress(kind: type, name: str, options: Mapping[str, Any], fixed: Mapping[str, Any], *arguments: Any) -> Application:
-    """The deployment to which clients come."""
+    """The deployment that clients call."""
     actor = {"num_cpus": 0} | _environment(options["ray_actor_options"] or {})
     options = {"name": name, **options, "ray_actor_options": actor}
     return _deployment(serve.ingress()(kind), options, name, fixed).bind(*arguments)
@@ -116,7 +116,7 @@ def _bind_learner(config: CascadeConfig, tiers: dict[str, Any], prefix: str) -> 
     values = config.model_dump(mode="json")
     actor: dict[str, Any] = {"num_cpus": 1, **config.alignment.ray_actor_options}
     num_workers = config.alignment.num_workers
-    if num_workers > 1:  # they get what they need from Ray Train; the learner only waits for them
+    if num_workers > 1:  # Ray Train gives resources to the workers; the learner only waits
         try:
             import ray.train  # noqa: F401
         except ImportError:
@@ -129,7 +129,7 @@ def _bind_learner(config: CascadeConfig, tiers: dict[str, Any], prefix: str) -> 
 
 
 def _bind_tier(config: CascadeConfig, tier: TierConfig, lower: dict[str, Any], prefix: str) -> Any:
-    """The deployment of a tier above those of ``lower``."""
+    """The deployment of a tier above the tiers ``lower``."""
     from deployments.tier import TierReplica
 
     preferring = PREFERRING if config.affine and tier is config.tiers[-1] else {}
@@ -167,28 +167,28 @@ def tier_options(tier: TierConfig) -> dict[str, Any]:
 
 
 def _deployment(kind: type, options: Mapping[str, Any], owner: str, fixed: Mapping[str, Any]) -> Deployment:
-    """A deployment whose replicas are replaced when ``fixed`` changes, JSON values.
+    """A deployment whose replicas are replaced when ``fixed`` (JSON values) changes.
 
     Raises `ConfigError`, which names ``owner``, if Ray Serve does not take its options.
     """
     for section, schema in SECTIONS.items():
         unknown = set(options.get(section, ())) - set(schema.model_fields)
         if unknown:  # Ray Serve would ignore them
-            near = did_you_mean(min(unknown), schema.model_fields) or ": mend its spelling or remove it"
+            near = did_you_mean(min(unknown), schema.model_fields) or ": correct its spelling or remove it"
             raise ConfigError(f"{section} of {owner} has the unknown key {min(unknown)!r}{near}")
     try:
-        with warnings.catch_warnings():  # Serve's other way to say it is a variable of the environment, for all deployments
+        with warnings.catch_warnings():  # the alternative that Serve names is an environment variable for all deployments
             warnings.filterwarnings("ignore", "The `metrics_interval_s` field", DeprecationWarning)
             return versioned(serve.deployment(kind, **options), fixed)
-    except (ValueError, TypeError, ImportError, AttributeError) as error:  # the last two of classes that are named
+    except (ValueError, TypeError, ImportError, AttributeError) as error:  # the last two for class names
         reason = sentence(error) if isinstance(error, ValidationError) else " ".join(str(error).split())
         raise ConfigError(f"Ray Serve does not take the deployment_config of {owner}: {reason}") from None
 
 
 def _surging(tier: TierConfig) -> dict[str, Any]:
-    """Options of a tier whose new replicas start before old ones go, if the cluster has room for one more now.
+    """Options of a tier. In an update, new replicas start before old ones stop, if the cluster has room for one more now.
 
-    Else old ones go first: Serve would wait for that room for ever.
+    Otherwise old ones stop first, since Serve would wait for room for ever.
     """
     free = ray.available_resources() if ray.is_initialized() else {}
     room = all(free.get(name, 0.0) + ROUNDING >= amount for name, amount in tier.resources.items())
@@ -202,7 +202,7 @@ def _environment(actor: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shortage(config: CascadeConfig, there: Mapping[str, float]) -> str | None:
-    """One sentence if the first replicas ask for more of a resource of Ray than is ``there``."""
+    """One sentence if the initial replicas need more of a Ray resource than is ``there``."""
     wanted: dict[str, dict[str, float]] = {}
     for tier in config.tiers:
         for name, amount in tier.resources.items():
@@ -222,10 +222,10 @@ def shortage(config: CascadeConfig, there: Mapping[str, float]) -> str | None:
 
 
 def shares_processors(tier: TierConfig, other: TierConfig, nodes: Sequence[Mapping[str, float]] = ()) -> bool:
-    """Whether replicas of both may compute on the same processors. ``nodes`` are the resources that Ray has on each.
+    """Whether replicas of both tiers may compute on the same processors. ``nodes`` are Ray's resources by node.
 
-    Two on GPUs do if both fit one GPU, and two on CPUs if both fit one node; or if one of them fits no node yet, so that nobody
-    knows where it will run. Engines of others compute elsewhere.
+    Two tiers on GPUs may if both fit one GPU; two on CPUs if both fit one node, or if one fits no node yet, so that its place
+    is unknown. A tier with an engine of the user's own never does.
     """
     if tier.engine_kwargs.plugin or other.engine_kwargs.plugin:
         return False

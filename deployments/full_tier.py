@@ -1,4 +1,4 @@
-"""Writes answers by sessions at the full tier; one that fails goes on at another replica."""
+"""Writes answers through sessions at the full tier; a session that fails continues at another replica."""
 
 import asyncio
 import contextlib
@@ -24,11 +24,11 @@ from deployments.ops.collector import Collector
 log = logging.getLogger(__name__)
 
 PAUSES_S = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0)  # pauses before another full replica is tried
-MAX_FRUITLESS = 8  # sessions that may fail in a row without a new token: some requests break whatever runs them
+MAX_FRUITLESS = 8  # sessions that may fail in a row without a new token, since some requests break every replica
 
 
 class SessionFailed(Exception):
-    """A session at the full tier is over before its answer is complete; the text goes on at another replica."""
+    """A session at the full tier has failed before its answer was complete; another replica continues the text."""
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class RetryBudget:
             self.num_tokens, self.since, self.fruitless = num_tokens, time.monotonic(), 0
 
     def failed(self, reason: str) -> float:
-        """The pause before another replica is tried; raises `Unavailable` when that is enough."""
+        """The pause before another replica is tried; raises `Unavailable` if there were too many failures."""
         self.fruitless += 1
         if self.fruitless > MAX_FRUITLESS:
             raise Unavailable(f"The full tier failed {self.fruitless} times without a new token: {reason}")
@@ -60,9 +60,9 @@ class RetryBudget:
 
 
 class Inbox:
-    """What the full tier says of one session, for the answer that waits for it. Belongs to one event loop.
+    """Messages of the full tier for one session, for the answer that awaits them. Belongs to one event loop.
 
-    All waits share one timer, because a timer for each token took a tenth of a router's time.
+    All waits share one timer, because a timer for each token would take a tenth of a router's time.
     """
 
     def __init__(self, retry_budget: RetryBudget, lifetime: Lifetime) -> None:
@@ -75,9 +75,9 @@ class Inbox:
         lifetime.wakers.add(self._wake)
 
     def put(self, message: Message) -> None:
-        """Every proposal repeats all that is not acknowledged, so a newer one takes the place of one that nobody has taken.
+        """Add a message. A proposal repeats all unacknowledged tokens, so it replaces one that was not read.
 
-        A client that is slower than the tier gets fewer and longer pieces.
+        A client that is slower than the tier thus gets fewer and longer pieces.
         """
         if isinstance(message, Proposal):
             self._messages.clear()
@@ -85,12 +85,12 @@ class Inbox:
         self._wake()
 
     async def next(self) -> Proposal:
-        """What the full tier says next; raises `SessionFailed`, or what ends the request."""
+        """The next proposal of the full tier; raises `SessionFailed`, or the error that ends the request."""
         self._lifetime.check()
         while not self._messages:
             await self._wait()
             self._lifetime.check()
-        message = self._messages.popleft()  # what came before a failure counts
+        message = self._messages.popleft()  # messages before a failure still count
         if isinstance(message, Failed):
             raise InvalidRequest(message.reason) if message.fault else SessionFailed(message.reason)
         assert isinstance(message, Proposal)
@@ -102,7 +102,7 @@ class Inbox:
             self._timer.cancel()
 
     async def _wait(self) -> None:
-        """Until there is a message, the request is aborted, or the timer rings."""
+        """Wait until there is a message, the request is aborted, or the timer fires."""
         left_s = self._retry_budget.left_s
         if not left_s:
             raise Unavailable(f"The full tier made no progress for {self._retry_budget.limit_s:g} s")
@@ -121,12 +121,12 @@ class Inbox:
 
 
 class FullTier:
-    """A router's sessions at the full tier, over ``downlink``; each has an inbox. Belongs to one event loop."""
+    """A router's sessions at the full tier, each with an inbox. Belongs to one event loop."""
 
     def __init__(
         self, config: CascadeConfig, lessor: Lessor, model: ServedModel, admission: Admission, collector: Collector | None
     ) -> None:
-        """``lessor`` takes leases on the full tier's replicas; ``collector`` keeps what drafters may learn from."""
+        """``lessor`` takes leases on the full tier's replicas; ``collector`` gets answers from which drafters may learn."""
         self._name = config.names[-1]
         self._model = model
         self._admission = admission
@@ -142,7 +142,7 @@ class FullTier:
         self.downlink = Downlink(leases, self._receive, tls=config.link_tls, tracing=admission.tracing)
 
     async def pieces(self, spec: SessionSpec, request: ActiveRequest, index: int = 0) -> AsyncGenerator[Chunk, None]:
-        """One answer, piece by piece, when its turn has come; ``index`` is that of its prompt."""
+        """One answer, piece by piece, after waiting for its turn; ``index`` is the number of its prompt."""
         async with self._admission.answering(spec, request, index) as record:
             answer = await self._model.answer(spec, index, lambda: time.monotonic() - request.since)
             async with contextlib.aclosing(self._written(answer, record.routing, request)) as pieces:
@@ -154,8 +154,8 @@ class FullTier:
                     record.sent(chunk)
 
     async def _written(self, answer: Answer, routing: Routing, request: ActiveRequest) -> AsyncGenerator[Chunk, None]:
-        """What the client has not had of an answer yet, piece by piece. A session that fails goes on at another replica."""
-        if (rest := answer.rest()) is not None:  # the client knows all of its tokens
+        """The rest of an answer, piece by piece. If a session fails, another replica continues."""
+        if (rest := answer.rest()) is not None:  # the client already has all tokens
             yield rest
         retry_budget = RetryBudget(self._stall_timeout_s)
         while not answer.finished:
@@ -168,7 +168,7 @@ class FullTier:
                     chunk, commit = answer.receive(await inbox.next())
                     if chunk is not None:
                         yield chunk
-                    if commit is not None:  # behind the yield: a client that does not read stalls the full tier at its window
+                    if commit is not None:  # after the yield: a client that does not read stalls the full tier at its window
                         self.downlink.put([commit])
                     retry_budget.progressed(answer.num_tokens)
             except SessionFailed as failure:
@@ -189,6 +189,6 @@ class FullTier:
 
 
 def held_lease_s(config: CascadeConfig) -> float:
-    """How long a lease is held for the next session."""
+    """Seconds for which a lease may be reused."""
     places = config.tiers[-1].deployment_config.max_ongoing_requests
     return config.router.held_lease_s if places >= HELD_PLACES else 0.0

@@ -1,4 +1,4 @@
-"""Cascades from configurations of Ray Serve LLM, as `ray.serve.llm:build_openai_app` takes them, with tiers below each model.
+"""Builds cascades from configurations for `ray.serve.llm:build_openai_app`, with tiers below each model.
 
 serve run deployments.llm:build_openai_app llm_configs=my.yaml
 

@@ -17,21 +17,21 @@ from deployments.replica import join_serves, starting
 from deployments.router import Router
 
 LIST = "/v1/models"
-BOUNDS = ("max_body_bytes", "body_timeout_s")  # limits of a body, before it is known which router it is for
+BOUNDS = ("max_body_bytes", "body_timeout_s")  # limits of a body before its router is known
 
 
 class Models:
-    """Routers of one process, by the names of their models, as one ASGI application."""
+    """Routers of one process, by model name, as one ASGI application."""
 
     def __init__(self, routers: Mapping[str, Router]) -> None:
         self._routers = dict(routers)
         admissions = [router.admission for router in routers.values()]
         self._access = [admission.access for admission in admissions]
         widest = {name: max(getattr(admission.limits, name) for admission in admissions) for name in BOUNDS}
-        self._limits = RequestLimits(**widest)  # what no router takes is not read
+        self._limits = RequestLimits(**widest)  # the widest limits of all routers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, or refuse it in the form of the API that its path belongs to."""
+        """Answer a request, or refuse it in the form of the API of its path."""
         if scope["type"] != "http":
             return
         key, body = authorization(dict(scope["headers"])), b""
@@ -52,7 +52,7 @@ class Models:
         await answer({**scope, "headers": decoded}, replay(body, receive), send)
 
     def _check_key(self, key: str) -> None:
-        """Raise `Unauthenticated` if no router knows a request's ``key``; the one that it is for looks again."""
+        """Raise `Unauthenticated` if no router knows ``key``; the router of the request checks again."""
         refusals = []
         for access in self._access:
             try:
@@ -63,9 +63,9 @@ class Models:
         raise refusals[0]
 
     def _chosen(self, scope: Scope, body: bytes) -> Router:
-        """The router of the model that a request names, in its path or its body; raises `NotFound` or `InvalidRequest`.
+        """The router of the model in a request's path or body; raises `NotFound` or `InvalidRequest`.
 
-        Any router answers what is the same for all models, such as the page.
+        Routes that do not depend on the model, such as the page, go to any router.
         """
         route = route_of(scope)
         name: Any = None
@@ -75,7 +75,7 @@ class Models:
             try:
                 request = json.loads(body)
             except (ValueError, RecursionError):
-                request = None  # a router refuses it
+                request = None  # a router will refuse it
             name = request.get("model") if isinstance(request, dict) else None
             if name is None and isinstance(request, dict):
                 raise InvalidRequest(f"model is missing: this server has {self._names}", "model")
@@ -95,7 +95,7 @@ class Models:
         return ", ".join(map(repr, self._routers))[:200]
 
     async def _listed(self, key: str) -> list[dict[str, Any]]:
-        """What all routers say of their models to who has this key; raises `Unauthenticated` if one does not know it."""
+        """Descriptions of all models for a key; raises `Unauthenticated` if a router does not know the key."""
         accounts = [(router, router.admission.access.account(key)) for router in self._routers.values()]
         return [described for router, account in accounts for described in await router.api.listed(account)]
 

@@ -1,7 +1,7 @@
-"""What is done to Ray Serve behind its public interfaces: all of it, and why.
+"""All uses of Ray Serve's private interfaces, with reasons.
 
-`tests/test_ray_compat.py` shows for the Ray that is installed that each is still needed: one that fails may go. Tried with Ray
-2.60.
+`tests/test_ray_compat.py` checks that the installed Ray still needs each: if a test fails, the workaround can go. Tried with
+Ray 2.60.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ class Versioned(DeploymentConfig):  # type: ignore[misc]  # Ray is not typed
     _own: str = PrivateAttr("")
 
     def to_proto(self) -> Any:
-        """What goes to Serve's controller."""
+        """The message to Serve's controller."""
         proto = super().to_proto()
         proto.version = self._own
         return proto
@@ -35,12 +35,13 @@ class Versioned(DeploymentConfig):  # type: ignore[misc]  # Ray is not typed
 def versioned(deployment: Deployment, fixed: Mapping[str, Any]) -> Deployment:
     """``deployment``, whose replicas are replaced when ``fixed``, JSON values, or their environment changes.
 
-    Serve replaces replicas when the version of their deployment changes, and has no public way to set it: it gives all
-    deployments of an application one version, made of the whole ``args``, and one changed word replaces every tier and router.
+    Serve replaces replicas when the version of their deployment changes, and has no public way to set it. By default all
+    deployments of an application have one version, made from the whole ``args``: any change would replace all tiers and
+    routers.
     """
     plain = deployment._deployment_config
     config = Versioned.model_construct(plain.model_fields_set, **dict(plain))
-    # the application's environment is that of the task in which Serve builds it
+    # this task, in which Serve builds the application, has the application's environment
     environment = dict(ray.get_runtime_context().runtime_env) if ray.is_initialized() else {}
     parts = {"fixed": fixed, "package": version("cascade-serve"), "runtime_env": environment}
     config._own = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -49,12 +50,12 @@ def versioned(deployment: Deployment, fixed: Mapping[str, Any]) -> Deployment:
 
 
 def patch_proxies() -> None:
-    """Let Serve's proxy cancel a request whose client leaves during a write, and say in plain words that a router is gone.
+    """Let Serve's proxy cancel a request whose client leaves during a write, and report a dead router in plain words.
 
-    It notices such a client only while it waits for the next piece: one request in five went on to its end. It also told
-    clients of actors. Without the private class the proxy does as before.
+    By itself the proxy notices such a client only while it waits for the next piece, so one request in five ran to its end; and
+    its errors name actors. If the private class is gone, nothing is changed.
     """
-    from ray.serve._private import proxy  # only proxies need it, and it imports their servers
+    from ray.serve._private import proxy  # imported only in proxies, since it imports their servers
 
     original = getattr(proxy, "ProxyResponseGenerator", None)
     if isinstance(original, type) and not issubclass(original, _EndsWithItsCall):

@@ -1,4 +1,4 @@
-"""What replicas of routers and tiers share under Ray Serve: name and logs."""
+"""Shared by replicas of routers and tiers under Ray Serve: context, name, logs, startup."""
 
 import contextlib
 import gc
@@ -28,18 +28,18 @@ def replica_name() -> str:
 
 
 def join_serves() -> None:
-    """In a replica, send the logs of this package to Ray Serve's logger."""
+    """In a replica, send logs of this package to Ray Serve's logger."""
     if context() is not None:
-        for name in OURS:  # Serve sets its logger up anew when the configuration changes
+        for name in OURS:  # read each time, since Serve recreates its logger when the configuration changes
             logging.getLogger(name).parent = logging.getLogger(SERVES)
 
 
 @contextlib.asynccontextmanager
 async def starting() -> AsyncIterator[None]:
-    """Collect no garbage while a replica starts, nor ever what its start has left.
+    """Disable the garbage collector while a replica starts, and freeze all objects that exist then.
 
-    There is none while libraries are imported, and to look for it takes a sixth of the time. Later, to look at all that stays
-    would take a third of a second.
+    Imports leave no garbage, and collecting would take a sixth of the start. Later, scanning these objects would take a third
+    of a second each time.
     """
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""The router: a stateless ingress, gRPC and HTTP, that admits requests, drives the full tier and streams the answer."""
+"""The router: a stateless gRPC and HTTP ingress that admits requests, opens sessions at the full tier and streams answers."""
 
 import asyncio
 import logging
@@ -29,16 +29,16 @@ from deployments.replica import join_serves, starting
 
 log = logging.getLogger(__name__)
 
-DRAIN_MARGIN_S = 3.0  # the part of the time that Serve gives a replica to end, kept for closing
-LINGER_S = 0.1  # what has come through a port before it closed is still admitted
-CLOSE_GRACE_S = 1.0  # the patience with what is still being answered when the servers close
+DRAIN_MARGIN_S = 3.0  # part of Serve's shutdown timeout that is reserved for closing
+LINGER_S = 0.1  # time in which requests that came before the ports closed are still admitted
+CLOSE_GRACE_S = 1.0  # time for running answers when the servers close
 
 
 class Router(GrpcApi):
     """Serves `cascade.v1.Cascade`, and the HTTP API as the ASGI application ``http``, from `start` to `close`."""
 
     def __init__(self) -> None:
-        """`start` makes everything."""
+        """Does nothing; see `start`."""
 
     async def start(
         self,
@@ -47,7 +47,7 @@ class Router(GrpcApi):
         limits: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
         learner: DeploymentHandle | None = None,
     ) -> None:
-        """Take requests; ``handles`` are of all tiers, bottom to top, ``limits`` of their models, by tier."""
+        """Start to take requests; ``handles`` has all tiers, bottom to top; ``limits`` has the limits of their models, by tier."""
         self._config = CascadeConfig.model_validate(config)
         if self._config.link_tls is not None:
             check(self._config.link_tls)
@@ -66,14 +66,14 @@ class Router(GrpcApi):
         await self._listen()
 
     async def _listen(self) -> None:
-        """Open own servers, if the configuration asks for them; else clients come through Ray Serve's proxies."""
+        """Start the router's own servers, if configured; otherwise clients come through Ray Serve's proxies."""
         listen, limits = self._config.router.listen, self.admission.limits
         self._servers = None if listen is None else (HttpServer(self.http, listen, limits), GrpcServer(self, listen, limits))
         for server in self._servers or ():
             await server.open()
 
     async def drain(self) -> None:
-        """Close the servers, so that other routers behind the same ports get new requests, and let running ones end."""
+        """Stop listening, so that other routers on the same ports get new requests, and let running requests end."""
         timeout_s = max(0.0, self._config.router.deployment_config.graceful_shutdown_timeout_s - DRAIN_MARGIN_S)
         if self._servers is not None:
             http, grpc = self._servers
@@ -85,7 +85,7 @@ class Router(GrpcApi):
             self.admission.abort_all()
 
     async def close(self) -> None:
-        """Let requests end, and then everything."""
+        """Drain, then close everything."""
         for task in self._background:
             task.cancel()
         if self._collector is not None:
@@ -97,7 +97,7 @@ class Router(GrpcApi):
 
 
 class RouterReplica(Router):
-    """A router as a deployment of Ray Serve, which awaits its beginning and its end."""
+    """A router as a deployment of Ray Serve, which awaits its start and its shutdown."""
 
     @starting()
     async def __init__(self, *arguments: Any) -> None:  # type: ignore[misc]

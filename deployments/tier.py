@@ -1,4 +1,4 @@
-"""The deployment of one tier: loads the model for a `cascade.tier.tier.Tier`, and joins it to the links."""
+"""The deployment of one tier: loads the model for a `cascade.tier.tier.Tier`, and connects it to links."""
 
 import asyncio
 import logging
@@ -41,14 +41,14 @@ from deployments.versions import check_alike
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-LEASE_TIMEOUT_S = 2.0  # a drafter that cannot be had by then is done without
+LEASE_TIMEOUT_S = 2.0  # time to get a drafter; after that the session continues without it
 
 
 class TierReplica:
     """One replica of the tier ``name`` of a cascade. ``lower`` are handles of the tiers below, by name.
 
-    ``shared`` are those of them that compute on the processors of this one, if they run on its machine, ``packages`` the
-    versions that all nodes have.
+    ``shared`` names tiers below that compute on the processors of this one if they run on its machine; ``packages`` are the
+    versions that all nodes must have.
     """
 
     @starting()
@@ -71,8 +71,8 @@ class TierReplica:
         folder = None if engine.lora_path is None else await asyncio.to_thread(AdapterFolder, engine.lora_path)
         self._model = await _apart(partial(load_model, self._config, folder, draft=self._config is not cascade.tiers[-1]))
         log.info("Tier %s: %s", self._config.name, self._model.summary)
-        self._weights = ""  # version of learnt ones
-        stated: Profile | None = getattr(self._model, "profile", None)  # an engine may say itself what passes cost
+        self._weights = ""  # version of learned weights
+        stated: Profile | None = getattr(self._model, "profile", None)  # an engine may give the cost of passes itself
         measuring = partial(measure, self._model, max_tokens=engine.max_pass_tokens)
         self._profile = await _apart(measuring) if stated is None else stated
         tokenizer = await asyncio.to_thread(_load_tokenizer, self._config)
@@ -107,19 +107,19 @@ class TierReplica:
         self._reporting = asyncio.create_task(report(model, name, source))
 
     async def record_replica_metadata(self) -> dict[str, Any]:
-        """Called by Serve, for `PreferringRouter`."""
+        """Metadata for `PreferringRouter`; called by Serve."""
         return {"address": self._server.address}
 
     async def lease(self, name: str, preferred: Sequence[str] = (), affinity: str = "") -> AsyncIterator[str]:
-        """Hold this replica: yields the address and secret for its link, then nothing until the lease of that name is over.
+        """Hold this replica: yields the address and secret for its link, then nothing until the lease of that name ends.
 
-        ``preferred`` and ``affinity`` are for Serve's router, which has chosen this replica by them.
+        ``preferred`` and ``affinity`` are not used here; Serve's router has chosen this replica by them.
         """
         async for address in self._server.lease(name):
             yield address
 
     async def describe(self) -> dict[str, Any]:
-        """What runs here, for `Describe`."""
+        """Describe this replica, for `Describe`."""
         blocks = self._tier.kv_admission.block_manager
         return {
             "name": self._config.name,
@@ -144,19 +144,19 @@ class TierReplica:
         }
 
     async def weights(self) -> Weights:
-        """The learner asks what this replica runs, and how that is judged."""
+        """This replica's weights and verdicts on them, for the learner."""
         return Weights(self._replica, self._weights, *self._tier.verdicts)
 
     async def renew(self, replica: str, version: str, source: str) -> bool:
-        """The learner gives other weights to the replica of that name; whether it is this one."""
+        """Load other weights, for the learner, if this is the replica of that name; returns whether it is."""
         if replica == self._replica:
             await _apart(partial(self._model.renew, source))
             self._weights = version
-            log.info("Tier %s goes on with weights %s", self._config.name, version or "that it began with")
+            log.info("Tier %s continues with weights %s", self._config.name, version or "that it began with")
         return replica == self._replica
 
     def check_health(self) -> None:
-        """Called by Serve; raising makes it replace this replica."""
+        """Called by Serve, which replaces this replica if it raises."""
         if not self._tier.healthy or not self._model.healthy:
             raise RuntimeError(f"the loop of tier {self._config.name} has stopped, or its passes fail or do not end")
 
@@ -165,13 +165,13 @@ class TierReplica:
         await self._downlink.close()
         await asyncio.to_thread(flush)
         await asyncio.to_thread(self._tier.close)
-        if not self._tier.hangs:  # else its device answers nobody
+        if not self._tier.hangs:  # closing a model on a device that hangs would not return
             await asyncio.to_thread(self._model.close)
         self._reporting.cancel()
 
 
 def prepare(grammars: Grammars | None, folder: AdapterFolder | None, params: SamplingParams) -> None:
-    """Compile the grammar and fetch the adapter that a session asks for; raises `InvalidRequest`."""
+    """Compile the grammar and fetch the adapter of a session; raises `InvalidRequest`."""
     if grammars is not None and params.structured is not None:
         grammars.matcher(params.structured)
     if folder is not None and params.adapter:
@@ -191,7 +191,7 @@ def bind_threads(engine: EngineKwargs) -> None:
             raise ConfigError(f"cpu_affinity names core {missing[0]}, and this process has {sorted(there)}: name some of these")
         for thread in Path("/proc/self/task").iterdir():
             os.sched_setaffinity(int(thread.name), engine.cpu_affinity)
-    given = os.environ.get("OMP_NUM_THREADS", "")  # Ray sets it for a worker
+    given = os.environ.get("OMP_NUM_THREADS", "")  # Ray sets this for workers
     threads = engine.num_threads or (int(given) if given.isdigit() else None)
     if threads:
         torch.set_num_threads(threads)
@@ -200,8 +200,8 @@ def bind_threads(engine: EngineKwargs) -> None:
 def load_model(config: TierConfig, folder: AdapterFolder | None = None, *, draft: bool = False) -> Any:
     """The model of a tier, a `cascade.scorer.Scorer`, on the engine of its configuration; raises `ModelError`.
 
-    ``folder`` has adapters that are loaded when they are asked for. A ``draft`` model says only its draft vocabulary.
-    An engine is imported where it is chosen, for each takes seconds.
+    ``folder`` has adapters that are loaded on demand. A ``draft`` model predicts only its draft vocabulary. Engines are
+    imported only if chosen, since each import takes seconds.
     """
     engine = config.engine_kwargs
     if engine.engine is not None and engine.plugin:
@@ -240,7 +240,7 @@ def load_model(config: TierConfig, folder: AdapterFolder | None = None, *, draft
 
 
 def _load_tokenizer(config: TierConfig) -> Tokenizer | None:
-    """The tokenizer, for grammars; ``None`` if the model has none."""
+    """The tokenizer for grammars; ``None`` if the model has none."""
     try:
         return Tokenizer.from_pretrained(config.model_loading_config.source, **config.engine_kwargs.hub)
     except ModelError as error:

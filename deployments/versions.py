@@ -1,4 +1,4 @@
-"""Versions of packages."""
+"""Checks that all nodes have the same versions of packages."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -6,12 +6,12 @@ from importlib.metadata import PackageNotFoundError, version
 
 from cascade.errors import ConfigError
 
-# what texts, or messages between nodes, may depend on; Ray looks at itself and at Python
+# packages on which texts or messages between nodes depend; Ray itself checks Ray and Python
 PACKAGES = ("cascade-serve", "torch", "transformers", "tokenizers", "llguidance", "vllm")
 
 
 def packages() -> dict[str, str]:
-    """Versions of `PACKAGES` that are installed here, without the build, such as ``+cu130``."""
+    """Versions of `PACKAGES` that are installed here, without build tags such as ``+cu130``."""
     installed = {}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
@@ -20,7 +20,7 @@ def packages() -> dict[str, str]:
 
 
 def check_alike(expected: Mapping[str, str]) -> None:
-    """Raise `ConfigError` if a package has another version here than where the application was built."""
+    """Raise `ConfigError` if a package's version differs from that where the application was built."""
     here = packages()
     for name in here.keys() & expected.keys():
         if here[name] != expected[name]:

@@ -1,4 +1,4 @@
-"""The served model as requests meet it: its names, its tokenizer, its defaults, and what may be asked of it."""
+"""The served model for requests: names, tokenizer, defaults, and checks of parameters."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ STREAM_WINDOW = 256  # tokens that the full tier may write before the client's s
 
 
 class ServedModel:
-    """Made by `load`. Long texts are left to threads, so that other requests go on."""
+    """The served model; made by `load`. Long texts are processed in threads, so that other requests continue."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class ServedModel:
         self.names = config.model_names  # answers have the first one
         self.chain_names = config.chain_names  # drafters inside tiers and tiers, bottom to top
         self.limits = config.router.limits
-        self.defaults = defaults  # arguments of `SamplingParams` for requests that do not give them
+        self.defaults = defaults  # default arguments of `SamplingParams`
         self.context_len = min(config.max_model_len or 2**31, tiers.limit("context_len"))  # prompt and answer together
         self._folder = folder
         self._grammars = grammars
@@ -59,7 +59,7 @@ class ServedModel:
 
     @classmethod
     async def load(cls, config: CascadeConfig, tiers: Tiers) -> "ServedModel":
-        """The model of the full tier, as far as a router needs it; raises `ModelError`."""
+        """Load what a router needs of the full tier's model; raises `ModelError`."""
         full = config.tiers[-1]
         engine, source = full.engine_kwargs, full.model_loading_config.source
         tokenizer = await asyncio.to_thread(
@@ -79,7 +79,7 @@ class ServedModel:
         return self._capabilities.adapters if self._folder is None else await asyncio.to_thread(self._folder.names)
 
     async def adapter(self, name: str | None) -> str | None:
-        """The adapter that a request names as its model, as ADAPTER or MODEL:ADAPTER; ``None`` for the model itself.
+        """The adapter in a request's ``model``, as ADAPTER or MODEL:ADAPTER; ``None`` for the model itself.
 
         Raises `NotFound`.
         """
@@ -93,7 +93,7 @@ class ServedModel:
         return named
 
     async def _has(self, adapter: str) -> bool:
-        """Whether there is an adapter of this name; one in the folder may be used from then on."""
+        """Whether there is an adapter of this name; if it is in the folder, it can be used from then on."""
         if adapter in self._capabilities.adapters:
             return True
         if self._folder is None or not adapter or not await asyncio.to_thread(self._folder.has, adapter):
@@ -105,11 +105,11 @@ class ServedModel:
     # defaults
 
     def defaults_for(self, prompt_tokens: int, max_tokens: int | None = None) -> dict[str, Any]:
-        """Arguments of `SamplingParams` where a request gives none; ``max_tokens`` is the model's, else that, else the room.
+        """Default arguments of `SamplingParams`. ``max_tokens`` is the model's, else the argument, or what the context leaves.
 
-        It is never more than the context has room for, or than the server writes.
+        It is never more than the context leaves, or than the server's limit.
         """
-        left = max(1, self.context_len - prompt_tokens)  # what is too long is refused when it is admitted
+        left = max(1, self.context_len - prompt_tokens)  # prompts that are too long are refused at admission
         most = self.defaults.get("max_tokens", left if max_tokens is None else max_tokens)
         return {**self.defaults, "max_tokens": min(most, left, self.limits.max_tokens or left)}
 
@@ -129,7 +129,7 @@ class ServedModel:
         return await reading(len(prompt), self.tokenizer.encode, prompt)
 
     async def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids; raises `InvalidRequest` for those that the model does not have."""
+        """The text of token ids; raises `InvalidRequest` for ids that do not exist."""
         most = self.tokenizer.num_ids
         wrong = next((token for token in ids if token >= most), None)
         if wrong is not None:
@@ -137,27 +137,27 @@ class ServedModel:
         return await reading(len(ids), self.tokenizer.decode, ids)
 
     async def spelling(self) -> Spelling:
-        """What tokens spell; it takes up to a second where it is asked for first."""
+        """The spelling of tokens; the first call takes up to a second."""
         if self._spelling is None:
             self._spelling = asyncio.create_task(in_thread(TEXT, Spelling, self.tokenizer))
         return await asyncio.shield(self._spelling)
 
     async def answer(self, spec: SessionSpec, index: int = 0, elapsed: Callable[[], float] | None = None) -> Answer:
-        """A new answer, or one that goes on after what the client has of it."""
+        """An answer, which continues after the part that the client already has."""
         decoder = self.tokenizer.decoder(spec.tokens[: spec.prompt_len])
         return await reading(len(spec.tokens) - spec.prompt_len, Answer, spec, decoder, index, elapsed)
 
     # parameters
 
     async def admit(self, task: Task) -> SessionSpec:
-        """What the full tier is asked for; raises `InvalidRequest` if a parameter cannot be honoured."""
+        """The session for a task; raises `InvalidRequest` if a parameter cannot be honoured."""
         await self._has(task.params.adapter)
         if task.params.structured is None:
             return self._capabilities.admit(task)
-        return await in_thread(GRAMMARS, self._capabilities.admit, task)  # it may have to compile a grammar
+        return await in_thread(GRAMMARS, self._capabilities.admit, task)  # may compile a grammar
 
     async def delivered(self, specs: Sequence[SessionSpec]) -> list[Chunk]:
-        """What clients have of answers that they resume; raises `InvalidRequest` if all are whole."""
+        """The parts of resumed answers that clients already have; raises `InvalidRequest` if all answers are complete."""
         delivered = [(await self.answer(spec)).delivered for spec in specs]
         if all(chunk.completion is not None for chunk in delivered):
             raise InvalidRequest("resume has all tokens of the answer: it has ended, and nothing is left to be written")

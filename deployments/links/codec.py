@@ -9,7 +9,7 @@ from cascade.messages import Close, Commit, Failed, Logprobs, Message, Open, Pro
 from cascade.v1 import link_pb2 as pb
 from cascade.v1 import serving_pb2
 
-# fields that the wire has under the same name: a new one needs nothing here, unless it is a message of its own
+# fields with the same name in the protocol; a new one needs no code here, unless it is a message of its own
 OF_SPEC, OF_ROUTING = (
     tuple(field.name for field in fields(kind) if field.name in pb.Open.DESCRIPTOR.fields_by_name)
     for kind in (SessionSpec, Routing)

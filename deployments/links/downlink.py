@@ -1,4 +1,4 @@
-"""The upper end of links: an Open takes a lease on a replica of the tier that it names; later messages follow it there."""
+"""The upper end of links: an Open takes a lease on a replica of its tier; later messages of its session follow it there."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ from deployments.ops.tracing import UNTRACED, SessionSpans, Trace, Tracing
 
 log = logging.getLogger(__name__)
 
-TOTALS = ("leases_taken", "lease_wait_seconds", "failovers")  # counts of the sessions opened at each tier
+TOTALS = ("leases_taken", "lease_wait_seconds", "failovers")  # totals by tier
 
 
 @dataclass(slots=True)
@@ -31,19 +31,19 @@ class Route:
     """Where the messages of one session go."""
 
     tier: str
-    waiting: list[Message] = field(default_factory=list)  # messages wait until there is a lease
-    opening: "asyncio.Task[None] | None" = None  # takes the lease
+    waiting: list[Message] = field(default_factory=list)  # messages that wait for the lease
+    opening: "asyncio.Task[None] | None" = None  # the task that takes the lease
     lease: HeldLease | None = None
-    mailbox: Mailbox | None = None  # goes to the leased replica
+    mailbox: Mailbox | None = None  # of the leased replica
     answered: bool = False
 
 
 class Downlink(Link):
-    """Joins this process to replicas of the tiers below, one stream to each, for all sessions that go there.
+    """Connects this process to replicas of the tiers below, with one stream to each for all of its sessions.
 
-    Leases come from ``leases``; ``deliver`` gets what replicas say, in the event loop's thread. Made in a running event loop;
-    `send` may be called from any thread. Whenever a lease on a tier was taken, ``locate`` is called with the tier, and whether
-    one of its replicas that are held runs on ``host``.
+    Leases come from ``leases``; ``deliver`` gets messages of replicas, in the event loop's thread. Made in a running event
+    loop; `send` may be called from any thread. After each new lease, ``locate`` is called with the tier, and whether one of its
+    leased replicas runs on ``host``.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Downlink(Link):
         self._loop = asyncio.get_running_loop()
         self._totals = {(name, tier): 0.0 for name in TOTALS for tier in leases.lessors}
         self._routes: dict[str, Route] = {}
-        self._mailboxes: dict[str, Mailbox] = {}  # streams' mailboxes by address
+        self._mailboxes: dict[str, Mailbox] = {}  # mailboxes of streams, by address
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -73,17 +73,17 @@ class Downlink(Link):
         return len(self._routes)
 
     def readings(self) -> Iterator[Reading]:
-        """What became of its sessions so far, and how many there are."""
+        """Totals of sessions so far, and their present number."""
         yield Reading("sessions_below", (), self.num_sessions)
         for (name, tier), total in self._totals.items():
             yield Reading(name, (tier,), total)
 
     def send(self, messages: Sequence[Message]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
+        with contextlib.suppress(RuntimeError):  # the loop is closed, because the process ends
             self._loop.call_soon_threadsafe(self.put, messages)
 
     def put(self, messages: Sequence[Message]) -> None:
-        """`send` from the loop's own thread."""
+        """`send`, from the loop's own thread."""
         for message in messages:
             if isinstance(message, Open):
                 opened = self._routes[message.session] = Route(message.spec.tier)
@@ -109,18 +109,18 @@ class Downlink(Link):
     # sessions
 
     def _close(self, route: Route, message: Close) -> None:
-        """End a session, and keep its lease for the next one if it has been of use."""
+        """End a session, and keep its lease for the next one if the link works."""
         kept = route.answered and route.lease is not None and self.leases.keep(route.lease)
         if route.mailbox is not None:
             route.mailbox.put([Close(message.session, kept)])
         self._leave(message.session, keep=kept)
 
     async def _open(self, opening: Open, trace: Trace, route: Route) -> None:
-        """Join a session to a replica; cancelled when the session is closed before."""
+        """Open a session at a replica; cancelled if the session is closed before."""
         since = self._loop.time()
         try:
             lease = await self.leases.take(opening.spec, opening.routing.affinity)
-        except Exception as error:  # whatever Ray raises: the tier cannot be had
+        except Exception as error:  # Ray may raise anything if the tier is not available
             reason = f"no replica of {route.tier} could be leased ({type(error).__name__})"
             log.info("Session %s: %s: %s", opening.session, reason, error)
             route.opening = None
@@ -140,7 +140,7 @@ class Downlink(Link):
         route.mailbox.put([sent, *route.waiting])
 
     def _leave(self, session: str, reason: str = "", *, lost: bool = False, keep: bool = False) -> None:
-        """Forget a session, for a ``reason`` if before its time, and release its lease unless that is kept."""
+        """Forget a session (with a ``reason`` if it failed), and release its lease unless ``keep``."""
         route = self._routes.pop(session, None)
         if route is None:
             return
@@ -160,7 +160,7 @@ class Downlink(Link):
     # streams
 
     def _stream(self, ticket: str) -> Mailbox:
-        """What takes messages to a replica."""
+        """The mailbox of the stream to a replica."""
         address, _, secret = ticket.partition(" ")
         if address not in self._mailboxes:
             mailbox = self._mailboxes[address] = Mailbox(self._loop)
@@ -174,7 +174,7 @@ class Downlink(Link):
         return task
 
     async def _run(self, address: str, secret: str, mailbox: Mailbox) -> None:
-        """Carry messages both ways until the link breaks; then its sessions have failed."""
+        """Carry messages both ways until the link breaks, which fails its sessions."""
         reason = "the replica closed it"
         joined: grpc.aio.Channel | None = None
         try:
@@ -183,7 +183,7 @@ class Downlink(Link):
             await race(self._read(call, address), _write(call, mailbox))
         except grpc.aio.AioRpcError as error:
             reason = error.details() or str(error.code())
-        except Exception as error:  # the sessions must go on without this replica, whatever it is
+        except Exception as error:  # the sessions must continue without this replica in any case
             log.exception("The link to %s broke", address)
             reason = f"{type(error).__name__}: {error}"
         finally:

@@ -1,7 +1,7 @@
-"""Leases, by which sessions hold replicas of the tiers below.
+"""Leases, with which sessions hold replicas of the tiers below.
 
-A lease is one streaming call of Ray Serve. It yields the link address and secret of a replica, and stays open as long as it is
-held, so that Serve sees the true load. Callers have a `LeasePool`, replicas have `GivenLeases`.
+A lease is a streaming Ray Serve call. It yields the link address and secret of a replica, and stays open as long as it is held,
+so that Serve sees the true load. Callers have a `LeasePool`, replicas have `GivenLeases`.
 """
 
 import asyncio
@@ -16,27 +16,27 @@ from ray.serve.handle import DeploymentHandle
 from cascade.messages import SessionSpec, mint
 from deployments.links.affinity import Prefixes
 
-PATIENCE_S = 3.0  # a lease that is not given for so long has a second one asked for
-MOST_HELD = 2  # leases on a tier that no session uses
-HELD_PLACES = 16  # a replica that takes fewer sessions has no place for a lease that nobody uses
-OPEN_TIMEOUT_S = 10.0  # a lease by which no session is open ends after that
+PATIENCE_S = 3.0  # time after which a second lease is requested beside one that was not given
+MOST_HELD = 2  # unused leases on a tier that are kept at most
+HELD_PLACES = 16  # a replica that takes fewer sessions has no place for unused leases
+OPEN_TIMEOUT_S = 10.0  # time after which a lease without an open session ends
 
 
 class Lease(Protocol):
-    """The call: yields ``address secret`` of a replica, then stays open until either side ends it."""
+    """The call of a lease: yields ``address secret`` of a replica, then stays open until either side ends it."""
 
     def __aiter__(self) -> AsyncIterator[str]: ...
 
     def cancel(self) -> Any: ...
 
 
-# calls some replica of a tier for the lease of this name, if possible one at a preferred address; without those, calls with the
-# same affinity go to the same replica, if possible
+# requests the lease of this name from a replica, preferably at one of these addresses; without addresses, requests with one
+# affinity preferably go to one replica
 Lessor: TypeAlias = Callable[[str, Sequence[str], str], Lease]
 
 
 def lessor(handle: DeploymentHandle) -> Lessor:
-    """The `Lessor` of Ray Serve."""
+    """The `Lessor` for a Ray Serve deployment."""
     return handle.options(stream=True).lease.remote
 
 
@@ -45,7 +45,7 @@ def lessor(handle: DeploymentHandle) -> Lessor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldLease:
-    """A lease that was given: sessions use it one after another until it is old."""
+    """A lease that was given; sessions use it one after another until it expires."""
 
     tier: str
     name: str
@@ -62,16 +62,16 @@ class HeldLease:
 
 
 class LeasePool:
-    """Takes leases on the tiers below, and keeps some whose session is over for the next one.
+    """Takes leases on the tiers below, and keeps some for later sessions.
 
-    Taking a lease costs milliseconds, which a first token would wait for. So a lease may be used again until ``hold_s`` have
-    passed since it was given. Serve counts unused leases as ongoing requests, and chooses a replica only when one is taken: so
-    few are kept, and not for long. One that has ended meanwhile is refused by its replica, and the session fails.
+    Taking a lease costs milliseconds, which would delay the first token. So a lease may be reused until ``hold_s`` seconds
+    after it was given. Serve counts unused leases as ongoing requests, and balances load only when a lease is taken: so few are
+    kept, and not for long. If a lease has ended meanwhile, its replica refuses it, and the session fails.
 
-    With ``prefixes``, replicas are preferred that know how a text begins.
+    With ``prefixes``, replicas are preferred that have scored the beginning of a text.
 
-    Made and used in a running event loop. Leases are taken in an empty context: in that of a request Serve would cancel them
-    when the request ends.
+    Made and used in a running event loop. Leases are taken in an empty context: in the context of a request, Serve would cancel
+    them when the request ends.
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class LeasePool:
     async def take(self, spec: SessionSpec, affinity: str = "") -> HeldLease:
         """A lease for a session: an unused one, on a preferred replica if there is one, or a new one.
 
-        Raises `TimeoutError`, or whatever Serve raises where there is no replica. Serve may choose a replica that is out
-        of reach and not know it. So every `PATIENCE_S` a second lease is asked for, on any replica; the first one keeps its
-        place in the queue.
+        Raises `TimeoutError`, or what Serve raises if there is no replica. Serve may choose a replica that it cannot reach,
+        without noticing. So every `PATIENCE_S` a second lease is requested, on any replica; the first request keeps its place
+        in the queue.
         """
         preferred = () if self.prefixes is None else self.prefixes.find(spec, affinity)
         anywhere = not preferred and (self.prefixes is None or not affinity)
@@ -105,7 +105,7 @@ class LeasePool:
             if lease.tier == spec.tier and (anywhere or lease.address in preferred):
                 self._held.remove(lease)
                 return lease
-        if affinity:  # all routers agree on a session's replica
+        if affinity:  # Serve's router chooses the session's replica
             preferred = ()
         tasks: list[asyncio.Task[HeldLease]] = []
         try:
@@ -119,7 +119,7 @@ class LeasePool:
             tasks.remove(given[0])
             return given[0].result()
         except Exception:
-            for address in preferred:  # the next try shall meet another replica
+            for address in preferred:  # so that the next try goes to another replica
                 self.forget(address)
             raise
         finally:
@@ -140,7 +140,7 @@ class LeasePool:
         return lease
 
     def keep(self, lease: HeldLease) -> bool:
-        """Keep a lease whose session is over for the next one; False if it is not wanted."""
+        """Keep the lease of an ended session for a later one; False if it shall be released."""
         old = asyncio.get_running_loop().time() >= lease.until
         if not self.hold_s or old or len(self._held) >= MOST_HELD:
             return False
@@ -148,20 +148,20 @@ class LeasePool:
         return True
 
     def forget(self, address: str) -> None:
-        """The replica there is preferred no more, and no lease on it is kept."""
+        """Prefer the replica at ``address`` no more, and keep no lease on it."""
         if self.prefixes is not None:
             self.prefixes.forget(address)
         for lease in [lease for lease in self._held if lease.address == address]:
             self._drop(lease)
 
     def close(self) -> None:
-        """Release the unused leases, and keep none any more."""
+        """Release all unused leases, and keep none from now on."""
         self.hold_s = 0.0
         for lease in list(self._held):
             self._drop(lease)
 
     def _drop(self, lease: HeldLease) -> None:
-        """Release a lease, unless a session uses it: that one does."""
+        """Release a lease, unless a session uses it and so will release it."""
         if lease in self._held:
             self._held.remove(lease)
             lease.release()
@@ -173,7 +173,7 @@ def _withdraw(task: "asyncio.Task[HeldLease]") -> None:
 
 
 def _cancel(call: Lease) -> None:
-    with contextlib.suppress(Exception):  # one whose replica has died is over anyway
+    with contextlib.suppress(Exception):  # the lease of a dead replica has ended anyway
         call.cancel()
 
 
@@ -185,12 +185,12 @@ class GivenLease:
     """A lease on this replica, used by one session at a time."""
 
     name: str
-    session: str = ""  # the open one
+    session: str = ""  # the open session
     idle_since: float = field(default_factory=lambda: time.monotonic())
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def ended(self) -> None:
-        """Wait until it is over, or no session was open for `OPEN_TIMEOUT_S`: Serve does not tell when a caller dies."""
+        """Wait until the lease has ended, or had no session for `OPEN_TIMEOUT_S`, since Serve does not report dead callers."""
         while (left_s := OPEN_TIMEOUT_S - (0.0 if self.session else time.monotonic() - self.idle_since)) > 0:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.over.wait(), left_s)
@@ -207,12 +207,12 @@ class GivenLeases:
         return len(self._given)
 
     def add(self, name: str) -> GivenLease:
-        """A new lease; names are unique, because callers mint them."""
+        """Add a lease; callers choose unique names."""
         lease = self._given[name] = GivenLease(name)
         return lease
 
     def remove(self, lease: GivenLease) -> str:
-        """Forget a lease that is over; returns its open session, or ""."""
+        """Remove a lease that has ended; returns its open session, or ""."""
         self._given.pop(lease.name, None)
         return lease.session
 
@@ -225,7 +225,7 @@ class GivenLeases:
         return True
 
     def end(self, session: str, *, keep: bool = False) -> None:
-        """End a session, and its lease unless the caller keeps that for another session."""
+        """End a session, and also its lease unless the caller keeps that."""
         lease = self._of(session)
         if lease is None:
             return

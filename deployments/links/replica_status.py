@@ -1,4 +1,4 @@
-"""The running replicas of each deployment, and how one of a tier describes itself."""
+"""The running replicas of each deployment, and the self-description of a tier's replica."""
 
 import asyncio
 import contextlib
@@ -15,14 +15,14 @@ from cascade.settings.config import CascadeConfig, TierConfig
 log = logging.getLogger(__name__)
 
 COUNT_TIMEOUT_S = 2.0
-COUNT_S = 10.0  # between two counts for metrics; Ray reports as often
+COUNT_S = 10.0  # seconds between two counts for metrics; Ray reports as often
 
 
 class Tiers:
     """The tiers, bottom to top, as a router sees them.
 
-    A tier that is scaled to zero is not asked while it has no replica: Serve would start one for the question. ``limits`` are
-    context and vocabulary by tier, as the builder of the application read them; without those of the full tier it is asked.
+    A tier without a replica is not called, since Serve would start one for the call. ``limits`` are context and vocabulary by
+    tier, as read when the application was built; without those of the full tier, a replica is asked.
     """
 
     def __init__(
@@ -39,26 +39,26 @@ class Tiers:
         if full.name not in self._limits or not may_be_zero(full):
             state = await self._handles[full.name].describe.remote()
             self._limits[full.name] = {
-                "context_len": min(state["context_len"], state["cache_tokens"]),  # what its memory cannot hold is no context
+                "context_len": min(state["context_len"], state["cache_tokens"]),  # limited by the memory of the replica
                 "vocab_size": state["vocab_size"],
             }
 
     def limit(self, name: str) -> int:
-        """The least ``context_len`` or ``vocab_size`` of all tiers."""
+        """The smallest ``context_len`` or ``vocab_size`` of all tiers."""
         return min(limits[name] for limits in self._limits.values())
 
     async def replicas(self) -> dict[str, int]:
         """Running replicas of each tier; raises `Unavailable`.
 
-        One count at a time: Serve's controller is asked in a thread, which hangs as long as the controller.
+        Only one count runs at a time, since it calls Serve's controller in a thread, which hangs as long as the controller.
         """
         if self._counting is None or self._counting.done():
             self._counting = asyncio.create_task(asyncio.to_thread(lambda: count_replicas()))
-            self._counting.add_done_callback(lambda count: count.cancelled() or count.exception())  # nobody may be waiting
+            self._counting.add_done_callback(lambda count: count.cancelled() or count.exception())  # no error unread
         try:
             async with asyncio.timeout(COUNT_TIMEOUT_S):
                 replicas = await asyncio.shield(self._counting)
-        except Exception as error:  # whatever Ray raises: its controller is not there
+        except Exception as error:  # Ray may raise anything if its controller is gone
             log.info("Ray Serve does not say what runs: %s", error)
             raise Unavailable("Ray Serve's controller does not say what runs: try again later") from None
         return {name: replicas.get(handle.deployment_name, 0) for name, handle in self._handles.items()}
@@ -66,13 +66,13 @@ class Tiers:
     async def count(self, report: Callable[[str, int], object]) -> None:
         """Report the running replicas of each tier now and then, until cancelled."""
         while True:
-            with contextlib.suppress(Unavailable):  # the last count stays
+            with contextlib.suppress(Unavailable):  # keeps the last count
                 for name, replicas in (await self.replicas()).items():
                     report(name, replicas)
             await asyncio.sleep(COUNT_S)
 
     async def states(self, timeout_s: float) -> dict[str, tuple[int, dict[str, Any] | None]]:
-        """Running replicas of each tier, and how one of them describes itself; raises `Unavailable`."""
+        """By tier: running replicas, and the self-description of one; raises `Unavailable`."""
         replicas = await self.replicas()
         running = [name for name in self._handles if replicas[name]]
         states = await asyncio.gather(*(describe(self._handles[name], timeout_s) for name in running))
@@ -86,12 +86,12 @@ def may_be_zero(tier: TierConfig) -> bool:
 
 
 async def describe(handle: DeploymentHandle, timeout_s: float) -> dict[str, Any] | None:
-    """How a replica of a tier describes itself; ``None`` if none answers in time."""
+    """The self-description of a replica of a tier; ``None`` if none answers in time."""
     response = handle.describe.remote()
     try:
         async with asyncio.timeout(timeout_s):
             state: dict[str, Any] = await response
-    except Exception as error:  # whatever Ray raises: there is no such replica
+    except Exception as error:  # Ray may raise anything if there is no replica
         log.info("A tier does not answer: %s", error)
         response.cancel()
         return None

@@ -1,4 +1,4 @@
-"""Questions to all replicas of a deployment, such as the other routers behind the ports of this one."""
+"""Calls to all replicas of a deployment, such as the routers that share this one's ports."""
 
 import asyncio
 import contextlib
@@ -14,15 +14,15 @@ from deployments.replica import context, replica_name
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 2.0
-AGAIN_S = 0.05  # between two tries while Serve has not told yet which replicas there are
+AGAIN_S = 0.05  # seconds between two tries until Serve has sent the list of replicas
 
 
 async def ask_all(handle: DeploymentHandle, method: str, *args: Any, timeout_s: float) -> list[Any]:
-    """What ``method`` returns at each replica that Serve routes to; those that fail are left out, all if time runs out."""
+    """Results of ``method`` at each replica to which Serve routes; without failed ones, and empty after ``timeout_s``."""
     try:
         async with asyncio.timeout(timeout_s):
             answers = await _answers(handle, method, args)
-    except Exception as error:  # whatever Ray raises, or the time is over
+    except Exception as error:  # an error of Ray, or the timeout
         log.info("Replicas do not %s: %s", method, error or type(error).__name__)
         return []
     for answer in answers:
@@ -36,12 +36,12 @@ async def _answers(handle: DeploymentHandle, method: str, args: tuple[Any, ...])
         try:
             answers: list[Any] = await handle.broadcast(method, *args).results_async(return_exceptions=True)
             return answers
-        except RayServeException:  # none is known yet
+        except RayServeException:  # no replica is known yet
             await asyncio.sleep(AGAIN_S)
 
 
 class Siblings:
-    """Asks all replicas of this one's deployment; outside of Ray Serve there are none."""
+    """Calls all replicas of this one's deployment; there are none outside of Ray Serve."""
 
     def __init__(self) -> None:
         self._handle: DeploymentHandle | None = None
@@ -50,9 +50,9 @@ class Siblings:
         self._deployment = None if here is None else (here.deployment, here.app_name)
 
     async def ask(self, method: str, *args: Any) -> list[Any]:
-        """What ``method`` of each replica returns, which is told first who asks; without ``None``."""
+        """Results of ``method`` of each replica, except ``None``; its first argument is the caller's name."""
         if self._handle is None and self._deployment is not None:
-            with contextlib.suppress(Exception):  # whatever Ray raises: Serve's controller, which is asked, is away
+            with contextlib.suppress(Exception):  # Ray may raise anything if Serve's controller is gone
                 async with asyncio.timeout(TIMEOUT_S):
                     self._handle = await asyncio.to_thread(serve.get_deployment_handle, *self._deployment)
         if self._handle is None:

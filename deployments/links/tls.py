@@ -1,4 +1,4 @@
-"""TLS: mutual on links between tiers, where both ends show a certificate of the same authority; one-sided elsewhere."""
+"""TLS: mutual on links between tiers, where both ends have a certificate of the same authority; one-sided towards clients."""
 
 import contextlib
 import ssl
@@ -13,7 +13,7 @@ from cascade.settings.router import ListenTLS
 
 
 def check(tls: LinkTLS | ListenTLS) -> None:
-    """Raise `ConfigError` if the files cannot be used. Those of links shake hands with themselves, as peers will."""
+    """Raise `ConfigError` if the files cannot be used. Files for links must pass a handshake with themselves."""
     server = _context(tls, ssl.PROTOCOL_TLS_SERVER)
     if isinstance(tls, ListenTLS):
         return
@@ -29,13 +29,13 @@ def check(tls: LinkTLS | ListenTLS) -> None:
 
 
 def server_credentials(tls: LinkTLS | ListenTLS) -> grpc.ServerCredentials:
-    """Credentials of a server: of a link, for callers with a certificate of the authority; of a public endpoint, for everybody.
+    """Credentials of a server. Links require a certificate of the authority from callers, public endpoints do not.
 
-    Files that change are read again for later connections.
+    Changed files are reread for later connections.
     """
 
     def renewed() -> grpc.ServerCertificateConfiguration | None:
-        with contextlib.suppress(ConfigError):  # files that are just being exchanged: as before
+        with contextlib.suppress(ConfigError):  # the files do not match yet: keep the old ones
             return configuration()
         return None
 
@@ -44,12 +44,12 @@ def server_credentials(tls: LinkTLS | ListenTLS) -> grpc.ServerCredentials:
         return grpc.ssl_server_certificate_configuration([pair], _read(tls, "authority") if mutual else None)
 
     mutual = isinstance(tls, LinkTLS)
-    # None means: as before, which the stubs do not know
+    # None keeps the old ones, which the stubs do not know
     return grpc.dynamic_ssl_server_credentials(configuration(), renewed, mutual)  # type: ignore[arg-type]
 
 
 def channel(address: str, options: Sequence[tuple[str, object]], tls: LinkTLS | None) -> grpc.aio.Channel:
-    """A channel to a replica, whose certificate is for ``tls.server_name`` whatever its address is; raises `ConfigError`."""
+    """A channel to a replica; its certificate must be for ``tls.server_name``, not its address. Raises `ConfigError`."""
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
     credentials = grpc.ssl_channel_credentials(_read(tls, "authority"), _read(tls, "key"), _read(tls, "certificate"))
@@ -58,7 +58,7 @@ def channel(address: str, options: Sequence[tuple[str, object]], tls: LinkTLS | 
 
 
 def _context(tls: LinkTLS | ListenTLS, protocol: ssl._SSLMethod) -> ssl.SSLContext:
-    """One end of a connection; raises `ConfigError`."""
+    """The TLS context of one end of a connection; raises `ConfigError`."""
     context, section = ssl.SSLContext(protocol), _section(tls)
     for field in ("certificate", "key"):
         _read(tls, field)
@@ -66,7 +66,7 @@ def _context(tls: LinkTLS | ListenTLS, protocol: ssl._SSLMethod) -> ssl.SSLConte
         context.load_cert_chain(tls.certificate, tls.key)
     except ssl.SSLError as error:
         raise ConfigError(
-            f"{section}.certificate {tls.certificate!r} and {section}.key {tls.key!r} are no pair in PEM: {error}"
+            f"{section}.certificate {tls.certificate!r} and {section}.key {tls.key!r} are not a pair in PEM: {error}"
         ) from None
     if isinstance(tls, LinkTLS):
         _read(tls, "authority")
@@ -90,7 +90,7 @@ def _section(tls: LinkTLS | ListenTLS) -> str:
 
 
 def _shake(client: ssl.SSLContext, server: ssl.SSLContext, name: str) -> None:
-    """Join both in memory; raises `ssl.SSLError`."""
+    """Perform a handshake in memory; raises `ssl.SSLError`."""
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [client.wrap_bio(down, up, server_hostname=name), server.wrap_bio(up, down, server_side=True)]
     while ends:

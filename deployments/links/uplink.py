@@ -1,4 +1,4 @@
-"""The lower end of links: a replica's gRPC server for the tiers above, whose sessions hold it by leases."""
+"""The lower end of links: a replica's gRPC server for the tiers above, whose sessions hold leases on it."""
 
 import asyncio
 import contextlib
@@ -25,26 +25,26 @@ from deployments.ops.tracing import UNTRACED, SessionSpans, Tracing
 
 log = logging.getLogger(__name__)
 
-WATCH_S = 0.5  # between two checks whether the tier hangs
-REFUSAL_S = 1.0  # the pause before a broken tier refuses a lease: Serve prefers replicas with little to do, and it has nothing
+WATCH_S = 0.5  # seconds between two checks whether the tier hangs
+REFUSAL_S = 1.0  # pause before a broken tier refuses a lease: Serve prefers idle replicas, and a broken one is idle
 CHANNEL_OPTIONS = [
     # a batch that is refused breaks the link for all; of callers without the secret nothing is read
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-    # a host that vanishes is noticed within ten seconds; a process that dies closes its connection at once
+    # detect a vanished host within ten seconds; a process that dies closes its connections at once
     ("grpc.keepalive_time_ms", 5000),
     ("grpc.keepalive_timeout_ms", 5000),
-    ("grpc.http2.ping_timeout_ms", 5000),  # the one that counts in gRPC 1.85: 60 seconds unless set
+    ("grpc.http2.ping_timeout_ms", 5000),  # the effective timeout in gRPC 1.85, 60 seconds by default
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 2000),
-    ("grpc.min_reconnect_backoff_ms", 3000),  # also how long a connection may take to come about
-    ("grpc.enable_http_proxy", 0),  # whatever http_proxy says: replicas reach each other
+    ("grpc.min_reconnect_backoff_ms", 3000),  # also the timeout of connecting
+    ("grpc.enable_http_proxy", 0),  # ignores http_proxy: replicas reach each other directly
 ]
 
 
 class Mailbox(Link):
-    """Outgoing messages: any thread sends, one coroutine takes all that are there and writes them as one batch."""
+    """Outgoing messages: any thread sends; one coroutine takes all messages and writes them as one batch."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -61,7 +61,7 @@ class Mailbox(Link):
         self._filled.set()
 
     async def take(self) -> list[Message]:
-        """Wait for messages; all that were sent since the last call."""
+        """Wait for messages; returns all that were sent since the last call."""
         await self._filled.wait()
         self._filled.clear()
         messages, self._messages = self._messages, []
@@ -71,7 +71,7 @@ class Mailbox(Link):
 class LinkServer:
     """Accepts links from the tiers above, with mutual TLS if ``tls`` is given, and hands their messages to ``tier``.
 
-    ``prepare`` gets the grammar and the adapter of a session that opens ready, in a thread: nobody else waits for that.
+    ``prepare`` loads the grammar and the adapter of a new session, in a thread, so that other sessions do not wait.
     """
 
     def __init__(
@@ -87,31 +87,31 @@ class LinkServer:
         self._tls = tls
         self._ports = ports
         self._prepare = prepare
-        self._held: dict[str, list[Message]] = {}  # messages of sessions for which something is being prepared
+        self._held: dict[str, list[Message]] = {}  # messages of sessions that wait for `prepare`
         self._preparing = set[asyncio.Task[None]]()
         self._server: grpc.aio.Server | None = None
         self.leases = GivenLeases()
         self.address = ""
-        self.secret = secrets.token_urlsafe(32)  # comes with a lease, which only members of the Ray cluster can take
+        self.secret = secrets.token_urlsafe(32)  # sent with leases, which only members of the Ray cluster can take
 
     async def start(self, host: str) -> None:
         """Listen on a free port of ``host``, the address by which other nodes reach this one; one of ``ports`` if given.
 
         Raises `ConfigError` if none of these is free.
         """
-        # without it two replicas of a machine would listen at one port, and each get links of the other
+        # otherwise two replicas on a machine could share a port, and get each other's links
         self._server = server = grpc.aio.server(options=[*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)])
         server.add_generic_rpc_handlers((handlers_of(self, LINK),))
         host = f"[{host}]" if ":" in host else host
         first, last = self._ports or (0, 0)  # 0 is any free port
-        # at random, so that replicas that start together seldom try the same
+        # in random order, so that replicas that start together seldom try the same port
         for port in random.sample(range(first, last + 1), last + 1 - first):
             try:
                 if self._tls is None:
                     bound = server.add_insecure_port(f"{host}:{port}")
                 else:
                     bound = server.add_secure_port(f"{host}:{port}", server_credentials(self._tls))
-            except RuntimeError:  # it is taken
+            except RuntimeError:  # the port is taken
                 continue
             await server.start()
             self.address = f"{host}:{bound}"
@@ -123,7 +123,7 @@ class LinkServer:
             await self._server.stop(grace_s)
 
     async def lease(self, name: str) -> AsyncIterator[str]:
-        """Yield ``address secret`` for the link, then stay until the lease of that name is over.
+        """Yield ``address secret`` for the link, then stay open until the lease of that name ends.
 
         A caller that cancels the lease closes its session. Raises `Unavailable` if the replica is broken.
         """
@@ -141,13 +141,13 @@ class LinkServer:
     async def Connect(
         self, request_iterator: AsyncIterator[pb.Batch], context: grpc.aio.ServicerContext[pb.Batch, pb.Batch]
     ) -> None:
-        """Carry messages both ways on one stream. Callers that do not know the secret are refused."""
+        """Carry messages both ways on one stream. Callers without the secret are refused."""
         given = dict(context.invocation_metadata() or ()).get("authorization", "")
         if not (isinstance(given, str) and hmac.compare_digest(given.encode(), authorization(self.secret).encode())):
             log.warning("%s was refused: it does not know the secret of this replica", context.peer())
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the link's secret is missing or wrong: take a lease")
         mailbox = Mailbox(asyncio.get_running_loop())
-        sessions = set[str]()  # opened over this link
+        sessions = set[str]()  # sessions opened over this link
         try:
             ends = self._read(request_iterator, mailbox, sessions), self._write(context, mailbox, sessions), self._hang()
             await race(*ends)
@@ -168,7 +168,7 @@ class LinkServer:
                 self._tier.post([served(message) if isinstance(message, Open) else message for message in ready], mailbox)
 
     def _hold(self, message: Message, mailbox: Mailbox) -> bool:
-        """Whether a message has to wait until what its session needs is prepared."""
+        """Whether a message has to wait until its session is prepared; keeps such messages."""
         session = message.session
         if self._prepare is not None and isinstance(message, Open) and needs_preparation(message.spec.params):
             held: list[Message] = [self._spans.served(message)]
@@ -186,10 +186,10 @@ class LinkServer:
     async def _follow(
         self, preparing: Coroutine[Any, Any, object], session: str, held: list[Message], mailbox: Mailbox
     ) -> None:
-        """Hand over what has come for a session once all is prepared, unless the session is over."""
+        """Prepare a session, then hand over its messages, unless it has ended."""
         try:
             await preparing
-        except Exception as error:  # the tier meets it, too, and says so
+        except Exception as error:  # the tier gets the same error, and reports it
             log.info("What session %s needs is not ready: %s", session, error)
         if self._held.get(session) is held:
             del self._held[session]
@@ -204,7 +204,7 @@ class LinkServer:
             await context.write(encode(messages))
 
     async def _hang(self) -> None:
-        """Wait until the tier hangs: sessions do better at another replica then."""
+        """Wait until the tier hangs; its sessions should then move to another replica."""
         while not self._tier.hangs:
             await asyncio.sleep(WATCH_S)
         log.error("A pass of tier %s does not end: its sessions go on elsewhere", self._tier.name)
@@ -214,7 +214,7 @@ class LinkServer:
         session = message.session
         if isinstance(message, Open):
             if not self.leases.open(session, message.routing.lease or session):
-                mailbox.put([Failed(session, f"nobody holds a lease for session {session}", self._tier.name)])
+                mailbox.put([Failed(session, f"there is no lease for session {session}", self._tier.name)])
                 return False
             sessions.add(session)
             return True
@@ -224,24 +224,24 @@ class LinkServer:
         return admitted
 
     def _end(self, session: str, sessions: set[str], reason: str = "", *, keep: bool = False) -> None:
-        if session in sessions:  # else it is a session of another link
+        if session in sessions:  # not a session of another link
             self._spans.end(session, reason)
             sessions.remove(session)
             self.leases.end(session, keep=keep)
 
 
 def needs_preparation(params: SamplingParams) -> bool:
-    """Whether a session may need something that takes a while: a grammar to be compiled, an adapter to be fetched."""
+    """Whether a session may need slow preparation: compiling a grammar or fetching an adapter."""
     return params.structured is not None or bool(params.adapter)
 
 
 def authorization(secret: str) -> str:
-    """The value of the header `authorization` that lets a caller in."""
+    """The value of the header `authorization` of callers."""
     return f"Bearer {secret}"
 
 
 async def race(*coroutines: Coroutine[Any, Any, None]) -> None:
-    """Run all until the first one ends, then stop the others; raises what it raised."""
+    """Run all until the first one ends, then cancel the others; raises the error of the first, if any."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

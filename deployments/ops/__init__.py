@@ -1,1 +1,1 @@
-"""What operators see and start: metrics, traces, scaling, the launch of a server."""
+"""Operation: metrics, traces, learning, the launch of a server."""

@@ -1,4 +1,4 @@
-"""Sends one router's answers to the learner, where their clients allow it, and names drafters that agree less than before."""
+"""Sends a router's answers to the learner, if their clients allow it, and reports drafters whose agreement falls."""
 
 import asyncio
 import logging
@@ -20,11 +20,11 @@ log = logging.getLogger(__name__)
 
 SEND_S = 2.0
 TIMEOUT_S = 10.0
-MOST_HELD = 512  # answers, while there is no learner
+MOST_HELD = 512  # answers that are held while the learner does not answer
 
 
 class Collector:
-    """Belongs to one event loop. What cannot be sent is held, and dropped when it is too much: no answer ever waits."""
+    """Collects answers without delaying them: holds those that cannot be sent, and drops the oldest. For one event loop."""
 
     def __init__(self, learner: DeploymentHandle, metrics: RouterMetrics) -> None:
         self._learner, self._metrics = learner, metrics
@@ -36,7 +36,7 @@ class Collector:
     def offer(
         self, spec: SessionSpec, routing: Routing, tokens: Sequence[int], completion: Completion, account: Account
     ) -> None:
-        """Keep a complete answer, of the ``tokens`` after those of its ``spec``, if request and key allow it."""
+        """Take a complete answer, the ``tokens`` after ``spec``, if request and key allow it."""
         for edge in completion.stats.edges:
             if edge.drafter:
                 self._watch(edge, greedy=not spec.params.temperature)
@@ -54,7 +54,7 @@ class Collector:
             log.warning("%s agrees with %s on %.2f of its tokens, on %.2f in the long run: its acceptance %s", *values)
 
     async def close(self) -> None:
-        """Send nothing more."""
+        """Stop sending."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
@@ -68,15 +68,15 @@ class Collector:
                 async with asyncio.timeout(TIMEOUT_S):
                     progress = await self._learner.take.remote(self._router, sent, drifting)
                 self._metrics.learning(progress)
-            except Exception as error:  # whatever Ray raises: the learner is gone, and comes back
+            except Exception as error:  # Ray may raise anything while the learner restarts
                 log.info("The learner does not answer: %s", error or type(error).__name__)
-                self._held.extendleft(reversed(sent[len(self._held) :]))  # the oldest go first
+                self._held.extendleft(reversed(sent[len(self._held) :]))  # without the oldest
 
 
 def judged(edge: Edge) -> tuple[int, int]:
-    """How many tokens of a drafter were right and wrong, however many of them were scored.
+    """How many tokens of a drafter were right and wrong, scored or not.
 
-    Of drafters inside tiers only the first tokens after a text are counted.
+    For drafters inside tiers only the first tokens after a text count.
     """
     if edge.agreed or edge.corrected:
         return edge.agreed, edge.corrected

@@ -1,42 +1,42 @@
-"""Whether a drafter agrees with its verifier less than it used to. Pure."""
+"""Detects that a drafter agrees with its verifier less than before. Pure."""
 
 import math
 from dataclasses import dataclass, field
 
-BATCH_TOKENS = 200  # judged tokens of one observation, at least
-BATCH_S = 10.0  # between two observations, at least: an hour of a busy server shall not be forgotten in a minute
-RECENT = 0.2  # weight of the latest observation in what is recent
-LONG = 1 / 360  # the same in the long run, once there are as many
-WARM = 20  # observations before anything is an alarm
-SIGMAS = 4.0  # standard deviations of what is recent that are no alarm
-LEAST_FALL = 0.1  # a fall by less is no alarm, however sure it is
-RELEASE = 0.5  # share of the fall that raises the alarm, below which it ends
+BATCH_TOKENS = 200  # judged tokens of an observation, at least
+BATCH_S = 10.0  # seconds between two observations, at least, so that a busy server does not forget an hour within a minute
+RECENT = 0.2  # weight of the latest observation in the recent mean
+LONG = 1 / 360  # its weight in the long-run mean, after that many observations
+WARM = 20  # observations before the first alarm
+SIGMAS = 4.0  # standard deviations of the recent mean from which a fall is an alarm
+LEAST_FALL = 0.1  # smaller falls are no alarm, however significant
+RELEASE = 0.5  # the alarm ends when the fall is below this share of the bound
 
 
 @dataclass(slots=True)
 class Drift:
     """An EWMA control chart (Roberts 1959) of the share of tokens that are right, with hysteresis.
 
-    An observation is what `BATCH_TOKENS` tokens or more say, `BATCH_S` after the last one or later. The alarm is raised when
-    the recent mean is `SIGMAS` of its standard deviations, and `LEAST_FALL`, below the long-run mean. It ends when the mean has
-    come back by half. How much observations vary is learnt from their successive differences (von Neumann 1941), in which a
-    fall counts once: answers differ far more than coins do. The long-run mean goes on learning under an alarm, so that a fall
-    for good becomes the level, an hour later at the soonest.
+    An observation covers at least `BATCH_TOKENS` tokens and `BATCH_S` seconds. The alarm is raised when the recent mean is both
+    `SIGMAS` of its standard deviations and `LEAST_FALL` below the long-run mean. It ends when the mean has recovered by half.
+    The variance of observations is estimated from their successive differences (von Neumann 1941), in which a fall counts only
+    once. The long-run mean keeps learning during an alarm, so that a permanent fall becomes the new level, after an hour at the
+    earliest.
     """
 
-    recent: float = math.nan  # mean share; not a number before the first observation
+    recent: float = math.nan  # recent mean share; NaN before the first observation
     level: float = math.nan
     alarm: bool = False
-    _variance: float = 0.0  # the variance of observations
+    _variance: float = 0.0  # variance of observations
     _num: int = 0
     _last: float = 0.0
-    _right: float = 0.0  # the next observation's
+    _right: float = 0.0  # right tokens of the next observation
     _judged: float = 0.0
     _due: float = field(default=-math.inf)
 
     @property
     def fall(self) -> float:
-        """How far what is recent is below the level; 0 before the first observation."""
+        """How far the recent mean is below the level; 0 before the first observation."""
         return self.level - self.recent if self._num else 0.0
 
     @property
@@ -46,7 +46,7 @@ class Drift:
         return max(LEAST_FALL, SIGMAS * deviation)
 
     def observe(self, right: int, wrong: int, now: float) -> bool:
-        """So many more tokens were right and wrong at time ``now``, in seconds; whether the alarm has changed."""
+        """Count right and wrong tokens at time ``now``, in seconds; returns whether the alarm has changed."""
         self._right += right
         self._judged += right + wrong
         if self._judged < BATCH_TOKENS or now < self._due:

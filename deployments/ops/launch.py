@@ -36,14 +36,14 @@ log = logging.getLogger(__name__)
 
 APPLICATION = "cascade"
 LOOPBACK = "127.0.0.1"
-PORTS = range(20_000, 32_000)  # above those of Ray's workers
+PORTS = range(20_000, 32_000)  # above the ports of Ray's workers
 CONNECT_S = 10.0
-QUIET = {"enable_access_log": False}  # the access log would have a line for each lease
-LOGICAL_CPUS = 16  # a Ray that is started here has so many: tiers share the cores of one machine as they like
+QUIET = {"enable_access_log": False}  # otherwise there is a line for each lease
+LOGICAL_CPUS = 16  # CPUs of a Ray that is started here, since tiers share the cores of one machine freely
 
 
 class Server:
-    """A running cascade. ``address`` is for gRPC clients, ``url`` for HTTP; ``tiers`` are the names bottom to top."""
+    """A running cascade. ``address`` is for gRPC clients, ``url`` for HTTP; ``tiers`` are names, bottom to top."""
 
     def __init__(self, config: CascadeConfig, listen: ListenConfig, owns_ray: bool, name: str = APPLICATION) -> None:
         self.config = config
@@ -69,12 +69,12 @@ class Server:
         num_gpus: int | None = None,
         tell: Callable[[str], object] = lambda phase: None,
     ) -> Self:
-        """Start everything and return when all tiers are ready; a port of 0 takes any free one.
+        """Start a server, and return when all tiers are ready. A port of 0 takes any free one.
 
-        ``port`` is for HTTP; if it is 0, ``grpc_port`` is too unless given. Listens on this machine's loopback, or where
-        ``host`` or the configuration's ``router.listen`` say. Joins the Ray cluster that ``RAY_ADDRESS`` names, else starts
-        Ray on this machine, with ``num_gpus`` or all there are. ``name`` is the application's, unique on the cluster.
-        ``tell`` hears of each step.
+        ``port`` is for HTTP; if it is 0, ``grpc_port`` is 0 by default. Listens on the address in ``host`` or in the
+        configuration's ``router.listen``, by default on loopback. Joins the Ray cluster in ``RAY_ADDRESS``, or starts Ray on
+        this machine, with ``num_gpus`` GPUs, by default all. ``name`` is the application's, unique on the cluster. ``tell`` is
+        called with each step.
 
         Raises `ConfigError`, or `ModelError` if a tier does not come up.
         """
@@ -83,7 +83,7 @@ class Server:
         server = cls(listening_at(parsed, listen), listen, not (ray.is_initialized() or _cluster()), name)
         try:
             server._start(tell, num_gpus)
-        except RuntimeError as error:  # a replica that does not come up, with its traceback
+        except RuntimeError as error:  # a replica did not start; the message has its traceback
             cause = _cause(error, name)
             server.stop()
             raise ModelError(f"The tiers did not start: {cause}") from error
@@ -97,14 +97,14 @@ class Server:
         config = self.config
         _check_files(config)
         tell("Starting Ray, reading configurations")
-        with ThreadPoolExecutor(1) as beside:  # reading imports PyTorch, while Ray's processes start
+        with ThreadPoolExecutor(1) as beside:  # imports PyTorch while Ray's processes start
             reading = beside.submit(verified, config)
             if not ray.is_initialized():
                 _start_ray(num_gpus, dashboard=config.alignment is not None and config.alignment.num_workers > 1)
             self._check_room()
             self._start_serve()
             limits = reading.result()
-        if not self._owns_ray:  # a cluster of several machines: clients are told this one's address
+        if not self._owns_ray:  # on a cluster of several machines clients need this one's address
             config = listening_at(config, self._listen, ray.util.get_node_ip_address())
         application = bind(config, limits)
         tell(f"Starting the tiers {', '.join(self.tiers)}")
@@ -112,27 +112,27 @@ class Server:
 
     def _start_serve(self) -> None:
         serve.start(
-            # clients come to the router's own servers; a cluster's other applications may need proxies
+            # clients call the router's own servers; other applications of a cluster may need proxies
             proxy_location=ProxyLocation.Disabled if self._owns_ray else ProxyLocation.EveryNode,
             http_options=HTTPOptions(host=LOOPBACK, port=free_port()),
             logging_config={"enable_access_log": False, "log_level": "WARNING"},
         )
 
     def _run(self, application: Application) -> None:
-        if not self._owns_ray and self._name in serve.status().applications:  # Serve would replace it without a word
+        if not self._owns_ray and self._name in serve.status().applications:  # Serve would silently replace it
             raise ConfigError(
                 f"The cluster runs an application named {self._name!r} already: choose another --name, "
                 f"or end that one (serve.delete({self._name!r}))"
             )
         self._deployed = True
-        route = "/" if self._name == APPLICATION else f"/{self._name}"  # the route at the cluster's proxies
+        route = "/" if self._name == APPLICATION else f"/{self._name}"  # at the cluster's proxies
         try:
             serve.run(application, name=self._name, route_prefix=route, logging_config=QUIET)
         except RayServeException as error:  # such as another application at the same route
             raise ConfigError(f"Ray Serve does not take the application {self._name!r}: {reason(error)}") from None
 
     def _check_room(self) -> None:
-        """Raise `ConfigError` if this machine does not have what the tiers ask for; a cluster may still grow."""
+        """Raise `ConfigError` if this machine lacks resources for the tiers; on a cluster, which may grow, only warn."""
         problem = shortage(self.config, ray.cluster_resources())
         if problem and self._owns_ray:
             raise ConfigError(problem)
@@ -150,12 +150,12 @@ class Server:
         if not ray.is_initialized():
             return
         try:
-            if self._deployed:  # else whatever has the name is somebody else's
-                with contextlib.suppress(RayServeException, TimeoutError):  # Serve did not start; or it takes long, and goes on
+            if self._deployed:  # another application of this name is not ours
+                with contextlib.suppress(RayServeException, TimeoutError):  # Serve did not start, or deleting takes long
                     serve.delete(self._name)
         finally:
             if self._owns_ray:
-                ray.shutdown()  # not `serve.shutdown` before: Ray complains of the controller that it kills
+                ray.shutdown()  # without `serve.shutdown`, after which Ray would report its controller as killed
 
     def __enter__(self) -> Self:
         return self
@@ -165,7 +165,7 @@ class Server:
 
 
 def listening(given: ListenConfig, host: str | None, port: int | None, grpc_port: int | None) -> ListenConfig:
-    """``given`` with host and ports that are not ``None``; raises `ConfigError` if a port is taken."""
+    """``given`` with the host and ports that are not ``None``; raises `ConfigError` if a port is taken."""
     if host == "":
         raise ConfigError("host is '': give an address to listen at, such as 127.0.0.1, or leave it out")
     ports = {"http_port": port, "grpc_port": 0 if grpc_port is None and port == 0 else grpc_port}
@@ -189,7 +189,7 @@ def listening(given: ListenConfig, host: str | None, port: int | None, grpc_port
 
 
 def listening_at(config: CascadeConfig, listen: ListenConfig, node: str | None = None) -> CascadeConfig:
-    """``config`` with a router that listens at ``listen``, on this ``node`` of a cluster."""
+    """``config`` with a router that listens on ``listen``, on this ``node`` of a cluster."""
     router = config.router.model_copy(update={"listen": listen})
     if node is not None:
         deployment = router.deployment_config
@@ -210,9 +210,9 @@ def _check_files(config: CascadeConfig) -> None:
 
 
 def _cause(error: Exception, application: str) -> str:
-    """Why the first deployment failed: the last line of its traceback, without the name of the error."""
+    """The cause of the first failed deployment: the last line of its traceback, without the error's name."""
     text = str(error)
-    with contextlib.suppress(Exception):  # whatever Serve raises that did not start itself
+    with contextlib.suppress(Exception):  # Serve may raise anything if it did not start
         states = serve.status().applications[application].deployments.items()
         text = next((f"{name}: {state.message}" for name, state in states if "rror" in state.message), text)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -221,7 +221,7 @@ def _cause(error: Exception, application: str) -> str:
 
 
 def free_port() -> int:
-    """A free port; below those that the system gives to connections, which might take it until it is used."""
+    """A free port below those that the system gives to connections, which might take it before it is used."""
     while True:
         port = random.choice(PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -230,13 +230,13 @@ def free_port() -> int:
 
 
 def _cluster() -> str:
-    """Address of the Ray cluster to join, "" if there is none."""
+    """Address of the Ray cluster to join; "" for none."""
     address = os.environ.get("RAY_ADDRESS", "")
     return "" if address == "local" else address
 
 
 def _check_cluster(address: str) -> None:
-    """Raise `ConfigError` if nothing listens there: Ray would try for minutes."""
+    """Raise `ConfigError` if nothing listens at ``address``, since Ray would try for minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or "/" in host:  # such as auto, or ray://HOST:PORT
         return
@@ -248,9 +248,9 @@ def _check_cluster(address: str) -> None:
 
 
 def _keep_token() -> None:
-    """Give Ray a token for this process and its own, unless the user has one.
+    """Give Ray a token for this process and its children, unless the user has one.
 
-    Ray would write one to the user's folder, and from then on clusters that know nothing of it refuse this machine.
+    Ray would write one to the user's folder, and from then on clusters without that token would refuse this machine.
     """
     chosen = any(name in os.environ for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
     if not chosen and not (Path.home() / ".ray" / "auth_token").exists():
@@ -258,20 +258,20 @@ def _keep_token() -> None:
 
 
 def _start_ray(num_gpus: int | None, *, dashboard: bool = False) -> None:
-    """Join a cluster, or start Ray on this machine, with ``num_gpus`` or those that there are.
+    """Join a cluster, or start Ray on this machine, with ``num_gpus``, by default all.
 
-    Without its ``dashboard`` Ray Train does not take back what the workers of a learner that was killed had.
+    Without the ``dashboard``, Ray Train does not free the resources of workers whose learner was killed.
     """
     address = _cluster()
-    os.environ.setdefault("RAY_worker_niceness", "0")  # else everything else on the machine goes before the models
-    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # workers that nobody would use
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default would give other programs priority over the models
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # these workers would not be used
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     if address:
         _check_cluster(address)
         try:
             ray.init(address=address, **options)
-        except Exception as error:  # whatever Ray raises: nobody is there, or another version
+        except Exception as error:  # Ray may raise anything if there is no cluster or one of another version
             raise ConfigError(
                 f"RAY_ADDRESS is {address!r}, which cannot be joined ({reason(error)}): start the cluster, or unset it"
             ) from None
@@ -283,7 +283,7 @@ def _start_ray(num_gpus: int | None, *, dashboard: bool = False) -> None:
         try:
             ray.init(**options)
             return
-        except Exception as error:  # whatever Ray raises when a process of its own does not come up, which happens
+        except Exception as error:  # Ray may raise anything if one of its processes does not start, which happens
             ray.shutdown()
             if not again:
                 raise ConfigError(f"Ray does not start on this machine: {reason(error)}") from error

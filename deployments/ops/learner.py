@@ -1,7 +1,7 @@
-"""The deployment in which drafters learn: it keeps answers, trains on them, and gives new weights to the replicas.
+"""The learner, a deployment that keeps answers, trains drafters on them, and gives new weights to the replicas.
 
-The file `cascade.training.versions.CURRENT` of a drafter names the weights that serve. The learner writes it, and
-`cascade rollback`. Replicas get these weights one by one, whatever they run, and however often one of them or the learner dies.
+The file `cascade.training.versions.CURRENT` of a drafter names the weights that serve. The learner and `cascade rollback` write
+it. Replicas get these weights one by one, whichever weights they have, also after a replica or the learner dies.
 """
 
 import asyncio
@@ -27,42 +27,42 @@ from deployments.replica import join_serves
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-POLL_S = 1.0  # between two looks at what is to be done
-SAVE_S = 60.0  # between two times that answers are written to disk
+POLL_S = 1.0  # seconds between two steps
+SAVE_S = 60.0  # seconds between two writes of answers to disk
 ASK_TIMEOUT_S = 10.0
 RENEW_TIMEOUT_S = 300.0
-LOWEST = 19  # priority of the thread that trains: whatever serves on the machine goes first
+LOWEST = 19  # niceness of the training thread, so that serving comes first
 
-# judged tokens before a canary is believed, standard deviations and fall of what is right that are no chance
+# a canary is judged by this many tokens; it fails by this many standard deviations and this fall of the share of right tokens
 LEAST_JUDGED, SIGMAS, FALL = 400, 4.0, 0.03
-PATIENCE = 5  # times the time of a canary after which one that hardly anybody asks is believed, too
+PATIENCE = 5  # times `canary_s` after which a canary with too few tokens passes
 
 Verdict: TypeAlias = Literal["wait", "good", "bad", "gone"]
 
 
 class Weights(NamedTuple):
-    """What a replica says of itself."""
+    """The weights of a replica, and how they are judged."""
 
     replica: str
-    version: str  # "" for the weights that it began with
-    right: int  # own tokens, in sessions that are over, equal to those of the tier above
+    version: str  # "" for the original weights
+    right: int  # own tokens of ended sessions that the tier above accepted
     wrong: int
 
 
 @dataclass(slots=True)
 class Canary:
-    """A replica that got new weights before the others."""
+    """A replica that tries new weights before the others."""
 
     version: str
     replica: str
     since: float
-    before: Mapping[str, Weights]  # all replicas, when it got them
+    before: Mapping[str, Weights]  # state of all replicas when the canary got the weights
 
     def verdict(self, states: Sequence[Weights], now: float, wait_s: float) -> Verdict:
-        """Whether it is right less often than the others since then, or than itself before if it is alone."""
+        """Whether the canary is right less often than the others since then; without others, less often than itself before."""
         here = next((state for state in states if state.replica == self.replica), None)
         if here is None:
-            return "gone"  # it died, or does not answer: another one is tried
+            return "gone"  # another replica becomes the canary
         if now < self.since + wait_s:
             return "wait"
         others = [state for state in states if state.replica != self.replica and state.version != self.version]
@@ -86,35 +86,35 @@ def _since(now: Weights, then: Weights | None) -> tuple[int, int]:
 
 @dataclass(slots=True)
 class Record:
-    """What came of a student's rounds."""
+    """Results of a student's rounds."""
 
     kept: int = 0
-    dropped: int = 0  # by the judge of a round, or by a canary
-    before: float | None = None  # agreement on held-out answers, of the last round
+    dropped: int = 0  # rounds whose weights were dropped, after the round or by a canary
+    before: float | None = None  # agreement on held-out answers in the last round
     after: float | None = None
-    share: float = 0.0  # the share of the running round that is done
-    swaps: int = 0  # replicas that got other weights
+    share: float = 0.0  # share of the running round that is done
+    swaps: int = 0  # times that a replica got other weights
 
 
 @dataclass(slots=True)
 class Rollout:
-    """Brings the replicas of a tier to the latest weights of a student, one after another."""
+    """Gives the latest weights of a student to the replicas of its tier, one after another."""
 
     student: str
     config: CascadeConfig
     tier: DeploymentHandle
     record: Record
     canary: Canary | None = None
-    good: str = ""  # version that a canary has passed
+    good: str = ""  # version that has passed its canary
 
     async def step(self) -> None:
-        """Do what is to be done next: nothing, mostly."""
+        """Take the next step of the rollout; mostly there is none."""
         assert self.config.alignment is not None
         alignment = self.config.alignment
         states = await ask_all(self.tier, "weights", timeout_s=ASK_TIMEOUT_S)
         current = alignment.versions(self.student).current
         wanted = "" if current is None else current.name
-        if self.canary is not None and self.canary.version != wanted:  # rolled back, or a newer one has come
+        if self.canary is not None and self.canary.version != wanted:  # rolled back, or replaced by a newer version
             self.canary = None
         if self.canary is not None:
             verdict = self.canary.verdict(states, time.monotonic(), alignment.canary_s)
@@ -131,8 +131,8 @@ class Rollout:
         behind = next((state for state in states if state.version != wanted), None)
         if behind is None:
             return
-        if wanted != self.good and wanted >= max(state.version for state in states):  # older ones have served before
-            begun = next((state for state in states if state.version == wanted), None)  # by a learner that died
+        if wanted != self.good and wanted >= max(state.version for state in states):  # older ones have served
+            begun = next((state for state in states if state.version == wanted), None)  # begun by a learner that died
             replica = (begun or behind).replica
             self.canary = Canary(wanted, replica, time.monotonic(), {state.replica: state for state in states})
             if begun is not None:
@@ -140,13 +140,13 @@ class Rollout:
         source = self.config.beginning(self.student) if current is None else str(current)
         if any(await ask_all(self.tier, "renew", behind.replica, wanted, source, timeout_s=RENEW_TIMEOUT_S)):
             self.record.swaps += 1
-            log.info("%s: %s goes on with weights %s", self.student, behind.replica, wanted or "that it began with")
+            log.info("%s: %s continues with weights %s", self.student, behind.replica, wanted or "that it began with")
         else:
             self.canary = None
 
 
 class Learner:
-    """Learns from the answers that routers send. ``tiers`` are handles of all tiers, by name."""
+    """Trains drafters on answers that routers send. ``tiers`` are handles of all tiers, by name."""
 
     async def __init__(self, config: Mapping[str, Any], tiers: Mapping[str, DeploymentHandle]) -> None:  # type: ignore[misc]
         join_serves()
@@ -156,29 +156,29 @@ class Learner:
         self._answers = self._alignment.reservoir()
         self._records = {name: Record() for name in self._config.students}
         rollouts = [Rollout(name, self._config, tiers[name], record) for name, record in self._records.items()]
-        self._drifting: dict[str, set[str]] = {}  # the drifting drafters of each router
-        self._urgent = False  # an alarm begins the next round
+        self._drifting: dict[str, set[str]] = {}  # by router: drafters whose acceptance has fallen
+        self._urgent = False  # an alarm starts the next round at once
         self._learnt_at, self._learnt_rows, self._saved_at = time.monotonic(), self._answers.num_added, time.monotonic()
         self._forgotten, self._closed = threading.Event(), threading.Event()
         work = (self._learn, *(rollout.step for rollout in rollouts))
         self._tasks = [asyncio.create_task(self._again(step)) for step in work]
 
     async def take(self, router: str, samples: Sequence[Sample], drifting: Sequence[str]) -> dict[str, Any]:
-        """A router sends answers, and the drafters whose acceptance has fallen; what there is to be told."""
+        """Take a router's answers, and its drafters whose acceptance has fallen; returns `progress`."""
         self._answers.add(samples)
         self._urgent |= not {*drifting} <= self._drifting.get(router, set())
         self._drifting[router] = {*drifting}
         return self.progress()
 
     def progress(self) -> dict[str, Any]:
-        """How many answers are kept, and the `Record` of each student."""
+        """The number of kept answers, and the `Record` of each student."""
         return {
             "answers": len(self._answers),
             "students": {name: asdict(record) for name, record in self._records.items()},
         }
 
     async def teach(self) -> None:
-        """Begin a round now, if there are answers enough."""
+        """Start a round now, if there are enough answers."""
         self._urgent = True
 
     async def __del__(self) -> None:
@@ -192,21 +192,21 @@ class Learner:
         while True:
             try:
                 await work()
-            except Exception:  # Ray or the disk failed: the next look may find it mended
+            except Exception:  # Ray or the disk failed, perhaps only for now
                 log.exception("The learner goes on")
             await asyncio.sleep(POLL_S)
 
     async def _learn(self) -> None:
-        """Drop answers that shall be forgotten, and train a round if one is due."""
+        """Drop answers that shall be forgotten, and run a round if one is due."""
         self._tidy()
         now, new = time.monotonic(), self._answers.num_added - self._learnt_rows
         if new < self._alignment.min_rows or not (self._urgent or now >= self._learnt_at + self._alignment.every_s):
             return
         self._urgent, self._learnt_rows = False, self._answers.num_added
         self._answers.save()
-        for student in reversed(self._config.students):  # a tier's verifier learns before it does
+        for student in reversed(self._config.students):  # verifiers learn before their drafters
             while not await self._round(student):
-                log.info("The round of %s begins anew, without those who are forgotten", student)
+                log.info("The round of %s starts again, without answers that were forgotten", student)
         self._learnt_at = time.monotonic()
 
     def _tidy(self) -> None:
@@ -217,7 +217,7 @@ class Learner:
             self._saved_at = time.monotonic()
 
     async def _round(self, student: str) -> bool:
-        """Train a round in a thread of its own; whether no answer had to be forgotten meanwhile."""
+        """Run a round in a thread of its own; False if answers had to be forgotten meanwhile."""
         self._forgotten.clear()
         train = partial(self._train, student, self._answers.newest, self._answers.older)
         training = asyncio.create_task(_lowly(train))
@@ -228,7 +228,7 @@ class Learner:
         return not self._forgotten.is_set()
 
     def _train(self, student: str, newest: Sequence[Sample], older: Sequence[Sample]) -> None:
-        """Train, judge, and publish what is no worse."""
+        """Train, judge, and publish weights that are no worse."""
         from cascade.training import alignment
 
         settings, record = self._alignment, self._records[student]
@@ -270,7 +270,7 @@ async def _lowly(work: Callable[[], T]) -> T:
     """Run ``work`` in a thread of the lowest priority."""
 
     def run() -> T:
-        with contextlib.suppress(OSError, AttributeError):  # not everywhere
+        with contextlib.suppress(OSError, AttributeError):  # not possible on all systems
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
         return work()
 

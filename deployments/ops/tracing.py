@@ -1,7 +1,7 @@
-"""Traces: one request is one trace over all processes, see docs/howto/observe.md. Off unless the environment asks for it.
+"""Tracing: a request is one trace over all processes, see docs/howto/observe.md. Off by default.
 
-Spans are exported as OpenTelemetry's environment variables say, or by Ray Serve's tracing. Their parents travel in W3C's
-`traceparent` and `tracestate`. There are spans of requests, answers and sessions, none of passes.
+Spans are exported by OpenTelemetry's environment variables, or by Ray Serve's tracing. Parents travel in W3C's `traceparent`
+and `tracestate`. There are spans of requests, answers and sessions, but not of passes.
 """
 
 import functools
@@ -29,13 +29,13 @@ PARENT, STATE = "traceparent", "tracestate"
 PROPAGATOR = TraceContextTextMapPropagator()
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-OTLP = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}  # names of exporters as packages announce them
-FINE = {"stop", "length", "left"}  # outcomes of answers that are no errors
+OTLP = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}  # entry points of exporters by protocol
+FINE = {"stop", "length", "left"}  # outcomes of answers that are not errors
 
 
 @dataclass(frozen=True, slots=True)
 class Tracing:
-    """Makes spans; ``replica`` is this process's name in them, ``model`` what it serves. Without a tracer it makes none."""
+    """Makes spans; ``replica`` is this process's name in them, ``model`` the served model. Without a tracer there are none."""
 
     tracer: Tracer | None = None
     replica: str = ""
@@ -50,7 +50,7 @@ class Tracing:
         *,
         since_ns: int | None = None,
     ) -> Span:
-        """Start a span, now or at ``since_ns``; without a parent, below the current span of this task."""
+        """Start a span, now or at ``since_ns``; by default below the current span of this task."""
         if self.tracer is None:
             return INVALID_SPAN
         context = set_span_in_context(parent) if isinstance(parent, Span) else parent
@@ -61,19 +61,19 @@ UNTRACED = Tracing()
 
 
 def tracing(component: str, model: str = "") -> Tracing:
-    """The tracing of this process, a router or a replica of the tier ``component``; `UNTRACED` if nobody asks for it.
+    """The tracing of this process, a router or a replica of the tier ``component``; `UNTRACED` if it is off.
 
-    Raises `ConfigError` if the environment names an exporter that is not there.
+    Raises `ConfigError` if the environment names an exporter that is not installed.
     """
     if names := exporters():
         _provide(component, names)
-    elif not isinstance(trace.get_tracer_provider(), TracerProvider):  # neither Ray Serve nor the caller has set one up
+    elif not isinstance(trace.get_tracer_provider(), TracerProvider):  # neither Ray Serve nor the caller traces
         return UNTRACED
     return Tracing(trace.get_tracer("cascade", version("cascade-serve")), replica_name() or str(os.getpid()), model)
 
 
 def exporters() -> tuple[str, ...]:
-    """Names of the exporters that OpenTelemetry's environment variables ask for; none unless they name one, or an endpoint."""
+    """Exporters by OpenTelemetry's environment variables; none unless these name an exporter or an endpoint."""
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return ()
     default = "otlp" if any(os.environ.get(name) for name in ENDPOINTS) else "none"
@@ -84,7 +84,7 @@ def exporters() -> tuple[str, ...]:
     return tuple(OTLP[protocol] if name == "otlp" else name for name in names if name and name != "none")
 
 
-@functools.cache  # a process has one provider, whatever runs in it
+@functools.cache  # a process has only one provider
 def _provide(component: str, names: tuple[str, ...]) -> None:
     installed = {entry.name: entry for entry in entry_points(group="opentelemetry_traces_exporter")}
     if unknown := next((name for name in names if name not in installed), None):
@@ -100,15 +100,15 @@ def _provide(component: str, names: tuple[str, ...]) -> None:
 
 
 def flush() -> None:
-    """Export the spans that are left, within a few seconds: this process ends."""
+    """Export the remaining spans within a few seconds, before this process ends."""
     if isinstance(provider := trace.get_tracer_provider(), TracerProvider):
         provider.force_flush(2000)
 
 
 def parent_of_headers(headers: Iterable[tuple[str, object]]) -> Context:
-    """The parent that HTTP headers or gRPC metadata name; empty if there is none, or not as W3C has it.
+    """The parent in HTTP headers or gRPC metadata; empty if there is none, or if it violates W3C's format.
 
-    Several `traceparent` are none, several `tracestate` are one list.
+    Several `traceparent` headers count as none; several `tracestate` headers form one list.
     """
     named: dict[str, list[str]] = {PARENT: [], STATE: []}
     for name, value in headers:
@@ -118,7 +118,7 @@ def parent_of_headers(headers: Iterable[tuple[str, object]]) -> Context:
 
 
 class Trace(NamedTuple):
-    """A span as a session's `Routing` names it."""
+    """A span in the form of a session's `Routing`."""
 
     traceparent: str = ""
     tracestate: str = ""
@@ -134,17 +134,17 @@ class Trace(NamedTuple):
 
 
 def request_span(tracing: Tracing, headers: Iterable[tuple[str, object]], since: float) -> Span:
-    """A request's, which came at ``since``, of `time.monotonic`, and is admitted now; ``headers`` say where it belongs."""
+    """The span of a request that arrived at ``since`` (`time.monotonic`) and is admitted now; ``headers`` have the parent."""
     came = time.time_ns() - int((time.monotonic() - since) * 1e9)
     attributes = {"cascade.replica": tracing.replica}
-    # without a word of the client's, it belongs where Ray Serve's own tracing has put this task
+    # without a parent from the client, the parent is Ray Serve's span of this task
     span = tracing.span("cascade.request", parent_of_headers(headers) or None, SpanKind.SERVER, attributes, since_ns=came)
     span.add_event("admitted")
     return span
 
 
 def answer_span(tracing: Tracing, request: Span, spec: SessionSpec, index: int) -> Span:
-    """An answer's, below that of its ``request``."""
+    """The span of an answer, below that of its ``request``."""
     params = spec.params
     attributes: dict[str, str | int | float] = {
         "cascade.index": index,
@@ -162,7 +162,7 @@ def answer_span(tracing: Tracing, request: Span, spec: SessionSpec, index: int) 
 
 
 def end_answer(span: Span, outcome: str, output_tokens: int) -> None:
-    """The answer is over, with so many tokens."""
+    """End the span of an answer of ``output_tokens`` tokens."""
     span.set_attributes(
         {
             "cascade.outcome": outcome,
@@ -180,18 +180,18 @@ def end_answer(span: Span, outcome: str, output_tokens: int) -> None:
 
 
 class SessionSpans:
-    """Spans of the sessions that a process opens at tiers below, or serves for tiers above; only of traced requests."""
+    """Spans of sessions that a process opens at tiers below, or serves for tiers above; only for traced requests."""
 
     def __init__(self, tracing: Tracing) -> None:
         self._tracing = tracing
         self._spans: dict[str, Span] = {}
 
     def opened(self, opening: Open) -> Trace:
-        """A session is to be opened below; its span, for that tier."""
+        """Start the span of a session that is opened below; returns it for that tier."""
         return self._begin(opening, "open", SpanKind.CLIENT, {})
 
     def served(self, opening: Open) -> Open:
-        """A session begins here; the message for its tier, whose sessions below are parts of its span."""
+        """Start the span of a session served here; returns the message with this span as parent of sessions below."""
         spec = opening.spec
         attributes: dict[str, str | int] = {
             "cascade.replica": self._tracing.replica,
@@ -210,12 +210,12 @@ class SessionSpans:
         return Trace.of(span)
 
     def event(self, session: str, name: str, **attributes: str) -> None:
-        """Something happens to it."""
+        """Add an event to a session's span."""
         if session in self._spans:
             self._spans[session].add_event(name, {key.replace("_", "."): value for key, value in attributes.items()})
 
     def end(self, session: str, reason: str = "") -> None:
-        """It is over, for a ``reason`` if before its time."""
+        """End a session's span, with a ``reason`` if it failed."""
         if (span := self._spans.pop(session, None)) is not None:
             if reason:
                 span.set_status(Status(StatusCode.ERROR, reason))

@@ -1,4 +1,4 @@
-"""Processes that train a drafter together, each on a device of its own: Ray Train starts and joins them."""
+"""Processes that train a drafter together, each on its own device; Ray Train starts and connects them."""
 
 import os
 import shutil
@@ -15,20 +15,20 @@ from ray.train.torch import TorchConfig, TorchTrainer, get_device
 from cascade.errors import CascadeError
 from cascade.training.alignment import Lesson, Outcome, Progress, Stopped
 
-LOWEST = 19  # priority of processes that train: whatever serves on their machines goes first
-POLL_S = 0.5  # between two looks at what they tell
-FOLDER = ".rounds"  # Ray Train's own files lie in the folder of the weights, which every worker sees
+LOWEST = 19  # niceness of training processes, so that serving comes first
+POLL_S = 0.5  # seconds between two checks of their progress
+FOLDER = ".rounds"  # for Ray Train's own files, in the folder of the weights, which all workers share
 
 
 @ray.remote(num_cpus=0)
 class Board:
-    """What the first worker tells, and is told."""
+    """Progress of the first worker, and the signal for it to stop."""
 
     def __init__(self, student: str) -> None:
         self._progress, self._stopped = Progress(student, 0.0, 0), False
 
     def write(self, progress: Progress) -> bool:
-        """Tell the progress; whether the round shall stop."""
+        """Report the progress; returns whether the round shall stop."""
         self._progress = progress
         return self._stopped
 
@@ -42,7 +42,7 @@ class Board:
 def train(lesson: Lesson, num_workers: int, options: Mapping[str, Any], tell: Callable[[Progress], object]) -> Outcome:
     """Run a round in processes with these ``ray_actor_options`` each. ``tell`` is called in this one.
 
-    Raises as `Lesson.run`, and `ray.train.TrainingFailedError` if a process dies, or if there is no place for them.
+    Raises the errors of `Lesson.run`, and `ray.train.TrainingFailedError` if a process dies or there are no resources.
     """
     board, folder = Board.remote(lesson.student), lesson.folder.parent / FOLDER  # type: ignore[attr-defined]  # by Ray
     num_gpus = options.get("num_gpus", 0)
@@ -79,7 +79,7 @@ def train(lesson: Lesson, num_workers: int, options: Mapping[str, Any], tell: Ca
 
 
 def _work(lesson: "ray.ObjectRef[Lesson]", board: ActorHandle) -> Outcome:
-    """What each process does."""
+    """The work of each process."""
     os.nice(LOWEST)
 
     def tell(progress: Progress) -> None:

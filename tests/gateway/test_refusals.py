@@ -162,7 +162,7 @@ MESSAGES: list[tuple[dict[str, Any], str]] = [
         {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "any", "name": "f"}},
         "name is needed with the type",
     ),
-    ({"thinking": {"type": "disabled"}, **OPENED}, "thinking is another one in chat_template_kwargs: leave one out"),
+    ({"thinking": {"type": "disabled"}, **OPENED}, "thinking differs from chat_template_kwargs: leave one out"),
 ]
 OTHERS: list[tuple[str, Any, int, str]] = [  # path, body, status, words
     ("/v1/completions", b"{", 400, "not JSON"),

@@ -150,7 +150,7 @@ def test_only_streams_go_on(served: House, stub: Any) -> None:
     """Guards parameters that would be ignored, by whole answers and by routers that know less."""
     request = encode_request(PROMPT, SamplingParams(seed=1), None)
     request.resume.token_ids[:] = [5]
-    with pytest.raises(grpc.RpcError, match="resume is set: only streams go on where they broke off, so ask for Generate"):
+    with pytest.raises(grpc.RpcError, match="resume is set: only streams can be resumed, so call Generate"):
         stub.Complete(request)
     request.resume.MergeFromString(b"\xf8\x06\x01")
     with pytest.raises(grpc.RpcError, match="unknown fields in resume"):

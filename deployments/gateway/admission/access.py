@@ -1,4 +1,4 @@
-"""API keys: whose a request is, and what the requests of one key may take together."""
+"""API keys: identify the sender of a request, and limit the requests of a key."""
 
 import base64
 import contextlib
@@ -16,29 +16,29 @@ from cascade.settings.router import AccessConfig, KeyLimits
 
 log = logging.getLogger(__name__)
 
-REQUIRED = "CASCADE_REQUIRE_KEYS"  # environment variable: 1 is `AccessConfig.required`; the image sets it
-MIN_KEY_CHARS = 8  # as NIST SP 800-63B has it for secrets that people choose; `token-abc123` of vLLM's examples is one
-LOOK_S = 1.0  # between two readings of the file of keys
-ANONYMOUS = "anonymous"  # name of the account of all clients, when no keys are set
+REQUIRED = "CASCADE_REQUIRE_KEYS"  # environment variable; 1 means `AccessConfig.required`; the image sets it
+MIN_KEY_CHARS = 8  # the minimum of NIST SP 800-63B for chosen secrets; allows `token-abc123` of vLLM's examples
+LOOK_S = 1.0  # seconds between two checks of the file of keys
+ANONYMOUS = "anonymous"  # name of the account of all clients if no keys are set
 
 
 @dataclass(slots=True)
 class Account:
-    """What the requests of one key take at this router. Tokens are charged as they come; while some are owed, requests are
+    """Usage of one key at this router. Tokens are charged as they are read or written; with a negative balance, requests are
     refused."""
 
     name: str
     limits: KeyLimits = field(default_factory=KeyLimits)
     num_running: int = 0
     _balance: float = 0.0  # tokens
-    _since: float = field(default_factory=lambda: time.monotonic())  # when the balance was right
+    _since: float = field(default_factory=lambda: time.monotonic())  # when the balance was updated
 
     def __post_init__(self) -> None:
         self._balance = float(self.limits.tokens_per_minute or 0)
 
     @contextlib.contextmanager
     def admitted(self, num_answers: int) -> Iterator[None]:
-        """Hold places for the answers of a request; raises `Overloaded` if the key has none left, `InvalidRequest` if never."""
+        """Hold places for answers; raises `Overloaded` if too few are left, `InvalidRequest` if there are never enough."""
         most, rate = self.limits.max_running, self.limits.tokens_per_minute
         if most is not None and num_answers > most:
             raise InvalidRequest(
@@ -58,7 +58,7 @@ class Account:
             self.num_running -= num_answers
 
     def check_priority(self, priority: int) -> None:
-        """Raise `PermissionDenied` if a request of the key asks to be served sooner than the key may ask for."""
+        """Raise `PermissionDenied` if the priority of a request is lower (sooner) than the key allows."""
         soonest = self.limits.min_priority
         if soonest is not None and priority < soonest:
             raise PermissionDenied(
@@ -70,7 +70,7 @@ class Account:
         self._balance -= num_tokens
 
     def _refill(self) -> None:
-        """Add the tokens that have become due since the last time."""
+        """Add the tokens earned since the last update."""
         rate, now = self.limits.tokens_per_minute, time.monotonic()
         if rate is not None:
             self._balance = min(float(rate), self._balance + (now - self._since) * rate / 60)
@@ -88,20 +88,20 @@ class Access:
         self._problem = ""  # what is wrong with the file of keys
         self._set_keys(_read(config))
         if unknown := sorted(set(config.limits) - {account.name for account in self._accounts.values()}):
-            raise ConfigError(f"router.access.limits names {unknown[0]!r}, and no key has this name: add or mend it")
+            raise ConfigError(f"router.access.limits names {unknown[0]!r}, and no key has this name: add it or fix the name")
 
     def _set_keys(self, names: Mapping[bytes, str]) -> None:
-        """Know these keys. A key that stays keeps what it has used; answers that are being written for others go on."""
+        """Replace the keys. A key that stays keeps its usage; running answers of removed keys continue."""
         kept = {account.name: account for account in self._accounts.values()}
         self._accounts = {digest: kept.get(name) or Account(name, self._limits(name)) for digest, name in names.items()}
 
     def _limits(self, name: str) -> KeyLimits:
-        """What the requests of a key may take; where there are several keys, none goes before the others unless it may."""
+        """Limits of a key. With several keys, none may have a priority below 0 unless its limits allow that."""
         limits = self.config.limits.get(name, self.config.default_limits)
         return limits if limits.min_priority is not None else limits.model_copy(update={"min_priority": 0})
 
     def _renew(self) -> None:
-        """Read the file of keys again; where it cannot be used, the log says so and nothing changes."""
+        """Reread the file of keys; if it cannot be used, log that and change nothing."""
         if self.config.keys_file is None or time.monotonic() < self._look_at:
             return
         self._look_at, before, self._problem = time.monotonic() + LOOK_S, self._problem, ""
@@ -110,15 +110,15 @@ class Access:
         except ConfigError as error:
             self._problem = str(error)
             if self._problem != before:
-                log.error("Keys are as they were: %s", error)
+                log.error("Keys stay unchanged: %s", error)
             return
         if names != {digest: account.name for digest, account in self._accounts.items()}:
             self._set_keys(names)
 
     def account(self, authorization: str | None) -> Account:
-        """Whose request it is, by ``Bearer KEY``, or ``Basic`` with the key as password, as browsers and scrapers send it.
+        """The account of a request, by ``Bearer KEY``, or by ``Basic`` with the key as password, as browsers send it.
 
-        Raises `Unauthenticated`. Takes the same time whichever key it is.
+        Raises `Unauthenticated`. Takes the same time for every key.
         """
         if not self._accounts:
             return self._anonymous
@@ -152,17 +152,17 @@ def _read(config: AccessConfig) -> dict[bytes, str]:
         keys |= more
     asked = os.environ.get(REQUIRED) or "0"
     if asked not in ("0", "1"):
-        raise ConfigError(f"{REQUIRED} is {asked!r}: it must be 1, to start with keys alone, or 0")
+        raise ConfigError(f"{REQUIRED} is {asked!r}: it must be 1, to start only with keys, or 0")
     if not keys and (config.required or asked == "1"):
         raise ConfigError(
             f"There are no API keys where this router runs, and keys are required: set {config.keys_env} on its node, "
-            f"or router.access.keys_file, or let everybody ask with required: false and {REQUIRED}=0"
+            f"or router.access.keys_file, or allow requests without a key with required: false and {REQUIRED}=0"
         )
     return {_digest(key): name for name, key in keys.items()}
 
 
 def _digest(key: str) -> bytes:
-    """A key's digest: all are equally long, so that the time of a comparison tells nothing of a key's length."""
+    """A key's digest, of the same size for all, so that the time of a comparison does not reveal a key's length."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 

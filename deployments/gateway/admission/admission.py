@@ -1,4 +1,4 @@
-"""What every request passes before it reaches a tier, whatever its protocol: keys, limits, places, counters."""
+"""Admission of all requests, whatever their protocol: keys, limits, places, counters."""
 
 import asyncio
 import contextlib
@@ -25,8 +25,8 @@ from deployments.ops.tracing import Trace, Tracing, answer_span, end_answer, req
 log = logging.getLogger(__name__)
 access = logging.getLogger("deployments.access")
 
-LOG_S = 1.0  # between two refusals that the log names
-SESSION = "x-session-id"  # header or metadata: requests with the same one meet the same full replica
+LOG_S = 1.0  # seconds between two refusals in the log
+SESSION = "x-session-id"  # header or metadata: requests with the same value go to the same full replica
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
@@ -36,7 +36,7 @@ def fits(id: str) -> bool:
 
 
 def request_id(given: str) -> str:
-    """The id that a client gave its request, by which it may want to abort it; raises `InvalidRequest` if it does not fit."""
+    """The client's id of a request, by which it can be aborted; raises `InvalidRequest` if it has a wrong form."""
     if not fits(given):
         raise InvalidRequest("The request id is not 1 to 128 letters, digits, dots, colons, dashes or underscores")
     return given
@@ -44,33 +44,33 @@ def request_id(given: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request, and what came with it in HTTP headers or gRPC metadata."""
+    """The sender of a request, and the values of its HTTP headers or gRPC metadata."""
 
     account: Account
     request_id: str | None  # the client's own, if it gave one
     since: float  # when the request arrived, on the clock of `time.monotonic`
     headers: Collection[tuple[str, object]]
-    timeout_s: float | None  # until the request's deadline, if it has one
+    timeout_s: float | None  # seconds until the request's deadline, if it has one
 
 
 @dataclass(eq=False, slots=True)
 class ActiveRequest:
-    """One request while it is served; it may have several answers."""
+    """A request in service; it may have several answers."""
 
     id: str
     account: Account
     lifetime: Lifetime
     since: float  # when it arrived
-    affinity: str = ""  # the client's own session
+    affinity: str = ""  # the client's session id
     train: bool = True  # drafters may learn from its answers
-    outcomes: list[str] = field(default_factory=list)  # one for each answer that is over
+    outcomes: list[str] = field(default_factory=list)  # one for each answer that has ended
     num_read: int = 0  # tokens of prompts
     num_written: int = 0
     span: Span = INVALID_SPAN
 
     @property
     def summary(self) -> dict[str, object]:
-        """What the log says of it, which is nothing that anybody wrote."""
+        """Fields for the log, without any text of prompt or answer."""
         return {
             "request_id": self.id,
             "key": self.account.name,
@@ -83,7 +83,7 @@ class ActiveRequest:
 
 
 class Admission:
-    """Admits requests, counts and charges their answers, and ends them before their time."""
+    """Admits requests, counts and charges their answers, and aborts requests."""
 
     def __init__(self, config: CascadeConfig) -> None:
         self.limits = config.router.limits
@@ -93,7 +93,7 @@ class Admission:
         self.tracing = tracing("router", config.model_names[0])
         self._active: set[ActiveRequest] = set()
         self._log_after = 0.0  # on the clock of `time.monotonic`
-        self._num_unlogged = 0  # refused requests since the last one that the log names
+        self._num_unlogged = 0  # refused requests since the last one in the log
 
     @contextlib.contextmanager
     def admitted(self, caller: Caller, specs: Sequence[SessionSpec], *, train: bool) -> Iterator[ActiveRequest]:
@@ -123,7 +123,7 @@ class Admission:
                 access.info(" ".join(f"{name}={value}" for name, value in summary.items()), extra=summary)
 
     def refused(self, error: CascadeError, id: str | None, account: Account | None) -> None:
-        """Count a request that gets an error, and say in the log what it was; one a second: faults come in hosts."""
+        """Count a request that gets an error, and log at most one a second, since faults come in bursts."""
         self.metrics.refused(error.code)
         self._num_unlogged += 1
         if (now := time.monotonic()) < self._log_after:
@@ -139,39 +139,39 @@ class Admission:
         log.info("Refused a request: %s", " ".join(f"{name}={value}" for name, value in fields.items()), extra=fields)
 
     def abort(self, key: str, id: str) -> int:
-        """End the requests with this id of the key of this name, and return how many there were."""
+        """Abort the requests with this id of the key ``key``; returns how many there were."""
         requests = [request for request in self._active if request.id == id and request.account.name == key]
         for request in requests:
             request.lifetime.abort()
         return len(requests)
 
     def abort_all(self) -> None:
-        """End all requests, because the server goes."""
+        """Abort all requests, because the server shuts down."""
         for request in list(self._active):
             request.lifetime.abort(leaving=True)
 
     @contextlib.asynccontextmanager
     async def answering(self, spec: SessionSpec, request: ActiveRequest, index: int) -> AsyncIterator["AnswerRecord"]:
-        """Wait for the turn of an answer, and hold it; count, charge, log and trace what becomes of the answer."""
+        """Wait for the turn of an answer, and hold it; count, charge, log and trace the answer."""
         record = AnswerRecord(spec, request, index, self.metrics, self.tracing)
         account, read = request.account, len(spec.tokens)
         account.charge(read)
-        num_delivered = read - spec.prompt_len  # tokens of the answer that the client has
+        num_delivered = read - spec.prompt_len  # tokens of the answer that the client already has
         if num_delivered:
             self.metrics.counters["resumed_answers"].inc()
-        most, rank = spec.params.max_tokens - num_delivered, request.since + PRIORITY_S * spec.priority  # as at the tiers
+        most, rank = spec.params.max_tokens - num_delivered, request.since + PRIORITY_S * spec.priority  # as at tiers
         try:
             turn = self.places.turn(request.lifetime, account.name, account.limits.weight, read, most, rank)
             async with turn as record.ticket:
                 self.metrics.observe("request_queue_time_seconds", time.monotonic() - request.since)
                 record.span.add_event("turn")
                 yield record
-        except (GeneratorExit, asyncio.CancelledError):  # a client that leaves after the last piece has its answer
+        except (GeneratorExit, asyncio.CancelledError):  # a client that leaves after the last piece has the whole answer
             record.outcome = LEFT if record.outcome == "failed" else record.outcome
             raise
         except CascadeError as error:
             record.outcome = error.code
-            if isinstance(error, Unavailable) and self.places.closed:  # the whole server may go, and the full tier with it
+            if isinstance(error, Unavailable) and self.places.closed:  # the whole server may shut down, with the full tier
                 raise Unavailable(LEAVING) from None
             raise
         finally:
@@ -183,14 +183,14 @@ class Admission:
 
 
 class AnswerRecord:
-    """What is counted of one answer while it is written; ``routing`` is that of its sessions at the full tier."""
+    """Counts of one answer while it is written; ``routing`` is for its sessions at the full tier."""
 
     ticket: Ticket
 
     def __init__(self, spec: SessionSpec, request: ActiveRequest, index: int, metrics: RouterMetrics, tracing: Tracing) -> None:
         self.span = answer_span(tracing, request.span, spec, index)
         self.routing = Routing("", *Trace.of(self.span), request.affinity, request.train)
-        self.tokens: list[int] = []  # sent
+        self.tokens: list[int] = []  # tokens that were sent
         self.outcome = "failed"
         self._request = request
         self._metrics = metrics

@@ -1,9 +1,9 @@
-"""Who is next: start-time fair queueing of answers, by tokens, with a weight for each key (Goyal, Vin, Cheng, SIGCOMM 1996).
+"""The order of waiting answers: start-time fair queueing by tokens, with a weight for each key (Goyal, Vin, Cheng, 1996). Pure.
 
-Pure. Every key is a *flow* with a *tag*: the tokens that it was charged, over its weight. The flow with the lowest tag is next,
-with that of its answers that has the lowest rank. An answer is charged what it is expected to take when its turn comes, and the
-charge is corrected when it ends, so any number of answers may have turns at once. A flow that comes back starts at the tag of
-the last turn: being away gives no credit.
+Every key is a *flow* with a *tag*: the tokens charged to it, over its weight. The flow with the lowest tag is next, with its
+answer of the lowest rank. When its turn comes, an answer is charged the expected number of tokens; the charge is corrected when
+it ends, so any number of answers may run at once. A flow that returns starts at the tag of the last turn: absence gives no
+credit.
 """
 
 from bisect import insort
@@ -17,12 +17,12 @@ class Ticket:
     """An answer that waits, or has its turn."""
 
     flow: "Flow"
-    number: int  # numbers grow in the order of coming
-    rank: float  # lower goes first, among those of its flow
-    read: int  # tokens
-    most: int  # tokens that it may write
-    written: int = 0  # tokens
-    charged: int = 0  # tokens
+    number: int  # answers are numbered in the order of arrival
+    rank: float  # within a flow, lower goes first
+    read: int  # tokens that it reads
+    most: int  # tokens that it may write at most
+    written: int = 0  # tokens written so far
+    charged: int = 0  # tokens charged so far
 
     @property
     def order(self) -> tuple[float, int]:
@@ -36,11 +36,11 @@ class Flow:
     weight: float
     waiting: list[Ticket] = field(default_factory=list)  # sorted by `Ticket.order`
     tag: float = 0.0  # tokens over weight
-    start: float = 0.0  # least tag until it is away again: corrections give no credit either
-    mean: float | None = None  # tokens that its answers wrote
+    start: float = 0.0  # least tag until the flow is empty again, since corrections give no credit either
+    mean: float | None = None  # mean tokens that its answers wrote
 
     def charge(self, ticket: Ticket, tokens: int) -> None:
-        """Charge an answer so many tokens in all."""
+        """Set the total charge of an answer."""
         self.tag = max(self.start, self.tag + (tokens - ticket.charged) / self.weight)
         ticket.charged = tokens
 
@@ -54,7 +54,7 @@ class FairQueue:
         self._number = 0
 
     def join(self, name: str, weight: float, read: int, most: int, rank: float = 0.0) -> Ticket:
-        """An answer of key ``name`` waits, which reads so many tokens and writes at most so many; keeps the last ``weight``."""
+        """Queue an answer of key ``name`` that reads ``read`` and writes at most ``most`` tokens; keeps the last ``weight``."""
         flow = self._flows.setdefault(name, Flow(weight))
         flow.weight = weight
         if not flow.waiting:
@@ -65,7 +65,7 @@ class FairQueue:
         return ticket
 
     def next(self) -> Ticket | None:
-        """The answer whose turn it is, if any waits; it is charged and waits no more."""
+        """Take the next answer from the queue, and charge it; None if none waits."""
         waiting = (flow for flow in self._flows.values() if flow.waiting)
         flow = min(waiting, key=lambda flow: (flow.tag, flow.waiting[0].number), default=None)
         if flow is None:
@@ -87,5 +87,5 @@ class FairQueue:
         flow.mean = written if flow.mean is None else flow.mean + LEARNING_RATE * (written - flow.mean)
 
     def undo(self, ticket: Ticket) -> None:
-        """An answer gave its turn back, and took nothing."""
+        """An answer gave its turn back without using it."""
         ticket.flow.charge(ticket, 0)

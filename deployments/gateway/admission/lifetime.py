@@ -1,4 +1,4 @@
-"""How long a request may live, and what is awaited on its behalf meanwhile."""
+"""The lifetime of a request: deadline, abortion, and awaiting within them."""
 
 import asyncio
 import time
@@ -16,38 +16,38 @@ LATE = "The request's deadline passed before its text was complete"
 
 @dataclass(slots=True)
 class Lifetime:
-    """How long a request may live: whatever is awaited by `wait` ends with it. Belongs to one event loop."""
+    """The lifetime of a request; whatever is awaited by `wait` ends with it. Belongs to one event loop."""
 
     deadline: float = float("inf")  # on the clock of `time.monotonic`
     aborted: bool = False
-    leaving: bool = False  # aborted because the server goes: another one may go on
-    wakers: set[Callable[[], object]] = field(default_factory=set)  # called when it is aborted
+    leaving: bool = False  # aborted because the server shuts down, so another server may continue
+    wakers: set[Callable[[], object]] = field(default_factory=set)  # called when the request is aborted
 
     @classmethod
     def of(cls, timeout_s: float | None) -> "Lifetime":
-        """One that begins now; without a deadline if ``timeout_s`` is ``None``."""
+        """A lifetime that begins now; without a deadline if ``timeout_s`` is ``None``."""
         return cls() if timeout_s is None else cls(time.monotonic() + timeout_s)
 
     def abort(self, *, leaving: bool = False) -> None:
-        """End it now; to be called in its event loop."""
+        """Abort the request; must be called in its event loop."""
         self.aborted, self.leaving = True, leaving
         for wake in list(self.wakers):
             wake()
 
     @property
     def left_s(self) -> float:
-        """Seconds to its deadline."""
+        """Seconds to the deadline."""
         return self.deadline - time.monotonic()
 
     def check(self) -> None:
-        """Raise `Aborted`, `DeadlineExceeded`, or `Unavailable` if the server goes, if it is over."""
+        """Raise `Aborted`, `DeadlineExceeded`, or `Unavailable` (the server shuts down) if the lifetime has ended."""
         if self.aborted:
             raise Unavailable(LEAVING) if self.leaving else Aborted("The request was aborted")
         if time.monotonic() >= self.deadline:
             raise DeadlineExceeded(LATE)
 
     async def wait(self, work: Callable[[], Awaitable[T]]) -> T:
-        """What ``work`` returns; it is cancelled when the request ends, and what `check` raises then is raised."""
+        """Await ``work``; when the request ends before, cancel it and raise the error of `check`."""
         self.check()
         limit = asyncio.timeout(None if self.left_s == float("inf") else self.left_s)
 
@@ -61,7 +61,7 @@ class Lifetime:
                 return await work()
         except TimeoutError:
             self.check()
-            if limit.expired():  # by the event loop's clock, which may be a tick ahead
+            if limit.expired():  # told by the event loop's clock, which may be a tick ahead
                 raise DeadlineExceeded(LATE) from None
             raise
         finally:

@@ -1,4 +1,4 @@
-"""What the router counts, as Prometheus reads it at GET /metrics, and through Ray."""
+"""The router's metrics, for Prometheus at GET /metrics and through Ray."""
 
 import logging
 from collections import deque
@@ -24,29 +24,29 @@ Source: TypeAlias = Callable[[], Iterable[Reading]]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 NOBODY = "none"  # the drafter of passes without guesses
-LEFT = "left"  # the outcome of an answer whose client has gone
+LEFT = "left"  # the outcome of an answer whose client has left
 
 MAX_KEPT = 1 << 16  # values of histograms between two readings
 
-OF_PASSES = {  # counters, and the fields of `Edge` that they add up
+OF_PASSES = {  # counters by name, and the fields of `Edge` that they sum
     "passes": "passes",
     "undrafted_passes": "undrafted_passes",
     "waited_seconds": "waited_s",
     "proposed_tokens": "proposed",
     "accepted_tokens": "accepted",
 }
-OF_DRAFTERS = {  # the same, of edges that have a drafter
+OF_DRAFTERS = {  # the same, for edges with a drafter
     "agreed_tokens": "agreed",
     "corrections": "corrected",
 }
-BY_POSITION = ("proposed_by_position", "accepted_by_position")  # as the fields are called
+BY_POSITION = ("proposed_by_position", "accepted_by_position")  # fields of `Edge`
 
 
 class RouterMetrics:
-    """What one router counts: an instrument by the name of each series that routers alone have.
+    """Metrics of one router: an instrument for each series that only routers have.
 
-    ``names`` are the tiers, and ``drafters`` those inside of tiers, each bottom to top. The router's own name, if it has one,
-    is on the page as `target_info`: several routers may answer at one port.
+    ``names`` are the tiers, ``drafters`` the drafters inside tiers, each bottom to top. The router's own name, if it has one,
+    is on the page as `target_info`, since several routers may answer at one port.
     """
 
     def __init__(self, places: Places, names: Sequence[str], drafters: Sequence[str] = ()) -> None:
@@ -60,22 +60,22 @@ class RouterMetrics:
         self._histograms = {
             name: Histogram(*given[name], registry=self._registry, buckets=SERIES[name].buckets) for name in kinds["histogram"]
         }
-        self._kept: deque[Reading] | None = None  # values of histograms since the last `readings`, if anybody asks for these
-        self._drafted: bool | None = None  # as the log says; nothing yet
-        self._guesses = Edge("", self._full)  # all answers' guesses
-        self.gauges["speculation_active"].set(1)  # until answers say otherwise
+        self._kept: deque[Reading] | None = None  # values of histograms since the last `readings`, if it was called
+        self._drafted: bool | None = None  # the last logged state; None if nothing was logged yet
+        self._guesses = Edge("", self._full)  # totals of guesses over all answers
+        self.gauges["speculation_active"].set(1)  # until an answer shows the contrary
         self.gauges["num_requests_running"].set_function(lambda: places.num_running)
         self.gauges["num_requests_waiting"].set_function(lambda: places.num_waiting)
         self.gauges["tiers"].set(len(names))
         for name, *labels in _expected(names, drafters):
-            self.counters[name].labels(*labels)  # 0, so that a rate sees the first that is counted
+            self.counters[name].labels(*labels)  # creates the counter at 0, so that rates include the first event
 
     def also(self, source: Source) -> None:
-        """Show counters and gauges that ``source`` reads when the page is shown."""
+        """Add counters and gauges that ``source`` reads whenever the page is shown."""
         self._registry.register(_Read(source))
 
     def text(self) -> bytes:
-        """The page, in Prometheus' text form."""
+        """The page in Prometheus' text format."""
         return generate_latest(self._registry) + spec_decode(self._guesses).encode()
 
     def readings(self) -> Iterator[Reading]:
@@ -107,7 +107,7 @@ class RouterMetrics:
         self.counters["generation_tokens"].inc(output_tokens)
 
     def completed(self, completion: Completion, seconds: float) -> None:
-        """An answer is complete, so long after its request: what it took, and what happened on every edge."""
+        """Count a complete answer, ``seconds`` after its request, and the totals of its edges."""
         stats = completion.stats
         self.observe("e2e_request_latency_seconds", seconds)
         self.observe("request_prompt_tokens", stats.prompt_tokens)
@@ -120,7 +120,7 @@ class RouterMetrics:
             self._count(edge)
         if stats.undrafted is not None:
             self.counters["undrafted_answers"].labels(stats.undrafted).inc()
-        if stats.undrafted not in ("disabled", "short"):  # else the answer says nothing of the tiers below
+        if stats.undrafted not in ("disabled", "short"):  # such answers say nothing about the tiers below
             self._drafts(stats.undrafted)
 
     def _count(self, edge: Edge) -> None:
@@ -132,7 +132,7 @@ class RouterMetrics:
                 self.counters[name].labels(*labels, str(number)).inc(count)
 
     def learning(self, progress: Mapping[str, Any]) -> None:
-        """The learner tells its progress, see `deployments.ops.learner.Learner.progress`."""
+        """Take the learner's progress, see `deployments.ops.learner.Learner.progress`."""
         gauges = self.gauges
         gauges["alignment_answers"].set(progress["answers"])
         for name, record in progress["students"].items():
@@ -145,7 +145,7 @@ class RouterMetrics:
                     gauges["alignment_agreement"].labels(name, when).set(record[when])
 
     def replicas(self, tier: str, count: int) -> None:
-        """A tier has so many replicas."""
+        """Set the number of replicas of a tier."""
         self.gauges["replicas"].labels(tier).set(count)
         if tier == self._full:
             self.gauges["full_replicas"].set(count)
@@ -155,7 +155,7 @@ class RouterMetrics:
         active = why is None
         self.gauges["speculation_active"].set(active)
         if not active and self._drafted is not False:
-            level = logging.WARNING if why == "no_replica" else logging.INFO  # else it is a choice: drafts do not pay
+            level = logging.WARNING if why == "no_replica" else logging.INFO  # other reasons are choices: drafts do not pay
             log.log(level, "Speculation is configured but inactive (%s): answers are those of the full tier alone", why)
         elif active and self._drafted is False:
             log.info("Speculation is active again")
@@ -183,7 +183,7 @@ class _Read(Collector):
 
 
 def _expected(names: Sequence[str], drafters: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Counters with labels that may come, as far as the configuration tells; of positions the first."""
+    """Labels of counters that can be expected from the configuration; of positions only the first."""
     codes = sorted({kind.code for kind in KINDS})
     yield from (("refused", code) for code in codes)
     yield from (("answers", outcome) for outcome in (*get_args(FinishReason), LEFT, *codes))
@@ -195,9 +195,9 @@ def _expected(names: Sequence[str], drafters: Sequence[str]) -> Iterator[tuple[s
 
 
 def spec_decode(drafted: Edge) -> str:
-    """What all drafters did for the full tier under vLLM's names, in Prometheus' text form: `vllm bench serve` reads these.
+    """Totals of all drafters of the full tier under vLLM's names, in Prometheus' text format, for `vllm bench serve`.
 
-    It adds up every line with such a name, so Prometheus' library, which adds times of creation, cannot write them.
+    That sums every line with such a name, so Prometheus' library, which adds lines with creation times, cannot be used.
     """
     positions = {f'{{position="{position}"}}': count for position, count in enumerate(drafted.accepted_by_position)}
     counts = {

@@ -1,4 +1,4 @@
-"""Places of a router: how many answers are written at once, how many wait, and whose turn is next."""
+"""Places of a router: how many answers are written at once, how many wait, and which is next."""
 
 import asyncio
 import contextlib
@@ -9,11 +9,11 @@ from deployments.gateway.admission.access import ANONYMOUS
 from deployments.gateway.admission.fair_queue import FairQueue, Ticket
 from deployments.gateway.admission.lifetime import LEAVING, Lifetime
 
-FULL_RETRY_AFTER_S = 1.0  # when a client should ask a full server again
+FULL_RETRY_AFTER_S = 1.0  # seconds after which a client should retry a full server
 
 
 class Places:
-    """At most ``max_running`` answers are written at once, and ``max_waiting`` more wait for their turn, see `FairQueue`."""
+    """At most ``max_running`` answers are written at once, and at most ``max_waiting`` more wait, see `FairQueue`."""
 
     def __init__(self, max_running: int, max_waiting: int) -> None:
         self._capacity = max_running + max_waiting
@@ -31,7 +31,7 @@ class Places:
         return self.num_admitted - self.num_running
 
     def check(self, num_answers: int = 1) -> None:
-        """Raise `Overloaded` or `Unavailable` if there is no room for so many answers, `InvalidRequest` if there never is."""
+        """Raise `Overloaded` or `Unavailable` if there is no room for ``num_answers``, `InvalidRequest` if there never is."""
         if self.closed:
             raise Unavailable(LEAVING)
         if num_answers > self._capacity:
@@ -47,7 +47,7 @@ class Places:
 
     @contextlib.contextmanager
     def admitted(self, num_answers: int) -> Iterator[None]:
-        """Hold places for the answers of a request; raises what `check` raises, at once."""
+        """Hold places for the answers of a request; raises the errors of `check` at once."""
         self.check(num_answers)
         self.num_admitted += num_answers
         self._empty.clear()
@@ -62,9 +62,9 @@ class Places:
     async def turn(
         self, lifetime: Lifetime, name: str = ANONYMOUS, weight: float = 1.0, read: int = 0, most: int = 0, rank: float = 0.0
     ) -> AsyncIterator[Ticket]:
-        """Wait for the turn of one admitted answer of key ``name``, and hold it; raises what ends its ``lifetime`` before.
+        """Wait for the turn of an admitted answer of key ``name``, and hold it; raises the error that ends its ``lifetime``.
 
-        The answer reads ``read`` tokens and writes at most ``most``; the caller counts on the ticket how many it writes.
+        The answer reads ``read`` tokens and writes at most ``most``; the caller counts written tokens in the ticket.
         """
         ticket = self._queue.join(name, weight, read, most, rank)
         called = self._calls[ticket] = asyncio.Event()
@@ -74,7 +74,7 @@ class Places:
         except BaseException:
             if self._calls.pop(ticket, None) is not None:
                 self._queue.leave(ticket)
-            else:  # called in the very moment in which it leaves
+            else:  # it got its turn in the same moment
                 self._queue.undo(ticket)
                 self._give_back()
             raise
@@ -91,13 +91,13 @@ class Places:
         self._call()
 
     def _call(self) -> None:
-        """Give free turns to those who are next."""
+        """Give free turns to the next answers."""
         while self._free > 0 and (ticket := self._queue.next()) is not None:
             self._free -= 1
             self._calls.pop(ticket).set()
 
     async def drained(self, timeout_s: float) -> bool:
-        """Admit nothing more, and wait until all answers are written; False if that took too long."""
+        """Admit no more requests, and wait until all answers are written; False if that took too long."""
         self.closed = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):

@@ -1,4 +1,4 @@
-"""From conversations, over any protocol, to prompts, parameters and readers of answers."""
+"""Turns conversations, over any protocol, into prompts, parameters and readers of answers."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -20,35 +20,35 @@ from deployments.gateway.threads import reading
 
 @dataclass(frozen=True, slots=True)
 class ToolPlan:
-    """What a request's tools ask for; without a ``form`` nothing may be called."""
+    """How tools of a request are used; without a ``form`` no function can be called."""
 
-    shown: bool = False  # whether the model is shown them
+    shown: bool = False  # whether the prompt shows the tools
     form: ToolFormat | None = None  # the form of calls
-    functions: Mapping[int, str] = field(default_factory=dict)  # names that may be called, by the index of the tool
-    schemas: Mapping[int, dict[str, Any]] = field(default_factory=dict)  # of arguments that are held to them, likewise
-    free: bool = True  # there may be other words, too
-    several: bool = True  # there may be several calls
+    functions: Mapping[int, str] = field(default_factory=dict)  # by index of the tool: names of functions that may be called
+    schemas: Mapping[int, dict[str, Any]] = field(default_factory=dict)  # by index: schemas of arguments that are enforced
+    free: bool = True  # the text may also have words
+    several: bool = True  # the text may have several calls
 
     @property
     def enforced(self) -> bool:
-        """Whether calls are held to a grammar."""
+        """Whether a grammar enforces calls."""
         return bool(self.schemas) or not self.several
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTask:
-    """What a conversation asks of the full tier."""
+    """The task of a conversation for the full tier."""
 
     ids: list[int]  # the prompt's tokens
     params: SamplingParams
-    reader: Callable[[], TurnReader]  # a new one for each answer
-    unread: tuple[str, ...] = ()  # what the chat template does not look at, and schemas cannot enforce
+    reader: Callable[[], TurnReader]  # makes a reader for each answer
+    unread: tuple[str, ...] = ()  # fields that the chat template ignores, and keywords that grammars cannot enforce
 
 
 class Assistant:
-    """A served model as a partner in conversations.
+    """A served model for conversations.
 
-    ``tool_format`` is how it writes calls, found by its template if not given.
+    ``tool_format`` is the form in which it writes calls, by default the one in its chat template.
     """
 
     def __init__(self, model: ServedModel, tool_format: str | None) -> None:
@@ -59,14 +59,14 @@ class Assistant:
         self._grammars = GrammarWriter(model.tokenizer)
 
     async def prompt(self, conversation: Conversation) -> tuple[ToolPlan, list[int]]:
-        """What the tools of a conversation ask for, and its token ids; raises `InvalidRequest`."""
+        """The plan for a conversation's tools, and the prompt's token ids; raises `InvalidRequest`."""
         plan = self._plan(conversation)
         return plan, await self.encode(conversation.messages, conversation.tools if plan.shown else None, conversation.style)
 
     async def task(self, conversation: Conversation, sampling: Callable[[dict[str, Any]], SamplingParams]) -> ChatTask:
-        """What a conversation asks for with the request's parameters; raises `InvalidRequest`.
+        """The task of a conversation; raises `InvalidRequest`.
 
-        ``sampling`` makes these of the model's defaults: without a ``max_tokens`` the turn may fill the context.
+        ``sampling`` makes the request's parameters from defaults. Without ``max_tokens`` the turn may fill the context.
         """
         plan, ids = await self.prompt(conversation)
         params = sampling(self._model.defaults_for(len(ids)))
@@ -76,7 +76,7 @@ class Assistant:
         within = self._within(conversation, ids)
         any_words = words is None and plan.free and plan.form is not None and bool(plan.form.begin)
         if params.structured is not None and within is not None and not any_words:
-            if within:  # else the text is held from its first token on, and the model does not think
+            if within:  # otherwise the form holds from the first token on, and the model does not think
                 await self._model.check_grammar(params.structured)
                 structured = self._grammars.after_thoughts(params.structured, params.structured is not words)
                 params = replace(params, structured=structured)
@@ -100,11 +100,11 @@ class Assistant:
         return await reading(num_chars, self.template.encode, turns, shown, style)
 
     async def _enforced(self, plan: ToolPlan, params: SamplingParams) -> SamplingParams:
-        """``params`` with one grammar of words and calls, if any are held to one; raises `InvalidRequest`."""
+        """``params`` with a grammar for words and calls, if calls are enforced; raises `InvalidRequest`."""
         words = params.structured
         if plan.form is None or not (plan.enforced or words):
             return params
-        # a call that no mark begins may begin as words do, and rules of a grammar may have the names of ours
+        # calls without a mark may begin like words, and a grammar's rules may have the same names as ours
         if words is not None and not (plan.free and plan.form.begin and words.grammar is None):
             raise InvalidRequest("tools and response_format or structured cannot both be enforced: leave one out", "tools")
         if params.ignore_eos:
@@ -121,7 +121,7 @@ class Assistant:
         return replace(params, structured=grammar)
 
     def _within(self, conversation: Conversation, ids: Sequence[int]) -> bool | None:
-        """Whether the prompt ends within thoughts; ``None`` if no thoughts are to be told apart after it."""
+        """Whether the prompt ends within thoughts; ``None`` if thoughts are not separated."""
         if conversation.separate_reasoning is False or not self.template.thinks:
             return None
         if conversation.continue_final_message:
@@ -133,7 +133,7 @@ class Assistant:
 
     @cached_property
     def format(self) -> ToolFormat | None:
-        """How the model writes calls, if that is known: the format in which the template's own call can be read."""
+        """The format of the model's calls, if known: the one that can parse a call written by the template."""
         if self._tool_format is not None:
             return FORMATS[self._tool_format]
         return next((form for form in FORMATS.values() if self._wrote(form)), None)
@@ -145,7 +145,7 @@ class Assistant:
         return whole and (bool(form.named) or f'"{form.key}"' in text)
 
     def _plan(self, body: Conversation) -> ToolPlan:
-        """Raises `InvalidRequest`."""
+        """The plan for the tools of a request; raises `InvalidRequest`."""
         choice = body.chosen_tool
         if choice == "none":
             return ToolPlan()
@@ -165,7 +165,7 @@ class Assistant:
         )
 
     def _reader(self, plan: ToolPlan, within: bool | None, show_thoughts: bool) -> TurnReader:
-        """Takes calls and, unless ``within`` is ``None``, thoughts out of one answer; see `TurnReader`."""
+        """A reader of one answer for calls and, unless ``within`` is ``None``, thoughts; see `TurnReader`."""
         parser = None if plan.form is None else CallParser(plan.form, frozenset(plan.functions.values()))
         splitter = None if within is None else ThoughtSplitter(within)
         marks = () if plan.form is None else plan.form.marks
@@ -174,7 +174,7 @@ class Assistant:
         )
 
     def _check_free(self) -> None:
-        """Raise `InvalidRequest` if the model cannot choose by itself."""
+        """Raise `InvalidRequest` if the model cannot choose whether to call tools."""
         remedy = "use 'required' or name a function, which are enforced, or 'none'"
         if not self.template.shows_tools:
             raise InvalidRequest(f"tool_choice is 'auto' and the model's chat template shows no tools: {remedy}", "tool_choice")

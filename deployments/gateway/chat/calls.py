@@ -1,4 +1,4 @@
-"""Calls of tools: how models write them, and how a parser takes them out of the text of an answer as it comes."""
+"""Calls of tools: the formats in which models write them, and a parser that finds them in a streamed answer."""
 
 import re
 import secrets
@@ -10,39 +10,39 @@ from typing import Any, TypeAlias, TypeVar
 import regex
 
 T = TypeVar("T")
-Reading: TypeAlias = Generator[None, None, T]  # goes on with each piece of an answer
+Reading: TypeAlias = Generator[None, None, T]  # resumed with each piece of an answer
 
 LETTERS = string.ascii_letters + string.digits
-CALL_ID = "[CALL_ID]"  # some models write it and an id between name and arguments
-B = r"\s{0,64}+"  # blanks; bounded, since what may become a call is read again with each piece
+CALL_ID = "[CALL_ID]"  # some models write this and an id between name and arguments
+B = r"\s{0,64}+"  # blanks; bounded, since text that may become a call is parsed again with each piece
 NAME = r"(?P<name>[A-Za-z0-9_-]{1,64}+)"
 OBJECT = rf'\{{{B}(?:"type"{B}:{B}"function"{B},{B})?"name"{B}:{B}"{NAME}"{B},{B}"(?:arguments|parameters)"{B}:'
-MAX_BLANKS = 32  # blanks before a mark that are left out of the words
+MAX_BLANKS = 32  # blanks before a mark that are removed from the words
 OUTSIDE_STRING = re.compile(r'[{}"]')
 INSIDE_STRING = re.compile(r'\\.|"', re.DOTALL)
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How the models of a family write calls.
+    """The form in which a family of models writes calls.
 
-    A call is a JSON object with the ``name`` of a function and then its arguments as ``key``. Where there is a mark ``named``,
+    A call is a JSON object with the ``name`` of a function and then its arguments as ``key``. If there is a mark ``named``,
     a call is a bare name, this mark, and a JSON object of arguments.
     """
 
     name: str
-    begin: str = ""  # the mark before calls; "" where the whole text is calls or none is
+    begin: str = ""  # the mark before calls; "" if either the whole text is calls or none of it
     end: str = ""  # the mark after each call
-    listed: bool = False  # the calls stand in one JSON list
-    again: str = ""  # between two calls that are neither listed nor begun anew
+    listed: bool = False  # the calls are in one JSON list
+    again: str = ""  # separator between calls that are not in a list and have no mark of their own
     key: str = "arguments"
     named: str = ""
-    id_len: int = 24  # letters and digits of a call's id; some templates want just so many
+    id_len: int = 24  # letters and digits of a call's id; some templates require a certain number
     id_prefix: str = "call_"
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Signs that may be special tokens, which decoding leaves out."""
+        """Marks, which may be special tokens that decoding leaves out."""
         return (self.begin, self.end, self.named, CALL_ID if self.named else "")
 
     @property
@@ -57,13 +57,13 @@ class ToolFormat:
 
     @property
     def after(self) -> Any:
-        """Pattern of what stands after a call, ``more`` if another one follows without ``begin``; ``None`` if nothing does."""
+        """Pattern after a call, with a group ``more`` if another call follows without ``begin``; ``None`` if nothing does."""
         if self.listed:
             return regex.compile(rf"{B}(?:(?P<more>,)|\])")
         return regex.compile(B + regex.escape(self.end)) if self.end else None
 
     def new_id(self) -> str:
-        """A name for a call, which its result refers to."""
+        """A new id for a call, to which its result refers."""
         return self.id_prefix + "".join(secrets.choice(LETTERS) for _ in range(self.id_len))
 
 
@@ -81,7 +81,7 @@ FORMATS = {
 
 
 def call_body(id: str, name: str, arguments: str) -> dict[str, Any]:
-    """A call as chat completions have it."""
+    """A call in the form of chat completions."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -96,18 +96,18 @@ class CallDelta:
 
     @property
     def body(self) -> dict[str, Any]:
-        """As OpenAI has it in whole messages."""
+        """OpenAI's form in whole messages."""
         return call_body(self.id, self.name, self.arguments)
 
     @property
     def streamed(self) -> dict[str, Any]:
-        """As OpenAI streams it."""
+        """OpenAI's form in streams."""
         return {"index": self.index, **(self.body if self.id else {"function": {"arguments": self.arguments}})}
 
 
 @dataclass(slots=True)
 class Delta:
-    """Thoughts, words, and pieces of calls: what a piece of an answer says, or all of it."""
+    """Thoughts, words and pieces of calls in an answer or a piece of one."""
 
     content: str = ""
     calls: list[CallDelta] = field(default_factory=list)
@@ -118,19 +118,19 @@ class Delta:
 
     @property
     def reasoning(self) -> dict[str, str]:
-        """Thoughts under both names: clients of DeepSeek and SGLang read the one, those of vLLM and OpenRouter the other."""
+        """Thoughts under both names, one for clients of DeepSeek and SGLang, one for those of vLLM and OpenRouter."""
         return {"reasoning_content": self.thoughts, "reasoning": self.thoughts} if self.thoughts else {}
 
 
 class ObjectScanner:
-    """Finds the end of a JSON object that comes in pieces, one bracket of which is open already."""
+    """Finds the end of a JSON object that comes in pieces, after its opening bracket."""
 
     def __init__(self) -> None:
         self._depth = 1
         self._quoted = False
 
     def scan(self, text: str) -> tuple[int, bool]:
-        """How far the object goes in ``text``, and whether it ends there; half an escape is left over."""
+        """How far the object extends in ``text``, and whether it ends there; half an escape is left unread."""
         at = 0
         while sign_at := (INSIDE_STRING if self._quoted else OUTSIDE_STRING).search(text, at):
             at, sign = sign_at.end(), sign_at.group()
@@ -144,23 +144,23 @@ class ObjectScanner:
 
 
 class CallParser:
-    """Separates words and calls of one answer; what is no call of one of ``functions`` stays words.
+    """Separates words and calls of one answer; anything but calls of ``functions`` stays words.
 
-    `_read` goes through the whole answer, and waits at each ``yield`` for more of it.
+    `_read` parses the whole answer, and waits for more of it at each ``yield``.
     """
 
     def __init__(self, form: ToolFormat, functions: frozenset[str]) -> None:
-        self.finished = False  # there are calls, and the last one is whole
+        self.finished = False  # there are calls, and the last one is complete
         self._form = form
         self._functions = functions
         self._unread = ""
-        self._ended = False  # the unread text is the last
+        self._ended = False  # no more text comes
         self._num_calls = 0
         self._delta = Delta()
         self._reading = self._read()
 
     def take(self, text: str, ended: bool) -> Delta:
-        """What the next piece of the answer brings; ``ended``: it is the last."""
+        """Parse the next piece of the answer; ``ended``: it is the last one."""
         self._unread += text
         self._ended = ended
         self._delta = Delta()
@@ -169,7 +169,7 @@ class CallParser:
 
     def _read(self) -> Reading[None]:
         form, head, after = self._form, self._form.head, self._form.after
-        candidate = (yield from self._words()) if form.begin else ""  # text that becomes words if no call follows it
+        candidate = (yield from self._words()) if form.begin else ""  # becomes words if no call follows
         while True:
             call = yield from self._certain(head)
             if call is None or call["name"] not in self._functions:
@@ -182,7 +182,7 @@ class CallParser:
             self._num_calls += 1
             self._argue(self._cut(1))
             yield from self._object(self._argue)
-            if not form.named:  # what the object of a call has after its arguments is skipped
+            if not form.named:  # skip the rest of the call's object after the arguments
                 yield from self._object(lambda text: None)
             self.finished = True
             behind = None if after is None else (yield from self._certain(after))
@@ -191,7 +191,7 @@ class CallParser:
                 candidate = yield from self._words()
 
     def _words(self) -> Reading[str]:
-        """Hand out words up to the next mark of calls, which is returned; where there is none, all the rest."""
+        """Hand out words up to the next mark of calls, and return the mark; without one, hand out all the rest."""
         begin = regex.compile(rf"\s{{0,{MAX_BLANKS}}}+" + regex.escape(self._form.begin))
         while True:
             mark = begin.search(self._unread, partial=not self._ended) if self._form.begin else None
@@ -202,13 +202,13 @@ class CallParser:
             yield
 
     def _certain(self, pattern: Any) -> Reading[Any]:
-        """The match of ``pattern`` at the begin of the unread text, if there is one, whatever comes after it."""
+        """The match of ``pattern`` at the beginning of the unread text, once more text cannot change it."""
         while (match := pattern.match(self._unread, partial=not self._ended)) is not None and match.partial:
             yield
         return match
 
     def _object(self, take: Callable[[str], None]) -> Reading[None]:
-        """Give ``take`` the rest of a JSON object whose bracket is open, as it comes."""
+        """Pass the rest of a JSON object, after its opening bracket, to ``take`` as it comes."""
         scanner = ObjectScanner()
         while True:
             end, whole = scanner.scan(self._unread)

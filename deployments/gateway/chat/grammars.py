@@ -1,4 +1,4 @@
-"""Grammars for enforced calls of tools, in the format that a model knows, and for enforced texts after thoughts."""
+"""Grammars for enforced calls of tools, in a model's format, and for structured output after thoughts."""
 
 import json
 import re
@@ -15,21 +15,21 @@ from cascade.errors import InvalidRequest
 from cascade.params import MAX_GRAMMAR_CHARS, Structured
 from deployments.gateway.chat.calls import ToolFormat
 
-MAX_CALLS = 16  # calls in one answer whose calls are enforced
+MAX_CALLS = 16  # enforced calls in one answer at most
 
 
 class GrammarWriter:
     """Writes grammars, in llguidance's Lark, for the tokens of a tokenizer.
 
-    A mark that is an added token is that token; others are spelled. Special tokens among free words are allowed by their ids,
-    since words are matched as text, which they are no part of.
+    A mark that is an added token is written as that token; others are spelled. Special tokens among free words are allowed by
+    their ids, since words are matched as text, which does not contain them.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def hidden(self, marks: Sequence[str]) -> dict[int, str]:
-        """Those of the ``marks`` that are special tokens, which decoding leaves out, by their ids."""
+        """The ``marks`` that are special tokens, which decoding leaves out, by their ids."""
         return {id: token.content for id, token in self._added.items() if token.special and token.content in marks}
 
     def calls(
@@ -41,7 +41,7 @@ class GrammarWriter:
         several: bool,
         words: Structured | None,
     ) -> Structured:
-        """Calls of ``functions``, just as chat templates write them; with ``free`` also words, or the ``words`` that are held.
+        """A grammar of calls of ``functions``, as chat templates write them; with ``free`` also of words, or of ``words``.
 
         Names and ``schemas`` of arguments go by the index of the tool; without a schema these are any object. Raises
         `InvalidRequest` if the grammar becomes too long.
@@ -67,9 +67,9 @@ class GrammarWriter:
         return _checked(rules, "tools need")
 
     def after_thoughts(self, structured: Structured, tools: bool) -> Structured:
-        """The end of thoughts that the prompt has begun, a few blanks, and what is enforced; raises `InvalidRequest`.
+        """A grammar of the rest of thoughts that the prompt has begun, a few blanks, and ``structured``.
 
-        ``tools``: it is a grammar of calls, such as `calls` makes.
+        ``tools``: ``structured`` is a grammar of `calls`. Raises `InvalidRequest`.
         """
         close = self._id(CLOSE)
         if close is None or (structured.grammar is not None and not tools):
@@ -88,12 +88,12 @@ class GrammarWriter:
         return _checked([*rules, _rule("body", structured)], "Behind thoughts this needs")
 
     def _words(self, form: ToolFormat) -> list[str]:
-        """Rules for words without the mark of calls, special tokens among them, and then calls or none.
+        """Rules for words and special tokens without the mark of calls, and then calls or none.
 
-        A terminal takes as much as it can: two in a row could spell the mark between them.
+        A terminal is greedy: two in a row could together spell the mark.
         """
         other = self._others(form.begin)
-        if not form.begin:  # special tokens before a bracket do not make words of it: decoding leaves them out
+        if not form.begin:  # special tokens before a bracket do not turn a call into words, since decoding leaves them out
             text, unseen = (f"{other}* (FIRST ({other} WORDS?)*)?", f"{other}*") if other else ("FIRST?", "")
             return [f"start: {text} | {unseen} calls", r"FIRST: /\s*[^{\s](?s:.*)/", "WORDS: /(?s:.+)/"]
         text, before = (f"WORDS? ({other} WORDS?)*", f"(WORDS? {other})*") if other else ("WORDS?", "")
@@ -104,12 +104,12 @@ class GrammarWriter:
         return [f"start: {text} | {before} BEFORE calls", words, spelled]
 
     def _others(self, mark: str) -> str:
-        """Any added token but the ``mark`` and those that end a text; "" if there is none."""
+        """A class of all added tokens but the ``mark`` and those that end a text; "" if there are none."""
         kept = {id for id, token in self._added.items() if token.content != mark} - set(self._tokenizer.end_ids)
         return f"<[{_ranges(kept)}]>" if kept else ""
 
     def _mark(self, text: str) -> str:
-        """A mark in a grammar: the token it is, or its characters."""
+        """A mark in a grammar: its token, or its characters."""
         id = self._id(text)
         return json.dumps(text) if id is None else f"<[{id}]>"
 
@@ -122,18 +122,18 @@ class GrammarWriter:
 
 
 def _rule(name: str, structured: Structured) -> str:
-    """What is enforced, as a rule of this name; rules of a grammar keep theirs."""
+    """``structured`` as a rule of this name; other rules of a grammar keep their names."""
     body = structured.grammar or source(structured).removeprefix(UNFORCED)
     return body.replace("start:", f"{name}:", 1)
 
 
 def _spelling(mark: str) -> str:
-    """A regular expression of texts that have the ``mark``."""
+    """A regular expression for texts that contain the ``mark``."""
     return rf"(?s:.*{re.escape(mark)}.*)".replace("/", r"\/")
 
 
 def _free(mark: str) -> str:
-    """A terminal of any text that does not spell the ``mark``."""
+    """A terminal for any text that does not contain the ``mark``."""
     return f"/(?s:.+)/ & ~/{_spelling(mark)}/"
 
 

@@ -1,4 +1,4 @@
-"""An answer taken apart as it comes: thoughts, words, and calls of tools."""
+"""Separates a streamed answer into thoughts, words, and calls of tools."""
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -7,26 +7,26 @@ from cascade.answer import Chunk, Completion, overlap
 from cascade.chat.template import CLOSE, OPEN
 from deployments.gateway.chat.calls import CallParser, Delta
 
-TAIL = 32  # tokens of a prompt's end, in which a tag has room however it is spelled
+TAIL = 32  # last tokens of a prompt that are searched for a tag, enough for any spelling
 
 
 class ThoughtSplitter:
-    """Takes the thoughts out of one answer, which has them once; a later tag is the model's talk of tags.
+    """Separates the thoughts of one answer, which come once; later tags count as words.
 
-    ``within``: the prompt has opened them. Blanks stay where they are: thoughts, tags and words joined are the text.
+    ``within``: the prompt has opened the thoughts. Blanks stay in place: thoughts, tags and words, joined, are the text.
     """
 
     def __init__(self, within: bool) -> None:
         self._tags = [CLOSE] if within else [OPEN, CLOSE]  # tags that are still to come
-        self._held = ""  # what may begin a tag
+        self._held = ""  # text that may begin a tag
 
     @property
     def within(self) -> bool:
-        """The text so far ends within thoughts."""
+        """Whether the text so far ends within thoughts."""
         return self._tags == [CLOSE]
 
     def take(self, text: str, ended: bool) -> tuple[str, str]:
-        """What one more piece brings: thoughts, and words."""
+        """Thoughts and words in one more piece."""
         self._held += text
         thoughts = words = ""
         while True:
@@ -54,16 +54,16 @@ def opened(text: str) -> bool | None:
 
 
 def prompted(text: str) -> bool | None:
-    """The same of a prompt, whose end opens or closes the thoughts of the turn that it begins."""
+    """`opened` for a prompt, whose end may open or close the thoughts of the assistant's turn."""
     end = text.rstrip()
     return True if end.endswith(OPEN) else None if end.endswith(CLOSE) else False
 
 
 class TurnReader:
-    """Reads one answer: calls with a ``parser``, thoughts with a ``splitter``; without both the answer is words.
+    """Reads one answer: calls with a ``parser``, thoughts with a ``splitter``; without both the whole answer is words.
 
-    ``hidden`` are texts of special tokens that the two need and that decoding leaves out. Calls within thoughts are thoughts.
-    Without ``show_thoughts`` thoughts are counted and left out.
+    ``hidden`` are texts, by id, of special tokens that the two need and decoding leaves out. Calls within thoughts are
+    thoughts. Without ``show_thoughts`` thoughts are counted, but left out.
     """
 
     def __init__(
@@ -81,16 +81,16 @@ class TurnReader:
 
     @property
     def plain(self) -> bool:
-        """All of the text is words."""
+        """Whether the whole text is words."""
         return self._parser is None and self._splitter is None
 
     @property
     def num_thought_tokens(self) -> int | None:
-        """Tokens of the thoughts so far, tags included; ``None`` if thoughts are not told apart."""
+        """Tokens of the thoughts so far, tags included; ``None`` if thoughts are not separated."""
         return None if self._splitter is None else self._num_thought_tokens
 
     def take(self, chunk: Chunk) -> Delta:
-        """What the next piece of the answer adds."""
+        """Thoughts, words and calls in the next piece of the answer."""
         ended = chunk.completion is not None
         thoughts, words = ("", chunk.text) if self.plain else self._split(chunk, ended)
         delta = Delta(words) if self._parser is None else self._parser.take(words, ended)
@@ -116,7 +116,7 @@ class TurnReader:
         return thoughts + more[0], words + more[1]
 
     def _spelled(self, chunk: Chunk) -> Iterator[str]:
-        """The text of each token, that of hidden ones too, and the text behind them."""
+        """The text of each token, also of hidden ones, and the text after them."""
         at = 0
         for token, end in zip(chunk.token_ids, chunk.ends, strict=True):
             yield chunk.text[at:end] + self._hidden.get(token, "")

@@ -26,7 +26,7 @@ DESCRIBE_TIMEOUT_S = 2.0
 
 
 class GrpcApi:
-    """Ray Serve, or the router's own server, calls the methods by the names that the protocol gives them."""
+    """The methods, which Ray Serve or the router's own server calls by their names in the protocol."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class GrpcApi:
             return call.whole([chunk async for chunk in chunks])
 
     async def Abort(self, request: pb.AbortRequest, grpc_context: RayServegRPCContext) -> pb.AbortResponse:
-        """End requests of the same key, at whatever router they are."""
+        """Abort requests of the same key at all routers."""
         with self._reporting(grpc_context) as caller:
             refuse_unknown(request)
             here = self.admission.abort(caller.account.name, request.request_id)
@@ -109,12 +109,12 @@ class GrpcApi:
     async def _answering(
         self, call: TextCall | TurnCall, context: RayServegRPCContext, streaming: str | None = None
     ) -> AsyncIterator[AsyncGenerator[Chunk, None]]:
-        """The pieces of the answer to a call; ``streaming`` is the RPC that streams what this one answers as a whole."""
+        """The pieces of the answer to a call; ``streaming`` is the RPC for streams, if this one gives whole answers."""
         with self._reporting(context) as caller:
             resumes = call.request.HasField("resume")
             if streaming is not None and resumes:
-                raise InvalidRequest(f"resume is set: only streams go on where they broke off, so ask for {streaming}")
-            self.admission.places.check()  # before the work of reading it
+                raise InvalidRequest(f"resume is set: only streams can be resumed, so call {streaming}")
+            self.admission.places.check()  # before the request is parsed
             task = await call.task()
             if call.inert:
                 context.set_trailing_metadata((("warning", f"No effect here: {', '.join(call.inert)}"),))
@@ -127,13 +127,13 @@ class GrpcApi:
 
     @contextlib.contextmanager
     def _reporting(self, context: RayServegRPCContext) -> Iterator[Caller]:
-        """Give a call that fails in here its gRPC status and sentence; raises `Unauthenticated`."""
+        """Give a call that fails inside the context its gRPC status and message; raises `Unauthenticated`."""
         since, pairs = time.monotonic(), [*(context.invocation_metadata() or ())]
         headers = {name: value for name, value in reversed(pairs) if isinstance(value, str)}  # the first of repeated ones
         account = None
         try:
             account = self.admission.access.account(headers.get("authorization"))
-            # Ray Serve's proxies do not tell the deadline; they cancel the call when it passes
+            # Ray Serve's proxies do not pass the deadline on; they cancel the call when it passes
             left_s = getattr(context, "time_remaining", lambda: None)()
             yield Caller(account, headers.get("request_id"), since, pairs, left_s)
         except Exception as error:

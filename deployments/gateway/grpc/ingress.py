@@ -1,4 +1,4 @@
-"""What Ray Serve's gRPC proxies call to serve the protocol: `SERVICER` is its name for ``grpc_servicer_functions``."""
+"""The servicer function for Ray Serve's gRPC proxies; `SERVICER` is its name for ``grpc_servicer_functions``."""
 
 from typing import Any
 

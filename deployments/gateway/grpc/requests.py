@@ -1,4 +1,4 @@
-"""gRPC requests as the library's values, and pieces of an answer as messages; conversations in the form of OpenAI's JSON."""
+"""Converts gRPC requests to the library's values (conversations to OpenAI's JSON), and pieces of answers to messages."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -34,7 +34,7 @@ class TextCall:
     def __init__(self, request: pb.GenerateRequest, model: ServedModel) -> None:
         self.request = request
         self._model = model
-        self.inert: Sequence[str] = ()  # what is given and changes nothing
+        self.inert: Sequence[str] = ()  # given fields without effect
 
     async def task(self) -> Task:
         """What the full tier is asked; raises `InvalidRequest`."""
@@ -49,7 +49,7 @@ class TextCall:
         return parse_task(request, ids, params)
 
     def resume(self, delivered: Chunk) -> None:
-        """The client has this of the answer; nothing that follows depends on it."""
+        """The client already has ``delivered``; later pieces do not depend on it."""
 
     def piece(self, chunk: Chunk) -> pb.GenerateResponse:
         """The next piece of the answer."""
@@ -68,13 +68,13 @@ class TextCall:
 
 
 class TurnCall:
-    """A request for the assistant's next turn: its `task` comes first, then the pieces of the answer."""
+    """A request for the assistant's next turn; `task` must be called before the pieces are made."""
 
     def __init__(self, request: pb.ChatRequest, assistant: Assistant) -> None:
         self.request = request
         self._assistant = assistant
         self._reader = TurnReader()
-        self.inert: Sequence[str] = ()  # likewise
+        self.inert: Sequence[str] = ()  # given keywords and fields without effect
 
     async def task(self) -> Task:
         """What the full tier is asked; raises `InvalidRequest`."""
@@ -83,7 +83,7 @@ class TurnCall:
         return parse_task(self.request, task.ids, task.params)
 
     def resume(self, delivered: Chunk) -> None:
-        """Read what the client has of the answer, without sending it again."""
+        """Parse what the client already has, without sending it again."""
         self._reader.take(delivered)
 
     def piece(self, chunk: Chunk) -> pb.ChatResponse:
@@ -115,14 +115,14 @@ class TurnCall:
 
 
 def parse_sampling(request: GenerationRequest, defaults: Mapping[str, Any]) -> SamplingParams:
-    """Sampling parameters, the model's ``defaults`` where nothing is set; raises `InvalidRequest`."""
+    """Sampling parameters, with the model's ``defaults`` for unset fields; raises `InvalidRequest`."""
     sampling = pb.Sampling(**defaults)
     sampling.MergeFrom(request.sampling)
     return decode_sampling(sampling)
 
 
 def parse_task(request: GenerationRequest, ids: Sequence[int], params: SamplingParams) -> Task:
-    """What the full tier is asked after the tokens ``ids``; raises `InvalidRequest`."""
+    """The task for the full tier after the prompt ``ids``; raises `InvalidRequest`."""
     speculation, handling = decode_speculation(request.speculation), decode_handling(request)
     return Task(ids, params, speculation, handling, request.resume.token_ids)
 
@@ -130,7 +130,7 @@ def parse_task(request: GenerationRequest, ids: Sequence[int], params: SamplingP
 def refuse_unknown(message: ProtoMessage, where: str = "the request") -> None:
     """Raise `InvalidRequest` if a message, or one in it, has fields that this version does not know.
 
-    Every parameter is honoured or refused. Of lists that are too long only the beginning is looked at.
+    Every parameter is honoured or refused. Of lists that are too long only the beginning is checked.
     """
     unknown = [field.field_number for field in UnknownFieldSet(message)]  # type: ignore[attr-defined]
     if unknown:
@@ -157,7 +157,7 @@ def tokens(chunk: Chunk) -> list[pb.Token]:
 
 
 def prompt(chunk: Chunk) -> list[pb.PromptToken]:
-    """Tokens of the prompt, with the first piece if they were asked for."""
+    """Tokens of the prompt, which come with the first piece if requested."""
     return [pb.PromptToken(id=token.id, logprob=token.logprob, top=_likeliest(token.top)) for token in chunk.prompt]
 
 
@@ -166,7 +166,7 @@ def _likeliest(top: Iterable[tuple[int, float]]) -> list[pb.TopToken]:
 
 
 def finish(completion: Completion, reason: str | None = None) -> pb.Finish:
-    """How the answer ended, with the last message; ``reason`` overrules the completion's own."""
+    """The end of the answer, for the last message; ``reason`` replaces the completion's own."""
     stats = completion.stats
     return pb.Finish(
         reason=reason or completion.finish_reason,
@@ -182,7 +182,7 @@ def finish(completion: Completion, reason: str | None = None) -> pb.Finish:
 
 
 def conversation(request: pb.ChatRequest) -> Conversation:
-    """What is said and may be called; raises `InvalidRequest`, with the sentences that HTTP clients get."""
+    """The conversation and its tools; raises `InvalidRequest` with the same messages as over HTTP."""
     refuse_unknown(request)
     body = values(request, UNCONVERTED)
     body["messages"] = _listed(_message, request.messages, MAX_MESSAGES)
@@ -196,7 +196,7 @@ def conversation(request: pb.ChatRequest) -> Conversation:
 
 
 def _listed(form: Callable[[T], Any], given: Sequence[T], most: int) -> list[Any]:
-    """Each element in OpenAI's form; a list that is too long is refused for its length, whatever is at its end."""
+    """Elements in OpenAI's form. Of a list that is too long only so many are converted that its length is refused."""
     return [form(element) for element in given[:most]] + [None] * (len(given) - most)
 
 
@@ -230,7 +230,7 @@ def _object(text: str, where: str) -> dict[str, Any]:
 
 
 def _finish(end: Completion, reader: TurnReader) -> pb.Finish:
-    """How the answer ended, with the tokens of its thoughts if they are told apart."""
+    """The end of the answer, with the tokens of its thoughts if they are separated."""
     ended = finish(end, reader.finish_reason(end))
     if (num_tokens := reader.num_thought_tokens) is not None:
         ended.reasoning_tokens = num_tokens

@@ -1,6 +1,6 @@
 """The router's own gRPC server, in its process in place of Ray Serve's proxy.
 
-It listens at a port of its own, slows down for slow readers, knows deadlines, and saves a hop.
+It listens on its own port, applies backpressure to slow readers, knows deadlines, and saves a hop.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Patience:
-    """A context around each write to one client: raises `TimeoutError` if the client takes nothing for ``timeout_s``.
+    """A context for each write to one client: raises `TimeoutError` if the client reads nothing for ``timeout_s``.
 
     All writes share one timer, because a timer for each would take longer than most writes. Belongs to one event loop.
     """
@@ -39,7 +39,7 @@ class Patience:
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[object] | None = None  # the task that writes
-        self._since: float | None = None  # when the write began that has not ended
+        self._since: float | None = None  # when the present write began
         self._over = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -52,11 +52,11 @@ class Patience:
         self._since = None
         if self._over and self._task is not None:
             self._over = False
-            if not self._task.uncancel() and kind is asyncio.CancelledError:  # else somebody else cancels it, too
+            if not self._task.uncancel() and kind is asyncio.CancelledError:  # unless something else cancels it, too
                 raise TimeoutError from error
 
     def close(self) -> None:
-        """There is no more to write."""
+        """Stop the timer, since all is written."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -73,7 +73,7 @@ class Patience:
 
 
 class GrpcServer:
-    """Serves a router's ``service``, health and reflection. Several routers of one machine may share the port."""
+    """Serves a router's ``service``, health and reflection. Several routers on one machine may share the port."""
 
     def __init__(self, service: Any, listen: ListenConfig, limits: RequestLimits) -> None:
         self._listen = listen
@@ -85,7 +85,7 @@ class GrpcServer:
                 ("grpc.max_send_message_length", -1),
                 ("grpc.max_metadata_size", MAX_METADATA_BYTES),
                 ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
-                ("grpc.keepalive_time_ms", 20_000),  # a client's host that vanishes is noticed within half a minute
+                ("grpc.keepalive_time_ms", 20_000),  # notices within half a minute that a client's host has vanished
                 ("grpc.keepalive_timeout_ms", 10_000),
                 ("grpc.http2.ping_timeout_ms", 10_000),
                 ("grpc.http2.max_pings_without_data", 0),
@@ -98,7 +98,7 @@ class GrpcServer:
         reflection.enable_server_reflection((CASCADE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
 
     async def open(self) -> None:
-        """Listen; raises `ConfigError` if a TLS file cannot be used, `RuntimeError` if the port cannot be had."""
+        """Listen; raises `ConfigError` if a TLS file cannot be used, `RuntimeError` if the port is not available."""
         host = f"[{self._listen.host}]" if ":" in self._listen.host else self._listen.host
         tls, place = self._listen.tls, f"{host}:{self._listen.grpc_port}"
         if tls is None:
@@ -111,18 +111,18 @@ class GrpcServer:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
     async def leave(self, grace_s: float) -> None:
-        """Stop listening, and send connected clients elsewhere; answers that are being written have ``grace_s`` to end."""
+        """Stop listening, and send connected clients elsewhere; running answers have ``grace_s`` to end."""
         await self._health.enter_graceful_shutdown()
         self._leaving = asyncio.create_task(self._server.stop(grace_s))
 
     async def close(self, grace_s: float) -> None:
-        """Stop listening, and return when all is answered, at the latest after ``grace_s``."""
+        """Stop listening, and return when all calls are answered, at the latest after ``grace_s``."""
         await self._server.stop(grace_s)
         if self._leaving is not None:
             await self._leaving
 
     def _method(self, method: MethodDescriptor, answer: Callable[[Any, Context], Any]) -> Callable[..., Any]:
-        """What answers calls of a method of the protocol as Ray Serve would."""
+        """A function that answers calls of a method of the protocol like Ray Serve."""
 
         async def whole(request: object, context: Context) -> Any:
             async with aborting(request, context):
@@ -142,14 +142,14 @@ class GrpcServer:
             with patience:
                 await context.write(response)
         except TimeoutError:
-            log.info("A client that took nothing for %g s was dropped", self._read_timeout_s)
+            log.info("A client that read nothing for %g s was dropped", self._read_timeout_s)
             context.set_code(grpc.StatusCode.ABORTED)
-            context.set_details(f"The client took nothing for {self._read_timeout_s:g} s")
+            context.set_details(f"The client read nothing for {self._read_timeout_s:g} s")
             raise
 
 
 def parsed(kind: type[Message], data: bytes) -> Message | None:
-    """A request; ``None`` for what is no protobuf: gRPC would tell clients names of classes."""
+    """A request, or ``None`` for invalid bytes: gRPC's own error would show clients names of classes."""
     with contextlib.suppress(DecodeError):
         return kind.FromString(data)
     return None
@@ -157,7 +157,7 @@ def parsed(kind: type[Message], data: bytes) -> Message | None:
 
 @contextlib.asynccontextmanager
 async def aborting(request: object, context: Context) -> AsyncIterator[None]:
-    """End a failed call with the status that was set: a client never sees a traceback."""
+    """End a failed call with the status that was set, so that a client never sees a traceback."""
     if request is None:
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "The request is no message of this protocol")
     try:

@@ -1,4 +1,4 @@
-"""OpenAI's and Anthropic's APIs over HTTP, and the page."""
+"""OpenAI's and Anthropic's APIs over HTTP, and the chat page."""
 
 import contextlib
 import time
@@ -46,11 +46,11 @@ from deployments.gateway.threads import reading
 
 AnyBody = TypeVar("AnyBody", bound=SamplingBody)
 TurnBody = TypeVar("TurnBody", ChatBody, ResponsesBody, MessagesBody)
-COMPLETION_TOKENS = 16  # a completion's limit, as in OpenAI's API, if neither the request nor the model says
+COMPLETION_TOKENS = 16  # default limit of completions, as in OpenAI's API, if the model has none
 STARTED = int(time.time())
-BEARER = HTTPBearer(auto_error=False)  # only for the schema: `Middleware` looks at the key
+BEARER = HTTPBearer(auto_error=False)  # only for the schema: `Middleware` checks the key
 Timeout = Annotated[float | None, Header(alias="x-request-timeout-seconds", gt=0, allow_inf_nan=False)]
-ERROR_FIELDS = {name: {"type": "string"} for name in ("message", "type")}  # OpenAI's and Anthropic's errors have both
+ERROR_FIELDS = {name: {"type": "string"} for name in ("message", "type")}  # fields of both OpenAI's and Anthropic's errors
 ERROR_BODY = {"required": ["error"], "properties": {"error": {"required": [*ERROR_FIELDS], "properties": ERROR_FIELDS}}}
 RESPONSES: dict[int | str, dict[str, Any]] = {
     kind.http: {"description": kind.__doc__, "content": {"application/json": {"schema": ERROR_BODY}}}
@@ -89,7 +89,7 @@ class HttpApi:
         app = FastAPI(title="cascade", version=version("cascade-serve"), docs_url=None, redoc_url=None)
         app.router.route_class = JsonRoute
         app.add_middleware(Middleware, admission=self._admission)
-        if origins := self._admission.access.config.allowed_origins:  # outside: a browser's first question has no key
+        if origins := self._admission.access.config.allowed_origins:  # outermost: a browser's preflight has no key
             allowed: dict[str, Any] = {"allow_origins": origins, "allow_methods": ["*"], "allow_headers": ["*"]}
             app.add_middleware(CORSMiddleware, **allowed, expose_headers=["x-request-id", "retry-after", "warning"])
         app.add_exception_handler(RequestValidationError, self._malformed)
@@ -101,7 +101,7 @@ class HttpApi:
         app.get("/", include_in_schema=False, **open_)(self.page)
         app.get("/metrics", include_in_schema=False, **open_)(self.metrics)
         app.get("/health", responses={503: RESPONSES[503]}, **open_)(self.health)
-        for path, answer in (("/", self.page), ("/health", self.health)):  # as load balancers ask
+        for path, answer in (("/", self.page), ("/health", self.health)):  # for load balancers
             app.head(path, include_in_schema=False, **open_)(answer)
         app.get("/v1/models", **keyed)(self.models)
         app.get("/v1/models/{name:path}", **keyed)(self.describe_model)
@@ -114,7 +114,7 @@ class HttpApi:
         app.post("/v1/messages/count_tokens", **keyed)(self.count_tokens)
         return app
 
-    # answered without a tier
+    # routes that need no tier
 
     async def page(self) -> Response:
         """The chat page."""
@@ -131,7 +131,7 @@ class HttpApi:
         return Response(self._admission.metrics.text(), media_type=CONTENT_TYPE)
 
     async def models(self, request: Request) -> Response:
-        """All names of the model, and its adapters."""
+        """All names of the model and of its adapters."""
         return JSONResponse({"object": "list", "data": await self.listed(request.state.account)})
 
     async def describe_model(self, name: str, request: Request) -> Response:
@@ -190,14 +190,14 @@ class HttpApi:
         return await self._turn(call, body, task, MessageReply(task, call.id, self._answering(body)))
 
     async def count_tokens(self, body: PromptBody) -> Response:
-        """Tokens of the prompt that a message would have."""
+        """Count the prompt tokens of a message."""
         await self._model.adapter(body.model)
         _, ids = await self._assistant.prompt(body.as_chat(self._assistant.template))
         return JSONResponse({"input_tokens": len(ids)})
 
     async def _received(self, body: AnyBody) -> AnyBody:
-        """``body`` with the adapter that its model names, if it names one; raises `NotFound` or `InvalidRequest`."""
-        self._admission.places.check()  # before the work of reading it
+        """``body`` with the adapter that its ``model`` names, if any; raises `NotFound` or `InvalidRequest`."""
+        self._admission.places.check()  # before more work on the request
         named = await self._model.adapter(body.model)
         if named is None:
             return body
@@ -208,12 +208,12 @@ class HttpApi:
         return body.model_copy(update={"adapter": named, "model": named})
 
     async def _task(self, body: TurnBody) -> tuple[TurnBody, ChatTask]:
-        """The body as `_received` gives it, with the task of its conversation."""
+        """The body after `_received`, and the task of its conversation."""
         body = await self._received(body)
         return body, await self._assistant.task(body.as_chat(self._assistant.template), body.params)
 
     async def _spelling(self, params: SamplingParams) -> Spelling | None:
-        """The names of tokens, where log-probabilities are asked for."""
+        """The names of tokens, if log-probabilities are requested."""
         return None if params.logprobs is None else await self._model.spelling()
 
     async def _turn(self, call: Call, body: SamplingBody, task: ChatTask, writer: Reply) -> Any:
@@ -228,7 +228,7 @@ class HttpApi:
         writer: Reply,
         unread: Sequence[str],
     ) -> Any:
-        """Admit all answers at once, then write them; a header names the fields without effect, ``unread`` among them."""
+        """Admit all answers at once, then write them; a header names fields without effect, including ``unread``."""
         if body.answers > self._admission.limits.max_n:
             raise InvalidRequest(f"n is {body.answers}: this server takes at most {self._admission.limits.max_n}", "n")
         specs = await self._specs(body, params, ids)
@@ -245,11 +245,11 @@ class HttpApi:
             if not body.stream:
                 return JSONResponse(await attended(call.receive, gathered(writer, merged(sources))), headers=warning)
             events = streamed(writer, merged(sources))
-            first = await attended(call.receive, anext(events))  # so that what fails at once has its own status
+            first = await attended(call.receive, anext(events))  # so that an immediate failure has its own status
             return Events(events, first, held.pop_all(), warning)
 
     async def _specs(self, body: SamplingBody, params: SamplingParams, ids: Sequence[Sequence[int]]) -> list[SessionSpec]:
-        """One for each answer, as long as there is room for; several answers have consecutive seeds."""
+        """A spec for each answer; several answers have consecutive seeds."""
         params, specs, delivered = params.seeded(), list[SessionSpec](), iter(body.delivered(len(ids) * body.answers))
         assert params.seed is not None
         for prompt in ids:
@@ -261,7 +261,7 @@ class HttpApi:
         return specs
 
     async def _echo(self, prompt: str | Sequence[int], ids: Sequence[int], params: SamplingParams) -> Echo:
-        """The prompt to repeat, with the offsets of its tokens if log-probabilities are asked for."""
+        """The prompt to repeat, with the offsets of its tokens if log-probabilities are requested."""
         text = prompt if isinstance(prompt, str) else await self._model.decode(prompt)
         if params.prompt_logprobs is None:
             return Echo(text)
@@ -269,7 +269,7 @@ class HttpApi:
         return Echo(text, tuple(min(begin, len(text)) for begin in begins))
 
     def _answering(self, body: SamplingBody) -> str:
-        """The model's name, or the adapter's if the request named it as its model."""
+        """The model's name, or the adapter's if the request gave it as ``model``."""
         return body.model if body.model and body.model == body.adapter else self._model.names[0]
 
     async def listed(self, account: Account) -> list[dict[str, Any]]:

@@ -1,8 +1,7 @@
-"""Answers as they come: pieces of several in one stream, server-sent events, and work that ends when the client leaves.
+"""Streaming: pieces of several answers in one stream, server-sent events, and work that ends when the client leaves.
 
-The events are made by hand, since `fastapi.sse` streams what a path operation yields: the status is sent before the first
-piece is there, so that a request could no longer be refused with 429 or 503; the same path could not give whole answers; and
-a piece costs four times as much (docs/log.md).
+`fastapi.sse` is not used: it sends the status before the first piece, so a request could no longer be refused with 429 or 503;
+the same path could not give whole answers; and a piece costs four times as much (docs/log.md).
 """
 
 import asyncio
@@ -21,23 +20,23 @@ from cascade.errors import CascadeError
 from deployments.gateway.admission.status import refusal
 
 T = TypeVar("T")
-Pieces = AsyncGenerator[tuple[int, Chunk], None]  # pieces with the index of their answer
+Pieces = AsyncGenerator[tuple[int, Chunk], None]  # pieces, each with the index of its answer
 
 
 def event(content: dict[str, Any], name: str = "") -> bytes:
     """One server-sent event."""
     head = b"event: %s\n" % name.encode() if name else b""
-    return b"%sdata: %s\n\n" % (head, to_json(content, ensure_ascii=True))  # for clients that split at other ends of lines
+    return b"%sdata: %s\n\n" % (head, to_json(content, ensure_ascii=True))  # for clients that also split at Unicode line breaks
 
 
 def warned(fields: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """The header that names ``fields`` of a request by what became of them; none if there are none."""
+    """The `Warning` header for ``fields`` of a request, by what became of them; empty if there are none."""
     warnings = [f'299 - "{what}: {", ".join(names)}"' for what, names in fields.items() if names]
     return {"warning": ", ".join(warnings)} if warnings else {}
 
 
 def finite(value: Any) -> Any:
-    """``value`` with null in place of NaN and infinities, which Python reads and JSON lacks."""
+    """``value`` with null for NaN and infinities, which Python reads but JSON does not have."""
     return from_json(to_json(value, inf_nan_mode="null"))
 
 
@@ -46,7 +45,7 @@ class ClientLeft(Exception):
 
 
 class Events(Response):
-    """A response of server-sent events; ends, and closes ``events``, as soon as the client leaves."""
+    """A response of server-sent events. It ends, and closes ``events``, as soon as the client leaves."""
 
     def __init__(
         self, events: AsyncGenerator[bytes, None], first: bytes, held: contextlib.ExitStack, headers: Mapping[str, str]
@@ -55,7 +54,7 @@ class Events(Response):
         del self.headers["content-length"]
         self._events = events
         self._first = first
-        self._held = held  # let go at the end
+        self._held = held  # closed at the end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._held:
@@ -71,7 +70,7 @@ class Events(Response):
 
 
 async def attended(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What ``work`` returns; ends it and raises `ClientLeft` when the client leaves."""
+    """Await ``work``; cancels it and raises `ClientLeft` when the client leaves."""
     task = asyncio.create_task(work)
     leaving = asyncio.create_task(_left(receive))
     try:
@@ -99,7 +98,7 @@ class Reply(ABC):
 
     @abstractmethod
     def piece(self, index: int, chunk: Chunk) -> bytes:
-        """The server-sent events of the next piece of an answer; it may have none."""
+        """The server-sent events of the next piece of an answer; may be empty."""
 
     @abstractmethod
     def failed(self, error: CascadeError) -> bytes:
@@ -110,18 +109,18 @@ class Reply(ABC):
         return b""
 
     def resume(self, delivered: Sequence[Chunk]) -> None:
-        """The client has this of each answer already."""
+        """The client already has ``delivered``, one piece for each answer."""
         raise NotImplementedError
 
 
 async def merged(sources: Sequence[AsyncGenerator[Chunk, None]]) -> Pieces:
-    """The pieces of all answers as they come, with the index of their answer. One that fails ends them all."""
+    """The pieces of all answers as they come, each with the index of its answer. If one answer fails, all end."""
     if len(sources) == 1:
         async with contextlib.aclosing(sources[0]) as chunks:
             async for chunk in chunks:
                 yield 0, chunk
         return
-    queue: asyncio.Queue[tuple[int, Chunk | Exception | None]] = asyncio.Queue(1)  # a client that does not read stalls them all
+    queue: asyncio.Queue[tuple[int, Chunk | Exception | None]] = asyncio.Queue(1)  # a client that does not read stalls all
 
     async def feed(index: int, source: AsyncGenerator[Chunk, None]) -> None:
         last = None
@@ -151,7 +150,7 @@ async def merged(sources: Sequence[AsyncGenerator[Chunk, None]]) -> Pieces:
 
 
 async def unwritten(source: AsyncGenerator[Chunk, None]) -> AsyncGenerator[Chunk, None]:
-    """An answer of one token without that token: the log-probabilities of its prompt come with the first."""
+    """An answer of one token without this token, which only carries the log-probabilities of the prompt."""
     async with contextlib.aclosing(source) as chunks:
         async for chunk in chunks:
             end = chunk.completion
@@ -168,7 +167,7 @@ async def gathered(reply: Reply, pieces: Pieces) -> dict[str, Any]:
 
 
 async def streamed(reply: Reply, pieces: Pieces) -> AsyncGenerator[bytes, None]:
-    """The answer as server-sent events. What fails after the first one is an event too."""
+    """The answer as server-sent events. A failure after the first event becomes an event, too."""
     begun = False
     try:
         async with contextlib.aclosing(pieces):

@@ -1,4 +1,4 @@
-"""Bodies of requests, read as JSON more strictly than Python does: in UTF-8, each name of an object once, whole characters."""
+"""Parses bodies as JSON, more strictly than Python: UTF-8, no repeated names in an object, no lone surrogates."""
 
 import json
 import re
@@ -11,11 +11,11 @@ from fastapi.routing import APIRoute
 
 from cascade.params import LONE_SURROGATE
 
-SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # half of a character, as JSON spells it
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # JSON's escape of half a character
 
 
 class JsonRoute(APIRoute):
-    """A route that reads its body by `parsed`."""
+    """A route that parses its body with `parsed`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -52,7 +52,7 @@ def parsed(body: bytes) -> Any:
 
 def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
-    if len(members) < len(pairs):  # Python would take the last one and forget the others
+    if len(members) < len(pairs):  # Python would silently take the last one
         [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
         raise json.JSONDecodeError(f"{twice[:60]!r} is given twice", "", 0)
     return members

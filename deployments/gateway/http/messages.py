@@ -1,4 +1,4 @@
-"""Anthropic's Messages API on the chat path: its blocks become a conversation, and the assistant's turn becomes blocks."""
+"""Anthropic's Messages API on top of chats: blocks become a conversation, and the assistant's turn becomes blocks."""
 
 import json
 from collections.abc import Iterator
@@ -20,9 +20,9 @@ from deployments.gateway.http.parts import Events, ForeignTool, PartsReply, kind
 from deployments.gateway.http.reply import report, usage
 
 PATH = "/v1/messages"
-BILLING = "x-anthropic-billing-header"  # begins a block of the system's text that is not for the model
+BILLING = "x-anthropic-billing-header"  # prefix of a block of the system message that is not for the model
 STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
-ERROR_TYPES = {  # Anthropic's names of statuses
+ERROR_TYPES = {  # Anthropic's error types by status
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -37,7 +37,7 @@ ERROR_TYPES = {  # Anthropic's names of statuses
 class Block(Body):
     """A piece of a message."""
 
-    cache_control: dict[str, Any] | None = None  # no effect: what prompts have in common is always kept
+    cache_control: dict[str, Any] | None = None  # no effect: common prefixes are always kept
 
 
 class TextBlock(Block):
@@ -49,7 +49,7 @@ class TextBlock(Block):
 
 
 class ThinkingBlock(Block):
-    """What the assistant thought. Nothing is signed here."""
+    """Thoughts of the assistant. Signatures are ignored."""
 
     type: Literal["thinking"]
     thinking: Text
@@ -57,21 +57,21 @@ class ThinkingBlock(Block):
 
 
 class CallBlock(Block):
-    """What the assistant called."""
+    """A call by the assistant."""
 
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
-    caller: dict[str, Any] | None = None  # no effect: only the assistant calls here
+    caller: dict[str, Any] | None = None  # no effect: only the assistant calls tools here
 
     @property
     def called(self) -> dict[str, Any]:
-        """The call as chat completions have it; raises `InvalidRequest`."""
+        """The call in the form of chat completions; raises `InvalidRequest`."""
         try:
             arguments = json.dumps(self.input, ensure_ascii=False)
         except (ValueError, RecursionError):
-            raise InvalidRequest(f"The input of the call {self.id[:60]!r} is no JSON object: mend it") from None
+            raise InvalidRequest(f"The input of the call {self.id[:60]!r} is not a JSON object: fix it") from None
         return call_body(self.id, self.name, arguments)
 
 
@@ -79,12 +79,12 @@ Texts = Text | Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=
 
 
 class ResultBlock(Block):
-    """What the call gave."""
+    """The result of a call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
     content: Texts = ""
-    is_error: bool | None = None  # no effect: chat templates know of none
+    is_error: bool | None = None  # no effect: chat templates have nothing like it
 
 
 UserBlock = Annotated[TextBlock | ResultBlock, Field(discriminator="type")]
@@ -92,7 +92,7 @@ AssistantBlock = Annotated[TextBlock | ThinkingBlock | CallBlock, Field(discrimi
 
 
 class UserTurn(Body):
-    """Words, and results of calls, which are messages of their own in chat completions."""
+    """Text, and results of calls, which are separate messages in chat completions."""
 
     role: Literal["user"]
     content: Text | Annotated[list[UserBlock], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
@@ -112,10 +112,10 @@ class UserTurn(Body):
 
 
 class AssistantTurn(Body):
-    """What the assistant thought, said and called."""
+    """Thoughts, text and calls of the assistant."""
 
     role: Literal["assistant"]
-    content: Text | Annotated[list[AssistantBlock], Field(max_length=MAX_PARTS, fail_fast=True)]  # none: it said nothing
+    content: Text | Annotated[list[AssistantBlock], Field(max_length=MAX_PARTS, fail_fast=True)]  # empty: it said nothing
 
     def messages(self) -> Iterator[dict[str, Any]]:
         blocks = [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
@@ -128,7 +128,7 @@ class AssistantTurn(Body):
 
 
 class SystemTurn(Body):
-    """What holds from here on."""
+    """Instructions that hold from here on."""
 
     role: Literal["system"]
     content: Texts
@@ -169,7 +169,7 @@ class Choice(Body):
 
 
 class Thinking(Body):
-    """Whether the assistant thinks, where its chat template can be told so, and whether the client hears of it."""
+    """Whether the assistant thinks, if its chat template has a variable for that, and whether the client gets the thoughts."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -177,7 +177,7 @@ class Thinking(Body):
 
 
 class OutputFormat(Body):
-    """What the text has to be."""
+    """The required form of the text."""
 
     type: Literal["json_schema"]
     json_schema: dict[str, Any] = Field(alias="schema")
@@ -194,7 +194,7 @@ Turn = Annotated[UserTurn | AssistantTurn | SystemTurn, Field(discriminator="rol
 
 
 class PromptBody(Body):
-    """POST /v1/messages/count_tokens: all of a request that becomes its prompt."""
+    """POST /v1/messages/count_tokens: the fields of a request that become the prompt."""
 
     model: str | None = None
     messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -204,17 +204,17 @@ class PromptBody(Body):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: dict[str, Any] | None = None
-    context_management: dict[str, Any] | None = None  # nothing is kept of a conversation that could be managed
+    context_management: dict[str, Any] | None = None  # no effect: nothing is kept between requests
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def system_text(self) -> str:
-        """The system's text without what Claude Code says there to its biller, new each time: prefixes would differ."""
+        """The system message without Claude Code's billing line, which is new each time and would spoil prefix reuse."""
         system = self.system or ""
         return text_of(system if isinstance(system, str) else [part for part in system if not part.text.startswith(BILLING)])
 
     def as_chat(self, template: ChatTemplate) -> Conversation:
-        """As chat completions have it, for this chat template; raises `InvalidRequest`."""
+        """The conversation in the form of chat completions, for this chat template; raises `InvalidRequest`."""
         messages = [message for turn in self.messages for message in turn.messages()]
         system = [{"role": "system", "content": self.system_text}] if self.system_text else []
         chat: dict[str, Any] = {"messages": system + messages}
@@ -228,14 +228,14 @@ class PromptBody(Body):
         if thinking is not None:
             switched = dict.fromkeys(template.switches, thinking.type != "disabled")
             if any(values.get(name, value) != value for name, value in switched.items()):
-                raise InvalidRequest("thinking is another one in chat_template_kwargs: leave one out", "thinking")
+                raise InvalidRequest("thinking differs from chat_template_kwargs: leave one out", "thinking")
             values |= switched
             chat["include_reasoning"] = thinking.type != "disabled" and thinking.display != "omitted"
         return Conversation.of(chat | {"chat_template_kwargs": values or None})
 
 
 class MessagesBody(SamplingBody, PromptBody):
-    """POST /v1/messages; the fields of sampling beyond Anthropic's are those of completions."""
+    """POST /v1/messages; sampling fields beyond Anthropic's are those of completions."""
 
     max_tokens: Limit
     stop: Stops | None = Field(default=None, validation_alias="stop_sequences")
@@ -243,7 +243,7 @@ class MessagesBody(SamplingBody, PromptBody):
     INERT: ClassVar[tuple[str, ...]] = ("cache_control", "context_management", "thinking.budget_tokens")
 
     def ignored(self, template: ChatTemplate) -> list[str]:
-        """With the kinds of tools, and of blocks, that are left out."""
+        """Fields without effect, and the kinds of tools and blocks that are left out."""
         blocks = [block for turn in self.messages if not isinstance(turn.content, str) for block in turn.content]
         thinks = self.thinking is not None and self.thinking.type != "disabled"
         others = {
@@ -261,9 +261,9 @@ class MessagesBody(SamplingBody, PromptBody):
 
 
 class MessageReply(PartsReply):
-    """Its parts are blocks; ``id`` names the message, and ``model`` what wrote it."""
+    """An answer whose parts are blocks; ``id`` names the message, ``model`` the model or adapter."""
 
-    THOUGHTS, WORDS, CALLS = "thinking", "text", "tool_use"  # also the fields that hold texts
+    THOUGHTS, WORDS, CALLS = "thinking", "text", "tool_use"  # the first two are also names of fields
 
     def __init__(self, task: ChatTask, id: str, model: str) -> None:
         self._arguments = ""  # the growing call's arguments
@@ -302,11 +302,11 @@ class MessageReply(PartsReply):
         return {"type": "content_block_delta", "index": len(self._parts) - 1, "delta": delta}
 
     def _end(self, part: dict[str, Any]) -> Events:
-        """The input of a call that was cut is what has come."""
+        """End a block; the input of a call that was cut off is as far as it came."""
         if part["type"] == self.CALLS and self._arguments:
             try:
                 part["input"] = finite(from_json(self._arguments, allow_partial="trailing-strings"))
-            except ValueError:  # the model need not write JSON; so Anthropic hands on what is none
+            except ValueError:  # the model may have written invalid JSON; Anthropic's API passes it on like this
                 part["input"] = {CUT: self._arguments}
         yield {"type": "content_block_stop", "index": len(self._parts) - 1}
 

@@ -1,4 +1,4 @@
-"""Between web server and application: keys, limits of bodies in size and time, clients that leave."""
+"""Middleware before the application: keys, limits of bodies in size and time, clients that leave."""
 
 import asyncio
 import gzip
@@ -20,18 +20,18 @@ from deployments.gateway.http.events import ClientLeft
 from deployments.gateway.http.messages import PATH, message_error
 from deployments.gateway.http.reply import error_body
 
-HEALTH = "/health"  # is open to all, whatever keys there are
-PAGE = "/"  # a browser is asked for a key as password
+HEALTH = "/health"  # needs no key
+PAGE = "/"  # here a browser asks for the key as a password
 BASIC = (("www-authenticate", 'Basic realm="cascade: an API key as password"'),)
 
 CODING = b"content-encoding"
 
 
 class Middleware:
-    """Looks at the key, reads the body, and puts a request's account, id and time of arrival into its state.
+    """Checks the key, reads the body, and puts a request's account, id and time of arrival into its state.
 
-    Starlette's own `RequestBodyLimitMiddleware` counts the body too, but answers in plain text, also in place of any other
-    refusal of a body that says it is too long; OpenAI's clients, and our metrics, need the error as `refusal` has it.
+    Starlette's own `RequestBodyLimitMiddleware` also limits the body, but answers in plain text. OpenAI's clients, and our
+    metrics, need the error in the form of `refusal`.
     """
 
     def __init__(self, app: ASGIApp, admission: Admission) -> None:
@@ -74,18 +74,18 @@ class Middleware:
 
 
 def authorization(headers: Mapping[bytes, bytes]) -> str:
-    """The header of the key, also where the key comes as Anthropic's clients say it; "" without one."""
+    """The authorization header, also if the key comes in the header of Anthropic's clients; "" without a key."""
     key = headers.get(b"x-api-key")
     return headers.get(b"authorization", b"" if key is None else b"Bearer " + key).decode("latin-1")
 
 
 def route_of(scope: Mapping[str, Any]) -> str:
-    """The path of a request after the application's route prefix, which Ray Serve puts into both of these."""
+    """The path of a request after the application's route prefix, which Ray Serve puts into both entries."""
     return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 
 
 def refused_response(error: CascadeError, scope: Mapping[str, Any]) -> JSONResponse:
-    """The error in the form of the API that was asked; a browser is asked for a key."""
+    """The error in the form of the API that was called; a browser gets a request for a password."""
     path = route_of(scope)
     headers = BASIC if path == PAGE and error.http == 401 else metadata(error)
     body = message_error(error) if path.startswith(PATH) else error_body(error)
@@ -118,18 +118,18 @@ async def read_body(scope: Mapping[str, Any], receive: Receive, limits: RequestL
 
 
 def unzipped(body: bytes | bytearray, most: int) -> bytes:
-    """The content of a gzip file, of which no more than ``most`` bytes are unpacked; raises `TooLarge` or `InvalidRequest`."""
+    """Unpack a gzip file of at most ``most`` bytes of content; raises `TooLarge` or `InvalidRequest`."""
     try:
         content = gzip.GzipFile(fileobj=io.BytesIO(body)).read(most + 1)
     except (OSError, EOFError, zlib.error):
-        raise InvalidRequest("The body is no whole gzip file, as Content-Encoding says it is") from None
+        raise InvalidRequest("The body is not a complete gzip file, as Content-Encoding says") from None
     if len(content) > most:
         raise TooLarge(f"The body has more than {most} bytes once it is unpacked: this server reads no more")
     return content
 
 
 def replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives ``body`` first."""
+    """A `receive` that returns ``body`` first."""
     waiting = [body]
 
     async def first() -> Message:

@@ -24,7 +24,7 @@ from cascade.params import (
 from cascade.settings.config import MAX_TIERS
 from cascade.settings.router import MAX_ANSWERS, MAX_PROMPTS
 
-# fields that have another form in some body
+# fields whose form differs between bodies
 CONVERTED = ("max_tokens", "logit_bias", "logprobs", "prompt_logprobs", "structured")
 SAME_FIELDS = tuple(field.name for field in fields(SamplingParams) if field.name not in CONVERTED)
 
@@ -35,7 +35,7 @@ Limit = Annotated[int, Field(ge=1)]  # output tokens at most
 
 
 class SpeculationBody(Body):
-    """How drafts may be used; that never changes the text."""
+    """How drafts may be used. This never changes the text."""
 
     mode: Literal["auto", "off"] = "auto"
     tiers: Annotated[list[str], Field(max_length=MAX_TIERS, fail_fast=True)] | None = None
@@ -44,7 +44,7 @@ class SpeculationBody(Body):
 
 
 class StructuredBody(Body):
-    """What the text has to be: exactly one of these."""
+    """The required form of the text: exactly one of these."""
 
     json_schema: dict[str, Any] | str | None = Field(default=None, validation_alias=AliasChoices("json_schema", "json"))
     json_object: bool = False
@@ -54,27 +54,27 @@ class StructuredBody(Body):
 
 
 class StreamOptions(Body):
-    """What a stream has beside its pieces."""
+    """Options of a stream."""
 
-    include_obfuscation: Literal[False] | None = None  # there is none
+    include_obfuscation: Literal[False] | None = None  # not supported
 
 
 class UsageOptions(StreamOptions):
-    """When a stream of completions tells the usage."""
+    """When a stream of completions reports the usage."""
 
     include_usage: bool = False  # after the last piece
-    continuous_usage_stats: bool = False  # with every piece, as in vLLM
+    continuous_usage_stats: bool = False  # on every piece, as in vLLM
 
 
 class ResumeBody(Body):
-    """What the client received of answers whose stream broke off."""
+    """What the client received before the stream broke off."""
 
     # one list for each choice
     token_ids: Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS * MAX_ANSWERS, fail_fast=True)]
 
 
 class JsonSchema(Body):
-    """What an answer must look like."""
+    """The JSON schema of an answer."""
 
     name: str
     description: str | None = None
@@ -100,14 +100,14 @@ class ResponseFormat(Body):
 
 
 def form_of(type: str, schema: dict[str, Any] | None) -> Structured | None:
-    """What a format of this type asks for; raises `InvalidRequest`."""
+    """The structured output for a format of this type; raises `InvalidRequest`."""
     if type == "text":
         return None
     return Structured(json_schema=schema) if schema else Structured(json_object=True)
 
 
 class IgnoredFields(Body):
-    """Fields of OpenAI's and vLLM's clients that are accepted, with these values, and change nothing."""
+    """Fields of OpenAI's and vLLM's clients that are accepted with these values, and have no effect."""
 
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -150,9 +150,9 @@ class SamplingBody(IgnoredFields):
     structured: StructuredBody | None = Field(default=None, validation_alias=AliasChoices("structured", "structured_outputs"))
     speculation: SpeculationBody | None = None
 
-    INERT: ClassVar[tuple[str, ...]] = ()  # more fields without effect, of this API alone
+    INERT: ClassVar[tuple[str, ...]] = ()  # more fields without effect, only in this API
     PROMPT: ClassVar[str] = "messages"  # the field that becomes the prompt
-    LIMITS: ClassVar[tuple[str, ...]] = ("max_tokens",)  # fields that say how long answers may be
+    LIMITS: ClassVar[tuple[str, ...]] = ("max_tokens",)  # fields that limit the length of answers
 
     @field_validator("logit_bias", mode="before")
     @classmethod
@@ -162,12 +162,12 @@ class SamplingBody(IgnoredFields):
         return value
 
     def ignored(self, template: ChatTemplate) -> list[str]:
-        """Fields that are given and change nothing where ``template`` writes the prompts; a dot leads into a field."""
+        """Given fields that have no effect with the chat template ``template``; a dot leads into a field."""
         return [name for name in (*IgnoredFields.model_fields, *self.INERT) if _at(self, name) is not None]
 
     @property
     def limits(self) -> dict[str, int]:
-        """Those of its fields that say how long answers may be, if they are given."""
+        """The given fields that limit the length of answers."""
         return {name: limit for name in self.LIMITS if (limit := getattr(self, name)) is not None}
 
     @property
@@ -177,12 +177,12 @@ class SamplingBody(IgnoredFields):
 
     @property
     def writes(self) -> bool:
-        """Whether answers may have any token at all."""
+        """Whether answers may have any tokens."""
         return True
 
     @property
     def form(self) -> Structured | None:
-        """The structured output that the API's own fields ask for; raises `InvalidRequest`."""
+        """The structured output that the API's own fields request; raises `InvalidRequest`."""
         return None
 
     @property
@@ -199,11 +199,11 @@ class SamplingBody(IgnoredFields):
         return Handling(self.priority or 0, self.cache_salt or "", train=self.train is not False)
 
     def delivered(self, num_choices: int) -> list[list[int]]:
-        """Tokens that the client has of each choice; raises `InvalidRequest`."""
+        """Tokens of each choice that the client already has; raises `InvalidRequest`."""
         return [[] for _ in range(num_choices)]
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """Sampling parameters, ``defaults`` where the request gives none; raises `InvalidRequest`."""
+        """Sampling parameters, with ``defaults`` for fields that are not given; raises `InvalidRequest`."""
         chosen = {name: value for name in SAME_FIELDS if (value := getattr(self, name)) is not None}
         biases = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
         structured = self.form
@@ -221,20 +221,20 @@ class SamplingBody(IgnoredFields):
 
 
 def _at(body: Any, path: str) -> Any:
-    """The value of a field; ``None`` where any field on the way to it is."""
+    """The value at a path of fields; ``None`` if any field on the way is ``None``."""
     for name in path.split("."):
         body = getattr(body, name, None)
     return body
 
 
 class AnswersBody(SamplingBody):
-    """What both kinds of completions take."""
+    """Fields of completions and of chat completions."""
 
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
     stream_options: UsageOptions | None = None
     response_format: ResponseFormat | None = None
     resume: ResumeBody | None = None
-    history: bool = False  # each piece says its token ids, where they end and who wrote them
+    history: bool = False  # each piece has its token ids, where they end, and which tier guessed them
 
     INERT: ClassVar[tuple[str, ...]] = ("response_format.json_schema.description",)
 
@@ -284,7 +284,7 @@ class CompletionBody(AnswersBody):
     @model_validator(mode="after")
     def _asks_for_something(self) -> Self:
         if not self.writes and not self.echo:
-            raise InvalidRequest("max_tokens is 0: without echo, which repeats the prompt, nothing is asked for", "max_tokens")
+            raise InvalidRequest("max_tokens is 0: without echo, which repeats the prompt, nothing is requested", "max_tokens")
         return self
 
     @property
@@ -349,7 +349,7 @@ class TokenizeBody(StyleBody):
             self.check_style(self.messages)
         elif self.style != Style():
             given = next(name for name in StyleBody.model_fields if getattr(self, name) is not None)
-            raise InvalidRequest(f"{given} is given without messages, which it is about: leave it out", given)
+            raise InvalidRequest(f"{given} is given without messages, to which it applies: leave it out", given)
         return self
 
 

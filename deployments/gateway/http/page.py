@@ -1,4 +1,4 @@
-"""The chat page, sent as one file with its scripts and the libraries that they use: it asks nobody but its server."""
+"""The chat page as one file with its scripts and libraries, so that it loads nothing from other hosts."""
 
 from functools import cache
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the Responses and the Messages API share: tools as chats have them, and one turn as a row of parts.
+"""Shared by the Responses and the Messages API: tools in the form of chats, and a turn as a sequence of parts.
 
 Each part grows until the next begins.
 """
@@ -16,11 +16,11 @@ from deployments.gateway.chat.calls import CallDelta
 from deployments.gateway.http.events import Reply, event
 
 FUNCTION = {"name", "description", "parameters", "strict"}  # fields of a tool that chat completions have
-Events = Iterator[dict[str, Any]]  # each is to be written before the next is asked for: parts grow meanwhile
+Events = Iterator[dict[str, Any]]  # each must be written before the next is taken, since parts grow in between
 
 
 class ForeignTool(Body):
-    """A tool that is no function, such as one of the provider's own: the model is not told of it."""
+    """A tool that is not a function, such as a provider's own: the model does not see it."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -28,7 +28,7 @@ class ForeignTool(Body):
 
 
 def kind_of_tool(function: str) -> Callable[[Any], str]:
-    """Tells the tag of a tool where functions have the type ``function``; a space keeps tags out of places in errors."""
+    """A discriminator of tools; functions have the type ``function``. Tags have a space, which keeps them out of errors."""
 
     def tag(value: Any) -> str:
         kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
@@ -38,18 +38,18 @@ def kind_of_tool(function: str) -> Callable[[Any], str]:
 
 
 def left_out(tools: Sequence[Any] | None) -> list[str]:
-    """Tools that the model is not told of, as a warning has them."""
+    """Tools that the model does not see, for a warning."""
     kinds = dict.fromkeys(tool.type for tool in tools or () if isinstance(tool, ForeignTool))
     return [f"tools of type {kind}" for kind in kinds]
 
 
 def named_tool(name: str) -> dict[str, Any]:
-    """The choice of this function, as chat completions have it."""
+    """The choice of a function in the form of chat completions."""
     return {"type": "function", "function": {"name": name}}
 
 
 def tool_fields(given: Sequence[Body] | None, choice: Any, parallel: bool | None) -> dict[str, Any]:
-    """The fields of chat completions about tools; to choose freely among none is no choice."""
+    """The fields of chat completions on tools; a free choice without tools is left out."""
     own = [tool for tool in given or () if not isinstance(tool, ForeignTool)]
     tools = [{"type": "function", "function": tool.model_dump(include=FUNCTION, exclude_none=True)} for tool in own]
     fields: dict[str, Any] = {"tools": tools, "parallel_tool_calls": parallel} if tools else {}
@@ -57,7 +57,7 @@ def tool_fields(given: Sequence[Body] | None, choice: Any, parallel: bool | None
 
 
 class PartsReply(Reply):
-    """The one answer to a request; ``answer`` is its body as the first event has it, which `_finish` completes."""
+    """The single answer to a request; ``answer`` is the body in the first event, which `_finish` completes."""
 
     THOUGHTS: ClassVar[str]  # kinds of parts
     WORDS: ClassVar[str]
@@ -68,7 +68,7 @@ class PartsReply(Reply):
         self._answer = answer
         self._begun = False
         self._parts: list[dict[str, Any]] = []
-        self._open = False  # the last part grows
+        self._open = False  # whether the last part is still growing
 
     def whole(self, pieces: Sequence[tuple[int, Chunk]]) -> dict[str, Any]:
         for _, chunk in pieces:
@@ -104,27 +104,27 @@ class PartsReply(Reply):
         yield from self._add(kind, call)
 
     def _close(self) -> Events:
-        """End the part that grows, if there is one."""
+        """End the part that is growing, if there is one."""
         if self._open:
             self._open = False
             yield from self._end(self._parts[-1])
 
     @abstractmethod
     def _start(self) -> Events:
-        """The answer begins."""
+        """Events at the beginning of the answer."""
 
     @abstractmethod
     def _add(self, kind: str, call: CallDelta | None) -> Events:
-        """A part begins, to which the text of this kind, or the arguments of a ``call``, are added."""
+        """Begin a part for text of this kind, or for the arguments of a ``call``."""
 
     @abstractmethod
     def _grow(self, kind: str, part: dict[str, Any], text: str) -> dict[str, Any]:
-        """A piece of the last part has come."""
+        """Add a piece to the last part."""
 
     @abstractmethod
     def _end(self, part: dict[str, Any]) -> Events:
-        """The last part is whole."""
+        """Events at the end of the last part."""
 
     @abstractmethod
     def _finish(self, end: Completion) -> Events:
-        """The last piece has come."""
+        """Events after the last piece."""

@@ -1,4 +1,4 @@
-"""Completions and chat completions in OpenAI's form, whole and in pieces."""
+"""Completions and chat completions in OpenAI's form, as whole bodies and as streams."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ class Echo:
     """The prompt that an answer repeats; nothing by default."""
 
     text: str = ""
-    begins: tuple[int, ...] = ()  # where the prompt's tokens begin in the text, if log-probabilities are asked for
+    begins: tuple[int, ...] = ()  # where the prompt's tokens begin in the text, if log-probabilities are requested
 
 
 class CompletionReply(Reply):
@@ -37,8 +37,8 @@ class CompletionReply(Reply):
         spelling: Spelling | None = None,
         reader: Callable[[], TurnReader] = TurnReader,
     ) -> None:
-        """``echoes`` has one for each answer, and ``reader`` makes one; ``spelling`` names tokens where log-probabilities are
-        asked for. The prompts have ``prompt_tokens`` together.
+        """``echoes`` has one entry for each answer; ``reader`` makes a reader; ``spelling`` names tokens in log-probabilities.
+        ``prompt_tokens`` is the total of all prompts.
         """
         options, self._chat = body.stream_options or UsageOptions(), isinstance(body, ChatBody)
         self._history, self._usage, self._continuous = body.history, options.include_usage, options.continuous_usage_stats
@@ -104,7 +104,7 @@ class CompletionReply(Reply):
         return {"message": {"role": "assistant", "content": content, **turn.reasoning, **calls}}
 
     def _opening(self, index: int, first: Chunk) -> bytes:
-        """What comes before the ``first`` piece of a choice."""
+        """The events before the ``first`` piece of a choice."""
         if self._chat:
             content = "" if self._readers[index].plain else None
             return self._choice(index, {"delta": {"role": "assistant", "content": content}})
@@ -112,7 +112,7 @@ class CompletionReply(Reply):
         return self._choice(index, {"text": echo.text}, logprobs=self._prompt_logprobs(first, echo)) if echo.text else b""
 
     def _piece(self, index: int, chunk: Chunk, offset: int) -> bytes:
-        """A piece of a choice, ``offset`` characters after its begin; nothing if there is nothing to say yet."""
+        """The event of a piece of a choice, ``offset`` characters after its beginning; empty if the piece adds nothing."""
         reader, end = self._readers[index], chunk.completion
         delta = reader.take(chunk)
         if not (delta or end or self._history or self._spelling or chunk.seed is not None):
@@ -143,15 +143,15 @@ class CompletionReply(Reply):
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         kind = {"object": "chat.completion.chunk"} if self._chat else {}
-        unknown = {"usage": None} if self._usage else {}  # as clients expect it before the last event
+        unknown = {"usage": None} if self._usage else {}  # clients expect this before the last event
         return event({**self._head, **kind, "choices": choices, **unknown, **more})
 
     def _costs(self) -> dict[str, Any]:
-        """What all answers took, once they have ended."""
+        """Usage and metrics of all answers, once they have ended."""
         return {"usage": usage(self._ended, self._readers), **draft_metrics(self._ended)}
 
     def _logprobs(self, chunk: Chunk, offset: int, before: dict[str, Any] | None = None) -> dict[str, Any] | None:
-        """Those of a piece, after those ``before`` of an echoed prompt."""
+        """Log-probabilities of a piece, after those ``before`` of an echoed prompt."""
         if (spelling := self._spelling) is None:
             return None
         if self._chat:
@@ -160,7 +160,7 @@ class CompletionReply(Reply):
         return logprobs if before is None else {key: before[key] + logprobs[key] for key in before}
 
     def _prompt_logprobs(self, first: Chunk, echo: Echo) -> dict[str, Any] | None:
-        """Those of the prompt, which come with the ``first`` piece if they were asked for; its first token has none."""
+        """Log-probabilities of the prompt, which come with the ``first`` piece if requested; the first token has none."""
         prompt, spelling = first.prompt, self._spelling
         if not prompt or spelling is None:
             return None
@@ -191,7 +191,7 @@ def counts(prompt: int, output: int) -> dict[str, int]:
 
 
 def draft_metrics(completions: Sequence[Completion]) -> dict[str, Any]:
-    """vLLM's summary of guesses at the full tier; nothing if there are several answers or no guess was scored."""
+    """vLLM's summary of guesses at the full tier; empty if there are several answers or no guess was scored."""
     edge = completions[0].stats.drafted
     if len(completions) > 1 or not edge.passes:
         return {}
@@ -213,13 +213,13 @@ def report(completion: Completion) -> dict[str, Any]:
 
 
 def history(chunk: Chunk) -> dict[str, Any]:
-    """Of each token: its id, the characters that are complete with it, and who wrote it (`cascade.messages.origin`)."""
+    """For each token its id, the characters that are complete with it, and its origin (`cascade.messages.origin`)."""
     return {"token_ids": list(chunk.token_ids), "ends": list(chunk.ends), "origins": list(chunk.origins)}
 
 
 def chat_logprobs(chunk: Chunk, spelling: Spelling, offset: int) -> dict[str, Any]:
-    """Log-probabilities as chat completions have them; the piece begins at ``offset`` of the answer's text."""
-    stripped = offset == 0 and not chunk.text.startswith(" ")  # decoders of some families strip it
+    """Log-probabilities in the form of chat completions; the piece begins at ``offset`` of the answer's text."""
+    stripped = offset == 0 and not chunk.text.startswith(" ")  # some decoders strip a leading space
 
     def named(id: int, logprob: float, begin: int) -> dict[str, Any]:
         spelled = spelling.bytes(id)
@@ -238,7 +238,7 @@ def chat_logprobs(chunk: Chunk, spelling: Spelling, offset: int) -> dict[str, An
 def text_logprobs(
     ids: Sequence[int], logprobs: Sequence[Logprobs | PromptToken], begins: Sequence[int], spelling: Spelling
 ) -> dict[str, Any]:
-    """Log-probabilities as completions have them, with the places in the text where tokens begin."""
+    """Log-probabilities in the form of completions, with the positions in the text where tokens begin."""
     name = spelling.name
     return {
         "tokens": [name(id) for id in ids],

@@ -1,6 +1,6 @@
-"""OpenAI's Responses API on the chat path: its items become a conversation, and the assistant's turn becomes items.
+"""OpenAI's Responses API on top of chats: items become a conversation, and the assistant's turn becomes items.
 
-Nothing is kept between requests, as with ``store: false``: the conversation comes whole each time.
+Nothing is kept between requests, as with ``store: false``: every request has the whole conversation.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ from deployments.gateway.http.openai import Limit, SamplingBody, StreamOptions, 
 from deployments.gateway.http.parts import Events, ForeignTool, PartsReply, kind_of_tool, left_out, named_tool, tool_fields
 from deployments.gateway.http.reply import report, usage
 
-PARTS = {"reasoning": "reasoning_text", "message": "output_text"}  # what the items that hold a text hold it as
-LOGPROBS: dict[str, dict[str, Any]] = {"reasoning": {}, "message": {"logprobs": []}}  # fields that clients want to see there
+PARTS = {"reasoning": "reasoning_text", "message": "output_text"}  # types of the parts in items with text
+LOGPROBS: dict[str, dict[str, Any]] = {"reasoning": {}, "message": {"logprobs": []}}  # further fields that clients require
 PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}  # prefixes of ids
 
 
@@ -39,14 +39,14 @@ Parts: TypeAlias = Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fa
 
 
 class KeptItem(Body):
-    """An item of an answer that is sent back; its id and status are not looked at."""
+    """An item of an answer that is sent back; its id and status are ignored."""
 
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
 class MessageItem(KeptItem):
-    """What somebody says."""
+    """A message of any role."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -54,7 +54,7 @@ class MessageItem(KeptItem):
 
 
 class ReasoningItem(KeptItem):
-    """What the assistant thought."""
+    """Thoughts of the assistant."""
 
     type: Literal["reasoning"]
     summary: Parts = Field(default_factory=list)
@@ -62,7 +62,7 @@ class ReasoningItem(KeptItem):
 
 
 class CallItem(KeptItem):
-    """What the assistant called."""
+    """A call by the assistant."""
 
     type: Literal["function_call"]
     call_id: str
@@ -71,7 +71,7 @@ class CallItem(KeptItem):
 
 
 class ResultItem(KeptItem):
-    """What the call gave."""
+    """The result of a call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -108,14 +108,14 @@ AnyTool = Annotated[
 
 
 class NamedTool(Body):
-    """Call this function."""
+    """The choice to call one function."""
 
     type: Literal["function"]
     name: str
 
 
 class TextFormat(Body):
-    """What the text has to be."""
+    """The required form of the text."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -138,7 +138,7 @@ class TextConfig(Body):
 
 
 class Reasoning(Body):
-    """How the assistant thinks. Its thoughts come whole, never as a summary."""
+    """How the assistant thinks. Thoughts are returned in full, never as a summary."""
 
     effort: Annotated[str, Field(max_length=64)] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -146,7 +146,7 @@ class Reasoning(Body):
 
 
 class ResponsesBody(SamplingBody):
-    """POST /v1/responses; the fields of sampling beyond OpenAI's are those of completions."""
+    """POST /v1/responses; sampling fields beyond OpenAI's are those of completions."""
 
     input: Text | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     instructions: Text | None = None
@@ -159,9 +159,9 @@ class ResponsesBody(SamplingBody):
     include_reasoning: bool | None = None  # as in vLLM
     chat_template_kwargs: dict[str, Any] | None = None
     stream_options: StreamOptions | None = None
-    max_tool_calls: Annotated[int, Field(ge=1)] | None = None  # the limit of tools that a server calls itself
+    max_tool_calls: Annotated[int, Field(ge=1)] | None = None  # no effect: it limits tools that a server calls itself
     include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=16, fail_fast=True)] | None = None
-    truncation: Literal["auto", "disabled"] | None = None  # what is too long is refused either way
+    truncation: Literal["auto", "disabled"] | None = None  # no effect: a prompt that is too long is always refused
     previous_response_id: Any = None
     conversation: Any = None
     prompt: Any = None
@@ -183,7 +183,7 @@ class ResponsesBody(SamplingBody):
         return value
 
     def ignored(self, template: ChatTemplate) -> list[str]:
-        """With the kinds of tools that are left out."""
+        """Fields without effect, and the kinds of tools that are left out."""
         return [*super().ignored(template), *left_out(self.tools)]
 
     @property
@@ -192,7 +192,7 @@ class ResponsesBody(SamplingBody):
         return None if output is None else form_of(output.type, output.json_schema)
 
     def as_chat(self, template: ChatTemplate) -> Conversation:
-        """As chat completions have it; raises `InvalidRequest`."""
+        """The conversation in the form of chat completions; raises `InvalidRequest`."""
         before = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         items = [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         chat: dict[str, Any] = {"messages": [*before, *_messages(items)]}
@@ -204,11 +204,11 @@ class ResponsesBody(SamplingBody):
 
 
 def _messages(items: Sequence[Any]) -> list[dict[str, Any]]:
-    """Messages of chat completions. What the assistant thinks, says and calls in a row is one message."""
+    """Messages of chat completions. Consecutive items of the assistant become one message."""
     messages: list[dict[str, Any]] = []
 
     def turn(goes_on: bool) -> dict[str, Any]:
-        """The assistant's turn that an item belongs to: the last message if it is one and ``goes_on``, or a new one."""
+        """The assistant's turn for an item: the last message, if that is the assistant's and ``goes_on``, or a new one."""
         if not goes_on or not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
         return messages[-1]
@@ -230,14 +230,14 @@ def _messages(items: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 class ResponseReply(PartsReply):
-    """Its parts are items; ``id`` names the response, and ``model`` what wrote it."""
+    """An answer whose parts are items; ``id`` names the response, ``model`` the model or adapter."""
 
     THOUGHTS, WORDS, CALLS = "reasoning", "message", "function_call"
 
     def __init__(self, body: ResponsesBody, task: ChatTask, id: str, model: str) -> None:
         self._id = id
         self._num_events = 0
-        self._status = "completed"  # the status of items that end
+        self._status = "completed"  # status of items when they end
         given = body.model_dump(by_alias=True, include={"tools", "tool_choice", "text", "reasoning"})
         response = {
             "id": f"resp_{id}",
@@ -309,11 +309,11 @@ class ResponseReply(PartsReply):
         yield {"type": "response.output_item.done", "output_index": len(self._parts) - 1, "item": part}
 
     def _part_event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """An event of the item that grows."""
+        """An event of the item that is growing."""
         return {"type": kind, "item_id": self._parts[-1]["id"], "output_index": len(self._parts) - 1, **fields}
 
     def _finish(self, end: Completion) -> Events:
-        """The last piece has come; an answer without parts is an empty message."""
+        """Events after the last piece; an answer without parts gets an empty message."""
         self._status = status = "completed" if end.finish_reason == "stop" else "incomplete"
         if not self._parts:
             yield from self._begin(self.WORDS)

@@ -1,6 +1,6 @@
 """The router's own HTTP server, in the router's process in place of Ray Serve's proxy.
 
-It listens where it is told, and drops connections that bring no request and clients that do not read.
+It listens on the configured port, and drops connections without a request and clients that do not read.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ from cascade.settings.router import ListenConfig, ListenTLS, RequestLimits
 from deployments.links.tls import check
 
 BACKLOG = 2048
-TICK_S = 0.02  # between two looks whether Uvicorn has stopped listening
-RENEW_S = 10.0  # between two looks at the certificate's files
+TICK_S = 0.02  # seconds between two checks whether Uvicorn has stopped listening
+RENEW_S = 10.0  # seconds between two checks of the certificate's files
 
 
 class HttpServer:
-    """Serves the application of one router. Several routers of one machine may share the port."""
+    """Serves the application of one router. Several routers on one machine may share the port."""
 
     def __init__(self, application: ASGIApp, listen: ListenConfig, limits: RequestLimits) -> None:
         self._listen = listen
@@ -46,30 +46,30 @@ class HttpServer:
         self._renewing: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Listen; raises `OSError` if the port cannot be had."""
+        """Listen; raises `OSError` if the port is not available."""
         listening = listener(self._listen.host, self._listen.http_port, self._read_timeout_s)
         self._serving = asyncio.create_task(self._server.serve([listening]))
         if self._listen.tls is not None:
             self._renewing = asyncio.create_task(self._renew(self._listen.tls))
 
     async def _renew(self, tls: ListenTLS) -> None:
-        """Show new connections what the certificate's files are by now; files that are just being exchanged change nothing."""
+        """Use changed certificate files for new connections; files that do not match (yet) are ignored."""
         while True:
             await asyncio.sleep(RENEW_S)
             context = self._server.config.ssl
             with contextlib.suppress(ConfigError):
-                check(tls)  # a context that takes half of a pair is of no use any more
+                check(tls)  # first, since a context that has loaded half of a pair is unusable
                 if context is not None:
                     context.load_cert_chain(tls.certificate, tls.key)
 
     async def leave(self) -> None:
-        """Stop listening, and close connections on which nothing is being answered; the others close after their answer."""
+        """Stop listening, and close idle connections; the others close after their answer."""
         self._server.should_exit = True
         while any(server.is_serving() for server in self._server.servers):
             await asyncio.sleep(TICK_S)
 
     async def close(self, grace_s: float) -> None:
-        """Stop listening; what is still being answered has ``grace_s`` and a second to end."""
+        """Stop listening; running answers have ``grace_s`` and a second to end."""
         if self._renewing is not None:
             self._renewing.cancel()
         self._server.should_exit = True
@@ -79,14 +79,14 @@ class HttpServer:
                     await asyncio.shield(self._serving)
             self._server.force_exit = True
             await asyncio.gather(self._serving, return_exceptions=True)
-        for connection in list(self._server.server_state.connections):  # those that came meanwhile, or do not end
+        for connection in list(self._server.server_state.connections):  # connections that came meanwhile, or do not end
             if (transport := getattr(connection, "transport", None)) is not None:
                 transport.abort()
-        await asyncio.sleep(0)  # their sockets are closed meanwhile
+        await asyncio.sleep(0)  # lets their sockets close
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals to whoever runs the process."""
+    """Does not handle signals, which belong to the process."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -94,9 +94,9 @@ class _Uvicorn(uvicorn.Server):
 
 
 def protocol(head_timeout_s: float) -> type[H11Protocol]:
-    """Uvicorn's own, but for connections that bring no whole head of a request in time: those are closed.
+    """Uvicorn's protocol, which also closes connections that do not send the whole head of a request in time.
 
-    Uvicorn waits for the first head, and for the rest of one that has begun, for ever.
+    Uvicorn itself waits for ever for the first head, and for the rest of one that has begun.
     """
 
     class Timed(H11Protocol):
@@ -129,9 +129,9 @@ def protocol(head_timeout_s: float) -> type[H11Protocol]:
 
 
 def listener(host: str, port: int, timeout_s: float) -> socket.socket:
-    """A listening socket that other routers of this machine may share; raises `OSError`.
+    """A listening socket that other routers on this machine may share; raises `OSError`.
 
-    The kernel drops clients that take nothing for ``timeout_s``.
+    The kernel drops clients that read nothing for ``timeout_s``.
     """
     family, dual = (socket.AF_INET6, socket.has_dualstack_ipv6()) if ":" in host else (socket.AF_INET, False)
     listening = socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=True, dualstack_ipv6=dual)

@@ -1,1 +1,1 @@
-"""What processes report: every series by name, and its way to Ray."""
+"""Metrics: every series by name, and their export to Ray."""

@@ -1,7 +1,7 @@
-"""Every series that a cascade reports: the one place where names, labels and meanings are written down.
+"""All series of a cascade, with names, labels and meanings.
 
-Routers show theirs at `GET /metrics`, and through Ray routers and replicas of tiers report theirs with the labels `COMMON`.
-Names are the same: ``ray_cascade_NAME``, with ``_total`` of counters. `docs/reference/metrics.md` has this table.
+Routers have theirs at `GET /metrics`. Through Ray, routers and replicas of tiers report theirs with the labels `COMMON`. Names
+are the same: ``ray_cascade_NAME``, with ``_total`` for counters. `docs/reference/metrics.md` has this table.
 """
 
 from collections.abc import Mapping
@@ -10,12 +10,12 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeAlias
 
 Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
-Place: TypeAlias = Literal["router", "tier"]  # who reports it: routers, on their page and by Ray; replicas of tiers, by Ray
+Place: TypeAlias = Literal["router", "tier"]  # who reports: routers (their page and Ray), or replicas of tiers (Ray)
 
-RAY = "ray_"  # Ray puts it before every name, so pages do, too
+RAY = "ray_"  # Ray's prefix of every name, which routers' pages have, too
 PREFIX = f"{RAY}cascade_"
-COMMON = ("application", "model", "tier", "replica")  # labels that all series have by Ray: who says it
-ROUTER = "router"  # the tier that routers say they are
+COMMON = ("application", "model", "tier", "replica")  # labels of all series through Ray
+ROUTER = "router"  # the label `tier` of routers
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 LONG_SECONDS = (*SECONDS[4:], 60.0, 120.0, 300.0, 600.0)
@@ -24,19 +24,19 @@ TOKENS = tuple(float(1 << power) for power in range(18))
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One name; ``vllm`` is that of vLLM's series that means the same, without its prefix ``vllm:``."""
+    """One series; ``vllm`` is the name of vLLM's series with the same meaning, without the prefix ``vllm:``."""
 
     name: str  # without prefix and ``_total``
     kind: Kind
     help: str
     labels: tuple[str, ...] = ()
     places: tuple[Place, ...] = ("router",)
-    buckets: tuple[float, ...] = ()  # upper bounds, of histograms
+    buckets: tuple[float, ...] = ()  # upper bounds of a histogram
     vllm: str = ""
 
     @property
     def shown(self) -> str:
-        """As its samples are named; those of histograms have endings."""
+        """The name of its samples; those of histograms have further suffixes."""
         return f"{PREFIX}{self.name}{'_total' if self.kind == 'counter' else ''}"
 
     @property
@@ -47,7 +47,7 @@ class Series:
 
 
 class Reading(NamedTuple):
-    """A counter's total, a gauge's value, or one value that a histogram observes."""
+    """A counter's total, a gauge's value, or one value for a histogram."""
 
     name: str
     labels: tuple[str, ...]  # values, in the order of the series' labels

@@ -47,7 +47,7 @@ class Router(GrpcApi):
         limits: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
         learner: DeploymentHandle | None = None,
     ) -> None:
-        """Start to take requests; ``handles`` has all tiers, bottom to top; ``limits`` has the limits of their models, by tier."""
+        """Start to take requests; ``handles`` has all tiers, bottom to top; ``limits`` has their models' limits, by tier."""
         self._config = CascadeConfig.model_validate(config)
         if self._config.link_tls is not None:
             check(self._config.link_tls)

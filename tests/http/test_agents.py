@@ -199,8 +199,8 @@ def test_bodies_may_be_zipped(served: House) -> None:
     assert ask(served, "/v1/completions", body, Content_Encoding="identity")[0] == 200
     bomb = gzip.compress(bytes(served.router.admission.limits.max_body_bytes + 1))
     for sent, coding, code, words in (
-        (zipped[:-9], "gzip", 400, "no whole gzip file"),
-        (body, "gzip", 400, "no whole gzip file"),
+        (zipped[:-9], "gzip", 400, "not a complete gzip file"),
+        (body, "gzip", 400, "not a complete gzip file"),
         (bomb, "gzip", 413, "once it is unpacked"),
         (body, "br", 415, "Content-Encoding is 'br'"),
     ):

@@ -160,7 +160,7 @@ def test_wrong_files_are_told(ours: Authority, theirs: Authority) -> None:
         "link_tls.key is '/nowhere'": right.model_copy(update={"key": "/nowhere"}),
         "link_tls.authority is '/'": right.model_copy(update={"authority": "/"}),
         "no certificates in PEM": right.model_copy(update={"authority": __file__}),
-        "are no pair": right.model_copy(update={"key": ours.sign("b").key}),
+        "are not a pair": right.model_copy(update={"key": ours.sign("b").key}),
         "the name 'cascade-link'": ours.sign("c", name="b"),
         "expired": ours.sign("d", days=-1),
         "link_tls.authority must have signed it": right.model_copy(update={"authority": theirs.sign("b").authority}),
@@ -179,7 +179,7 @@ def test_wrong_files_are_told_before_ray_starts(ours: Authority, section: str) -
         values["link_tls"] = wrong
     else:
         values["router"]["listen"] = {"tls": {name: wrong[name] for name in ("certificate", "key")}}
-    with pytest.raises(ConfigError, match=f"^{section}.certificate .* are no pair"):
+    with pytest.raises(ConfigError, match=f"^{section}.certificate .* are not a pair"):
         Server.start(values, port=0)
 
 

@@ -120,11 +120,12 @@ class Downlink(Link):
         since = self._loop.time()
         try:
             lease = await self.leases.take(opening.spec, opening.routing.affinity)
-        except Exception as error:  # Ray may raise anything if the tier is not available
+        except (Exception, asyncio.CancelledError) as error:  # Ray may raise anything if the tier is not available
             reason = f"no replica of {route.tier} could be leased ({type(error).__name__})"
-            log.info("Session %s: %s: %s", opening.session, reason, error)
             route.opening = None
-            self._fail(opening.session, reason)
+            if opening.session in self._routes:  # else it has been closed
+                log.info("Session %s: %s: %s", opening.session, reason, error)
+                self._fail(opening.session, reason)
             return
         route.opening = None
         self._totals["lease_wait_seconds", route.tier] += self._loop.time() - since

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cascade.errors import ConfigError
-from cascade.messages import Close, Open, Routing
+from cascade.messages import Close, Failed, Message, Open, Routing
 from cascade.planner.chains import Planner
 from cascade.scorer import BLOCK
 from cascade.settings.config import CascadeConfig
@@ -45,6 +45,13 @@ class Waiting:
 
     def cancel(self) -> None:
         self.cancelled = True
+
+
+class Cancelled(Waiting):
+    """The lease that Ray cancels by itself."""
+
+    async def __anext__(self) -> str:
+        raise asyncio.CancelledError
 
 
 @pytest.mark.parametrize("medium", ["refused", "silent", "unknown"])
@@ -97,6 +104,16 @@ async def test_a_session_does_not_stay_with_a_replica_out_of_reach(net: Net, mon
     await net.check(replace(opening(20, 0.0, 20), routing=Routing(affinity="mine")))
     assert net.failures == []
     await net.settle()
+
+
+async def test_a_lease_that_ray_cancels_fails_its_session(tidy: None) -> None:
+    """Guards requests: the session was neither opened nor failed, and waited until the router gave it up."""
+    heard: list[Message] = []
+    downlink = Downlink(LeasePool({"full": lambda *of: Cancelled()}), heard.extend)
+    downlink.put([request := opening()])
+    await until(lambda: downlink.num_sessions == 0)
+    assert [(type(message), message.session) for message in heard] == [(Failed, request.session)]
+    await downlink.close()
 
 
 async def test_a_text_does_not_stay_with_a_replica_that_fails(net: Net) -> None:

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 PAUSES_S = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0)  # pauses before another full replica is tried
 MAX_FRUITLESS = 8  # sessions that may fail in a row without a new token, since some requests break every replica
+MAX_FRUITLESS_LEAVING = 2  # the same while the router stops, and perhaps the full tier with it
 
 
 class SessionFailed(Exception):
@@ -49,10 +50,10 @@ class RetryBudget:
         if num_tokens > self.num_tokens:
             self.num_tokens, self.since, self.fruitless = num_tokens, time.monotonic(), 0
 
-    def failed(self, reason: str) -> float:
+    def failed(self, reason: str, most: int = MAX_FRUITLESS) -> float:
         """The pause before another replica is tried; raises `Unavailable` if there were too many failures."""
         self.fruitless += 1
-        if self.fruitless > MAX_FRUITLESS:
+        if self.fruitless > most:
             raise Unavailable(f"The full tier failed {self.fruitless} times without a new token: {reason}")
         if not self.left_s:
             raise Unavailable(f"The full tier made no progress for {self.limit_s:g} s: {reason}")
@@ -172,7 +173,8 @@ class FullTier:
                         self.downlink.put([commit])
                     retry_budget.progressed(answer.num_tokens)
             except SessionFailed as failure:
-                pause_s = retry_budget.failed(str(failure))
+                leaving = self._admission.places.closed
+                pause_s = retry_budget.failed(str(failure), MAX_FRUITLESS_LEAVING if leaving else MAX_FRUITLESS)
                 log.info("%s goes on from token %d on another full replica: %s", request.id, answer.num_tokens, failure)
                 routing = replace(routing, affinity="")  # else it would meet the same replica again
             finally:

@@ -16,7 +16,7 @@ from cascade.params import SamplingParams, Speculation, Structured
 from cascade.scorer import Row
 from cascade.settings.config import CascadeConfig
 from cascade.v1 import serving_pb2 as pb
-from deployments.full_tier import MAX_FRUITLESS, RetryBudget, held_lease_s
+from deployments.full_tier import MAX_FRUITLESS, MAX_FRUITLESS_LEAVING, RetryBudget, held_lease_s
 from deployments.links import replica_status
 from deployments.links.leases import Lease
 from deployments.router import Router
@@ -26,7 +26,6 @@ from tests.in_process import Handle, House, house, serving
 from tests.links.net import Net
 from tests.tier.test_tier import NAMES, CountingModel
 from tests.toys import full_text
-from tests.waiting import until
 
 PROMPT = [5, 6, 7, 8]
 PARAMS = SamplingParams(max_tokens=20, temperature=1.0, seed=3, ignore_eos=True)
@@ -119,17 +118,21 @@ def test_a_session_goes_on_where_its_replica_is_not() -> None:
         assert ask(served, "/v1/completions", {"prompt": "x", "max_tokens": 4}, x_session_id="mine")[0] == 200
 
 
-async def test_a_router_that_goes_says_so() -> None:
-    """Guards who reads an error after Ctrl-C: it blamed the full tier, which was going as well."""
-    with alone(stall_timeout_s=1.0) as served:
-        served.net.refused = {"full"}
-        async with AsyncClient(served.grpc, patience_s=0) as client:
-            answer = asyncio.create_task(client.generate(PROMPT, PARAMS))
-            await until(lambda: served.router.admission.places.num_admitted > 0)
-            served.router.admission.places.closed = True
-            with pytest.raises(Unavailable, match="The server is shutting down"):
-                await answer
-        served.router.admission.places.closed = False
+def test_a_router_that_goes_says_so() -> None:
+    """Guards who waits after Ctrl-C: the error blamed the full tier, which was going as well, and came after eight tries."""
+    with alone() as served, Client(served.grpc, patience_s=0) as client:
+        places, leases, asked = served.router.admission.places, served.router._full.downlink.leases, list[object]()
+
+        def take(*of: object) -> Lease:
+            asked.append(of)
+            places.closed = True
+            raise RuntimeError("The deployment is deleted")
+
+        leases.lessors = dict.fromkeys(leases.lessors, take)
+        with pytest.raises(Unavailable, match="The server is shutting down"):
+            client.generate(PROMPT, PARAMS)
+        assert len(asked) == MAX_FRUITLESS_LEAVING + 1
+        places.closed = False
 
 
 def test_request_that_breaks_every_replica_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

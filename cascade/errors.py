@@ -3,6 +3,8 @@
 Each class has what clients get: the gRPC status, the HTTP status, and `error.type` and `error.code` of OpenAI's body.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 
@@ -107,3 +109,14 @@ class DeadlineExceeded(CascadeError, TimeoutError):
 
 
 KINDS = tuple(kind for kind in tuple(vars().values()) if isinstance(kind, type) and issubclass(kind, CascadeError))
+
+
+@contextmanager
+def model_errors(problem: str) -> Iterator[None]:
+    """Turn errors of any library into a `ModelError` that begins with ``problem``; a `ModelError` stays as it is."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{problem}: {reason(error)}") from error

@@ -16,8 +16,8 @@ from cascade.engine.network import llama
 from cascade.engine.network.llama import weight_shapes
 from cascade.engine.network.products import keeps_bits
 from cascade.engine.network.survey import SIZES, Survey, register
-from cascade.engine.weights import check_files, model_errors
-from cascade.errors import ModelError, reason
+from cascade.engine.weights import check_files
+from cascade.errors import ModelError, model_errors, reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel  # takes seconds

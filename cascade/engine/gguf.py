@@ -21,7 +21,7 @@ from typing import Any
 
 from cascade.engine.kept import CACHE, cache_folder, kept
 from cascade.engine.memory import GIB, host_memory
-from cascade.errors import ModelError, reason
+from cascade.errors import ModelError, model_errors, reason
 
 MAGIC = b"GGUF"
 SUFFIX = ".gguf"
@@ -129,7 +129,7 @@ def _describe(source: str, folder: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     reader, given = _read(source), _given(source)
-    with _explained(source, reader):
+    with model_errors(_untaken(source, reader)):
         config = AutoConfig.from_pretrained(**given)
         tokenizer = AutoTokenizer.from_pretrained(**given)
     if problem := _unread(reader, config, tokenizer):
@@ -161,7 +161,7 @@ def _convert(source: str, folder: Path, dtype: str | None) -> None:
     _check_room(source, folder, numbers, numbers * (4 if dtype == "float32" else 2))
     log.info("%s is dequantised once, to %s in %s", source, dtype, folder.parent)
     given: dict[str, Any] = {**_given(source), "quantization_config": GgufConfig(dequantize=True)}
-    with _explained(source, reader):
+    with model_errors(_untaken(source, reader)):
         network, report = AutoModelForCausalLM.from_pretrained(**given, dtype=dtype, output_loading_info=True)
     if missing := sorted(report["missing_keys"]):  # Transformers has initialised them at random
         raise ModelError(f"The GGUF file {source!r} lacks {len(missing)} weights of its model, such as {missing[0]}")
@@ -182,17 +182,12 @@ def _given(source: str) -> dict[str, str]:
     return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
 
 
-@contextlib.contextmanager
-def _explained(source: str, reader: Any) -> Iterator[None]:
-    """Turn what Transformers raises into a `ModelError` of one sentence."""
-    try:
-        yield
-    except Exception as error:  # a library may raise anything
-        architecture = _value(reader, "general.architecture")
-        raise ModelError(
-            f"The GGUF file {source!r} cannot be converted: Transformers does not take its model of the architecture "
-            f"{architecture!r} ({reason(error)}); take the model's safetensors checkpoint"
-        ) from error
+def _untaken(source: str, reader: Any) -> str:
+    architecture = _value(reader, "general.architecture")
+    return (
+        f"The GGUF file {source!r} cannot be converted, so take the model's safetensors checkpoint: Transformers does not take "
+        f"its model of the architecture {architecture!r}"
+    )
 
 
 def _unread(reader: Any, config: Any, tokenizer: Any) -> str | None:

@@ -18,8 +18,8 @@ from cascade.engine.model_config import FamilyConfig, read_config
 from cascade.engine.network.llama import DTYPES as DTYPES_WRITTEN_OUT
 from cascade.engine.network.llama import Llama, holds_exactly, is_written_out
 from cascade.engine.network.published import Published
-from cascade.engine.weights import model_errors, unread
-from cascade.errors import ModelError, reason
+from cascade.engine.weights import unread
+from cascade.errors import ModelError, model_errors, reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel  # takes seconds

@@ -11,7 +11,7 @@ from cascade.engine.generation import CONFIG, read_json
 from cascade.engine.gguf import described
 from cascade.engine.layers import cut_config
 from cascade.engine.tokenizer import check_source
-from cascade.engine.weights import model_errors
+from cascade.errors import model_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig  # takes most of a second

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from cascade.engine.gguf import described
 from cascade.engine.kept import cache_folder, kept
-from cascade.errors import ModelError, reason
+from cascade.errors import ModelError, model_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,10 +74,8 @@ def pretrained(source: str, *, revision: str | None = None, trust_remote_code: b
     from transformers import AutoTokenizer
 
     folder = described(source)
-    try:
+    with model_errors(f"No tokenizer can be loaded from {source!r}"):
         tokenizer = AutoTokenizer.from_pretrained(folder, revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"No tokenizer can be loaded from {source!r}: {reason(error)}") from error
     if not tokenizer.is_fast:
         raise ModelError(f"{source!r} has no tokenizer.json; convert its tokenizer to the fast format")
     return tokenizer

@@ -15,22 +15,11 @@ from torch import Tensor
 
 from cascade.engine.generation import CONFIG
 from cascade.engine.tokenizer import check_source, is_local
-from cascade.errors import ModelError, reason
+from cascade.errors import ModelError, model_errors, reason
 
 HEAD = "lm_head.weight"  # the output embedding; absent from a checkpoint if it is the input embedding
 SINGLE, INDEX, TORCH = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 MAPS = ("d2t", "t2d")  # tensors of heads that are not weights
-
-
-@contextmanager
-def model_errors(problem: str) -> Iterator[None]:
-    """Turn errors of any library into a `ModelError` that begins with ``problem``; a `ModelError` stays as it is."""
-    try:
-        yield
-    except ModelError:
-        raise
-    except Exception as error:
-        raise ModelError(f"{problem}: {reason(error)}") from error
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -283,54 +284,32 @@ def test_other_weights_are_read_as_transformers_does(surplus: str, tmp_path: Pat
 
 
 SCALED = {"rope_type": "linear", "factor": 4.0}
-HALF = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
-UNSLID = {"use_sliding_window": False, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+CHANGES: list[tuple[str, dict[str, Any], bool]] = [  # of a configuration by hand; whether Transformers takes them
+    ("qwen3", {"rope_scaling": SCALED}, True),  # as model cards say
+    ("qwen3", {"rope_scaling": SCALED, "rope_theta": 500.0}, True),
+    ("llama", {"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_theta": 500.0}, True),
+    ("llama", {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}}, True),
+    ("llama", {"rope_scaling": {"rope_type": "su", "factor": 2.0}}, False),
+    ("llama", {"num_key_value_heads": None}, False),
+    ("llama", {"rms_norm_eps": None}, False),
+    ("mistral", {"sliding_window": 0}, False),
+    ("qwen2", {"layer_types": ["full_attention"]}, False),
+    ("qwen2", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}, False),
+]
 
 
-def configured(name: str, changes: dict[str, Any], folder: Path) -> str:
-    """A checkpoint whose configuration was changed by hand."""
-    build(name).save_pretrained(folder)
-    file = folder / "config.json"
+@pytest.mark.parametrize(("name", "changes", "taken"), CHANGES, ids=str)
+def test_configurations_mean_what_they_mean_to_transformers(
+    name: str, changes: dict[str, Any], taken: bool, tmp_path: Path
+) -> None:
+    """Guards `rope_scaling` beside `rope_parameters`, which was left out, windows that are switched off, and tracebacks."""
+    build(name).save_pretrained(tmp_path)
+    file, source = tmp_path / "config.json", str(tmp_path)
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    return str(folder)
-
-
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("qwen3", {"rope_scaling": SCALED}),  # as model cards say, to a configuration that Transformers 5 has saved
-        ("qwen3", {"rope_scaling": SCALED, "rope_theta": 500.0}),
-        ("llama", {"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_theta": 500.0}),
-        ("llama", {"rope_parameters": HALF}),
-    ],
-    ids=str,
-)
-def test_positions_are_turned_as_transformers_does(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    """Guards `rope_scaling` beside `rope_parameters`, which was left out: far positions were turned as if unscaled."""
-    source = configured(name, changes, tmp_path)
-    with torch.inference_mode():
+    with nullcontext() if taken else pytest.raises(ModelError), torch.inference_mode():
+        logits = whole(Model(load(source, device="cpu"), num_threads=1), TEXT[:40])
         expected = load_trainable(source, device="cpu")(input_ids=torch.tensor([TEXT[:40]]), use_cache=False).logits[0]
-    logits = whole(Model(load(source, device="cpu"), num_threads=1), TEXT[:40])
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("qwen2", UNSLID),
-        ("qwen2", {"layer_types": ["full_attention"]}),
-        ("mistral", {"sliding_window": 0}),
-        ("llama", {"num_key_value_heads": None}),
-        ("llama", {"rms_norm_eps": None}),
-        ("llama", {"rope_scaling": {"rope_type": "su", "factor": 2.0}}),
-    ],
-    ids=str,
-)
-def test_configurations_that_transformers_refuses_are_refused(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    """Guards windows that the configuration switches off, positions of an unknown kind, and null, which was a traceback."""
-    source = configured(name, changes, tmp_path)
-    with pytest.raises(ModelError):
-        Model(load(source, device="cpu"), num_threads=1)
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 OTHERS = {

@@ -20,8 +20,7 @@ from cascade.engine.vllm import installed, with_layers
 from cascade.engine.vllm.blocks import RESERVED
 from cascade.engine.vllm.heads import head_weights, speculative_config
 from cascade.engine.vllm.worker import LAYERS
-from cascade.engine.weights import model_errors
-from cascade.errors import ConfigError, ModelError
+from cascade.errors import ConfigError, ModelError, model_errors
 from cascade.params import MAX_BRANCHES
 
 _running: list[Any] = []  # engines of this process

@@ -22,8 +22,8 @@ from cascade.engine.vllm.batch import Batch, Facts, HostCopy
 from cascade.engine.vllm.blocks import RESERVED, Blocks, PagedCache
 from cascade.engine.vllm.engine import check_options, pass_options, shut_down, start
 from cascade.engine.vllm.heads import readers, reading, with_drafts
-from cascade.engine.weights import HEAD, check_replaces, model_errors, shapes
-from cascade.errors import InvalidRequest, ModelError
+from cascade.engine.weights import HEAD, check_replaces, shapes
+from cascade.errors import InvalidRequest, ModelError, model_errors
 from cascade.scorer import Row, Runs, Scored
 
 

@@ -142,13 +142,8 @@ class Run:
             torch.save(state, file)
 
     def resume(self, path: Path) -> None:
-        """Continue from a checkpoint; raises `ConfigError` if it belongs to another student."""
+        """Continue from a checkpoint of the same student."""
         state = torch.load(path, map_location="cpu", weights_only=True)
-        own, saved = (
-            {name: part.shape for name, part in weights.items()} for weights in (self.student.state_dict(), state["module"])
-        )
-        if own != saved:
-            raise ConfigError(f"{path} belongs to another student: choose another folder, or remove that file")
         self.student.load_state_dict(state["module"])
         for (optimizer, _), values in zip(self.learner.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(values)

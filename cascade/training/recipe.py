@@ -12,7 +12,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,14 @@ from transformers import GenerationConfig
 from cascade.engine import draft_vocab
 from cascade.engine.devices import product_dtype
 from cascade.engine.generation import GENERATION_CONFIG, configured_ends, read_json
-from cascade.engine.loading import find_device, load_trainable, network_of
+from cascade.engine.loading import Network, find_device, load_trainable, network_of
 from cascade.engine.model import Model
 from cascade.engine.model_config import read_config
 from cascade.engine.published_tokenizer import pretrained
 from cascade.errors import ConfigError
 from cascade.prompts import read_prompts
 from cascade.training.distillation import Run, Schedule, distil
-from cascade.training.student import Shape, cost, cut
+from cascade.training.student import Shape, cut
 from cascade.training.text import HELD_OUT, SHARD_TOKENS, Shard, Text, batches, likelihood, padded, read, score
 from cascade.training.versions import replacing
 from cascade.training.writing import Turns, given_prompts, own_prompts, write
@@ -68,12 +68,8 @@ class Plan:
                 "give one of cost, the share of the model's pass, layers, which the draft model is made of, and start, an "
                 "earlier draft model"
             )
-        if self.cost is not None and not 0 < self.cost < 1:
-            raise ConfigError(f"cost is {self.cost:g}: it must be a share of the model's pass above 0 and below 1, such as 0.1")
         if self.data and self.prompts is not None:
             raise ConfigError("give either data, text to learn from, or prompts, which the model is to answer")
-        if not self.hours > 0:
-            raise ConfigError(f"hours is {self.hours:g}: it must be more than 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +91,19 @@ class Distillation:
     def __init__(self, source: str, out: Path, plan: Plan, *, work: Path, device: str | None = None) -> None:
         self.plan, self._out, self._work, self._source = plan, out, work, source
         self.tokenizer = pretrained(source)
-        self._config: Any = read_config(source, published=True)
-        self.shape = self._shape()
+        config: Any = read_config(source, layers=plan.layers, published=True)
+        self._vocab_size: int = config.get_text_config().vocab_size
+        self.shape = None if plan.cost is None else Shape.costing(config, plan.cost)
+        if (start := plan.start) is not None:
+            earlier: Any = read_config(str(start), published=True)
+            draft_vocab.tokens(earlier, str(start))  # which begins after hours: what is wrong is told now
+            if earlier.vocab_size != self._vocab_size:
+                raise ConfigError(
+                    f"start is {str(start)!r}, a model of {earlier.vocab_size} tokens: give a draft model of {source!r}, "
+                    f"which has {self._vocab_size}"
+                )
+        written = "of given prompts and the teacher's answers" if plan.prompts else "that the teacher wrote itself"
+        self._origin = "of the given files" if plan.data else written
         self._texts, self._answers = work / "text", work / f"{out.name}.answers"
         self._checkpoint = work / f"{out.name}.pt"
         self._check_work()
@@ -155,13 +162,12 @@ class Distillation:
         """Let the student answer prompts of the text, and score its answers; does nothing for text of files."""
         if not self.turns.answering or self.plan.data:
             return
-        network = network_of(copy.deepcopy(run.student).to(self.teacher.dtype).requires_grad_(False), run.draft_ids)
         prompts = [
             shard.tokens[shard.span(text)][: int(shard.prompts[text])].tolist()
             for shard in self._shards(self._texts)
             for text in shard.numbers(held_out=False)
         ]
-        texts = self._written(Model(network), given_prompts(prompts), seed=run.step)
+        texts = self._written(Model(self._network(run)), given_prompts(prompts), seed=run.step)
         self._store(self._answers, texts, "answering", ANSWERING, WRITING + LEARNING * BEFORE_ANSWERS, tell)
 
     def _written(self, model: Model, beginnings: Iterator[Text], seed: int) -> Iterator[Text]:
@@ -174,7 +180,7 @@ class Distillation:
         Ends with the texts, after `MAX_SHARDS`, or after ``share`` of the hours; ``before`` is the share of earlier phases.
         """
         number, kept, total = len(self._files(folder)), list[Text](), 0
-        whole, spent = self.plan.hours * 3600, self._spent().get(folder.name, 0.0)
+        whole, spent = self.plan.hours * 3600, self._spent.get(folder.name, 0.0)
         if number and (number >= MAX_SHARDS or spent >= whole * share):
             return
         begin = time.monotonic() - spent
@@ -211,51 +217,34 @@ class Distillation:
     # student
 
     def _begin(self) -> Run:
-        layers, device = self.plan.layers, self._loading["device"]
-        if self.plan.start is not None:
-            student = load_trainable(str(self.plan.start), dtype="float32", device=device)
-        elif layers:
-            student = load_trainable(self._source, dtype="float32", device=device, layers=layers)
+        plan, device, schedule = self.plan, self._loading["device"], TRAINED_ON
+        if self.shape is None:
+            source = str(plan.start or self._source)
+            student = load_trainable(source, dtype="float32", device=device, layers=plan.layers)
+            predicted = draft_vocab.tokens(student.config, source)
         else:
             [shard] = self._shards(self._texts, 1)
             ids = padded(shard, next(batches(shard, range(shard.num_texts), 16_384)))
             student = cut(load_trainable(self._source, **self._loading), self.shape, ids.to(device))
-        predicted = self._predicted_tokens() if self.shape.vocab_size < student.config.vocab_size else None
-        if predicted is not None:
+            predicted, schedule = self._likely_tokens(self.shape.vocab_size), Schedule()
             student.config.draft_vocab_size = len(predicted)
-        new = self.plan.start is None and not layers
-        run = Run(student.train(), predicted, Schedule() if new else TRAINED_ON)
+        run = Run(student.train(), predicted, schedule)
         if self._checkpoint.exists():
             run.resume(self._checkpoint)
         return run
 
-    def _shape(self) -> Shape:
-        """Shape of the student. An earlier student no longer shows from which layers it was made."""
-        start = self.plan.start
-        if self.plan.cost is not None:
-            return Shape.costing(self._config, self.plan.cost)
-        if start is None:
-            return replace(Shape.whole(self._config), layers=self.plan.layers)
-        config: Any = read_config(str(start), published=True)
-        if config.vocab_size != self._config.vocab_size:
-            raise ConfigError(
-                f"start is {str(start)!r}, a model of {config.vocab_size} tokens: give a draft model of {self._source!r}, "
-                f"which has {self._config.vocab_size}"
-            )
-        predicted = getattr(config, "draft_vocab_size", None) or config.vocab_size
-        return Shape(config.hidden_size, config.intermediate_size, tuple(range(config.num_hidden_layers)), predicted)
+    def _network(self, run: Run) -> Network:
+        """What runs passes of the student, on a copy of its weights."""
+        return network_of(copy.deepcopy(run.student).to(self.teacher.dtype).requires_grad_(False), run.draft_ids)
 
-    def _predicted_tokens(self) -> Tensor:
-        """The tokens that the student predicts, increasing ``[n]`` int64: the teacher's likeliest ones, chosen once."""
+    def _likely_tokens(self, number: int) -> Tensor:
+        """The tokens that the student predicts, increasing ``[number]`` int64: chosen once, by what the teacher says."""
         path = self._work / f"{self._out.name}.{draft_vocab.FILE}"
-        if self.plan.start is not None:
-            path = self.plan.start / draft_vocab.FILE
-        elif not path.exists():
-            often = likelihood(self._shards(self._texts), self._config.vocab_size)
+        if not path.exists():
+            often = likelihood(self._shards(self._texts), self._vocab_size)
             often[[*self.turns.ends]] = np.inf
-            chosen = np.sort(np.argsort(-often, kind="stable")[: self.shape.vocab_size])
-            path.write_text(json.dumps(chosen.tolist()), encoding="utf-8")
-        return torch.tensor(json.loads(path.read_text(encoding="utf-8")))
+            _note(path, np.sort(np.argsort(-often, kind="stable")[:number]).tolist())
+        return torch.tensor(_noted(path))
 
     def _learn(self, run: Run, share: float, tell: Tell) -> None:
         """Learn from all text until ``share`` of the time for learning has passed."""
@@ -286,12 +275,11 @@ class Distillation:
         partial.rmdir()
 
     def _card(self, run: Run) -> str:
-        shape, config = self.shape, run.student.config
+        config, layers = run.student.config.get_text_config(), self.plan.layers if self.shape is None else self.shape.layers
+        read, whole = (num * each + head for num, each, head in (self._network(run).weights_read, self.teacher.weights_read))
         written = sum(len(shard.tokens) for shard in self._shards(self._texts))
         figures = "\n".join(f"| {temperature:g} | {share:.3f} |" for temperature, share in self.agreement.items())
-        name, origin = Path(self._source).name, "of the given files" if self.plan.data else "that the teacher wrote itself"
-        if self.plan.prompts is not None:
-            origin = "of given prompts and the teacher's answers"
+        name = Path(self._source).name
         return f"""# A draft model for {name}
 
 Made by `cascade distill` to draft for {name}. It is not meant to be used by itself.
@@ -299,11 +287,11 @@ Made by `cascade distill` to draft for {name}. It is not meant to be used by its
 | | |
 |---|---|
 | parameters | {run.student.num_parameters():,} |
-| share of the teacher's weights that a pass reads | {cost(self._config, shape):.3f} |
-| tokens that it predicts | {shape.vocab_size:,} of {config.vocab_size:,} |
-| width, neurons, layers | {config.hidden_size}, {config.intermediate_size}, {config.num_hidden_layers} |
-| it began as | {"an earlier student" if self.plan.start else f"layers {', '.join(map(str, shape.layers))} of the teacher"} |
-| text | {written:,} tokens {origin} |
+| share of the teacher's weights that a pass reads | {read / whole:.3f} |
+| tokens that it predicts | {len(run.predicted):,} of {config.vocab_size:,} |
+| width, layers | {config.hidden_size}, {config.num_hidden_layers} |
+| it began as | {"an earlier student" if self.plan.start else f"layers {', '.join(map(str, layers))} of the teacher"} |
+| text | {written:,} tokens {self._origin} |
 | tokens learned from, repetitions included | {run.tokens:,} |
 | steps, hours of training | {run.step:,}, {run.seconds / 3600:.2f} |
 
@@ -318,22 +306,38 @@ Share of positions of held-out answers at which both predict the same token, by 
 
     def _check_work(self) -> None:
         self._work.mkdir(parents=True, exist_ok=True)
-        about = {"model": self._source, "vocab_size": self._config.vocab_size, "form": FORM}
+        about = {"model": self._source, "vocab_size": self._vocab_size, "form": FORM, "text": self._origin}
         path = self._work / "teacher.json"
-        if path.exists() and (earlier := json.loads(path.read_text(encoding="utf-8"))) != about:
+        earlier = {"text": self._origin, **_noted(path)} if path.exists() else about
+        if not self._files(self._texts):  # an earlier run told what was wrong before it wrote any
+            earlier["text"] = self._origin
+        if earlier != about:
             raise ConfigError(
-                f"{self._work} is the work of {earlier['model']!r} or of another version: choose another folder with --work, "
-                "or remove it"
+                f"{self._work} is the work of {earlier['model']!r} with text {earlier['text']}, or of another version: choose "
+                "another folder with --work, or remove it"
             )
-        path.write_text(json.dumps(about), encoding="utf-8")
-
-    def _spent(self) -> dict[str, float]:
-        """Seconds that were spent on writing, by folder."""
-        path = self._work / SPENT
-        state: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        return state
+        _note(path, about)
+        plan, begun = self.plan, self._work / f"{self._out.name}.json"
+        student = {"cost": plan.cost, "layers": [*plan.layers], "start": str(plan.start and plan.start.resolve())}
+        if self._checkpoint.exists() and begun.exists() and _noted(begun) != student:
+            raise ConfigError(
+                f"{self._checkpoint} belongs to another student: choose another --out or --work, or remove that file"
+            )
+        _note(begun, student)
+        self._spent: dict[str, float] = _noted(self._work / SPENT) if (self._work / SPENT).exists() else {}
 
     def _spend(self, folder: Path, seconds: float) -> None:
-        spent = {**self._spent(), folder.name: seconds}
-        with replacing(self._work / SPENT) as file:
-            file.write(json.dumps(spent).encode())
+        """Note the seconds that were spent on writing into ``folder``."""
+        self._spent[folder.name] = seconds
+        _note(self._work / SPENT, self._spent)
+
+
+def _noted(path: Path) -> Any:
+    """What `_note` wrote."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _note(path: Path, values: Any) -> None:
+    """Write JSON; a kill meanwhile leaves what was there before."""
+    with replacing(path) as file:
+        file.write(json.dumps(values).encode())

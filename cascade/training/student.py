@@ -45,24 +45,24 @@ class Shape:
 
         It predicts a quarter of the tokens, as EAGLE-3 heads do: the output embedding is most of a small model's pass.
         Width and neurons shrink with about the square root of the share; layers use up the rest. Raises `ConfigError`
-        if no shape costs so little.
+        if no shape costs so little, and for an architecture other than Llama's.
         """
-        total = _weights_read(teacher, Shape.whole(teacher))
+        biased = getattr(teacher, "attention_bias", False) or getattr(teacher, "mlp_bias", False)
+        if teacher.model_type not in ("llama", "mistral") or biased:
+            raise ConfigError(
+                f"Students are cut out of models of the Llama architecture without biases, not of {teacher.model_type}"
+            )
+        total = weights_read(teacher, Shape.whole(teacher))
         predicted = -(-teacher.vocab_size // VOCAB_SHARE)
         unit = math.lcm(teacher.num_attention_heads, ALIGNED)  # Transformers needs widths that are multiples of the heads
         wanted, neurons = WIDER * teacher.hidden_size * cost**0.5, teacher.intermediate_size * cost**0.5
         neurons = min(teacher.intermediate_size, max(1, round(neurons / STEP)) * STEP)
         for width in sorted(range(unit, teacher.hidden_size + 1, unit), key=lambda width: abs(width - wanted)):
-            none, single = (_weights_read(teacher, Shape(width, neurons, layers, predicted)) for layers in ((), (0,)))
+            none, single = (weights_read(teacher, Shape(width, neurons, layers, predicted)) for layers in ((), (0,)))
             layers = int((cost * total - none) / (single - none))
             if layers >= LEAST_LAYERS:
                 return cls(width, neurons, spread(teacher.num_hidden_layers, min(layers, teacher.num_hidden_layers)), predicted)
         raise ConfigError(f"cost is {cost:g}: no student of this model costs so little, its output embedding alone costs more")
-
-
-def cost(teacher: PreTrainedConfig, shape: Shape) -> float:
-    """The share of the teacher's weights that a pass of the student reads for a token."""
-    return _weights_read(teacher, shape) / _weights_read(teacher, Shape.whole(teacher))
 
 
 def spread(num_layers: int, kept: int) -> tuple[int, ...]:
@@ -82,14 +82,7 @@ def cut(teacher: PreTrainedModel, shape: Shape, ids: Tensor) -> LlamaForCausalLM
     """The student before its training, in float32 on the teacher's device.
 
     ``ids`` ``[rows, n]`` is text for choosing principal components and neurons; some 10,000 tokens are enough.
-    Raises `ConfigError` for an architecture other than Llama's.
     """
-    config = teacher.config
-    biased = getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)
-    if config.model_type not in ("llama", "mistral") or biased:
-        raise ConfigError(
-            f"Students are cut out of models of the Llama architecture without biases, not of {config.model_type}"
-        )
     basis, strength = _observe(teacher, shape, ids)
     with torch.no_grad():
         return _build(teacher, shape, basis, strength)
@@ -169,7 +162,7 @@ def _build(teacher: PreTrainedModel, shape: Shape, q: Tensor, strength: Sequence
     return student
 
 
-def _weights_read(config: PreTrainedConfig, shape: Shape) -> int:
+def weights_read(config: PreTrainedConfig, shape: Shape) -> int:
     """Weights that a pass reads for a token: all but the input embedding."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention: int = 2 * (config.num_attention_heads + config.num_key_value_heads) * head_dim

@@ -1,16 +1,18 @@
 """`cascade distill`, from a model to a folder that others load."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from cascade.cli.main import main
 from cascade.engine.draft_vocab import FILE
+from cascade.training.recipe import FORM
 from cascade.training.text import Shard
 from tests import small
 from tests.training.teacher import CHAT
@@ -34,7 +36,7 @@ def distill(teacher: str, out: Path, *more: str, size: tuple[str, ...] = ("--cos
     command = ["distill", "--model", teacher, "--out", str(out), *size, "--rows", "16", "--max-len", "64", *more]
     result = CliRunner().invoke(main, command)
     assert result.exit_code == code, result.output
-    return result.output
+    return " ".join(result.output.split())
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ def test_distilling_makes_an_ordinary_folder_and_goes_on(teacher: str, tmp_path:
     """Guards the whole way, answers of the student's own, and a second call with more time: it must not begin anew."""
     out = tmp_path / "student"
     shown = distill(teacher, out, "--hours", "0.0003")
-    assert "at this share of held-out positions" in " ".join(shown.split())
+    assert "at this share of held-out positions" in shown
     student, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     assert student.dtype is torch.bfloat16
     whole = AutoModelForCausalLM.from_pretrained(teacher)
@@ -72,6 +74,8 @@ def test_distilling_makes_an_ordinary_folder_and_goes_on(teacher: str, tmp_path:
     assert after["step"] > before["step"] > 0
     assert after["seconds"] > before["seconds"]
     assert not list(tmp_path.rglob("*partial*"))
+    refused = distill(teacher, out, size=("--start", str(out)), code=1)  # it would go on with what the first call learnt
+    assert "belongs to another student" in refused
 
 
 def test_an_earlier_student_goes_on_with_given_text(teacher: str, tmp_path: Path, data: str) -> None:
@@ -102,7 +106,7 @@ def test_given_prompts_are_answered(teacher: str, tmp_path: Path) -> None:
     assert "of given prompts and the teacher's answers" in (tmp_path / "s" / "README.md").read_text()
     (tmp_path / "prompts.jsonl").write_text("x " * 999)
     refused = distill(teacher, tmp_path / "t", "--prompts", str(tmp_path / "prompts.jsonl"), code=1)
-    assert "has 0 prompts of at most 60 tokens" in " ".join(refused.split())
+    assert "has 0 prompts of at most 60 tokens" in refused
 
 
 def test_layers_are_healed(teacher: str, tmp_path: Path, data: str) -> None:
@@ -117,9 +121,18 @@ def test_layers_are_healed(teacher: str, tmp_path: Path, data: str) -> None:
         assert not torch.equal(own, original)
 
 
-def test_what_cannot_be_meant_is_refused(teacher: str, tmp_path: Path) -> None:
-    """Guards against a cost that layers overrule, and text of one teacher against being learnt as another's."""
+def test_what_cannot_be_meant_is_refused(teacher: str, tmp_path: Path, data: str) -> None:
+    """Guards hours of writing before a mistake is told, a cost that layers overrule, and text that nobody asked for."""
     (tmp_path / "teacher.json").write_text(json.dumps({"model": "other"}))
-    for size in ((), ("--layers", "0-1", "--cost", "1"), ("--start", str(tmp_path), "--cost", "0.1")):
+    for size in ((), ("--layers", "0-1", "--cost", "0.5"), ("--start", str(tmp_path), "--cost", "0.1")):
         assert "give one of cost" in distill(teacher, tmp_path / "s", size=size, code=1)
     assert "is the work of 'other'" in distill(teacher, tmp_path / "s", "--work", str(tmp_path), code=1)
+    assert "they go from 0 to" in distill(teacher, tmp_path / "s", size=("--layers", "0-40"), code=1)
+    shutil.copytree(teacher, tmp_path / "gpt2", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    GPT2Config(vocab_size=small.VOCAB).save_pretrained(tmp_path / "gpt2")
+    assert "not of gpt2" in distill(str(tmp_path / "gpt2"), tmp_path / "s", code=1)
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "00000.npz").touch()
+    about = {"model": teacher, "vocab_size": small.VOCAB, "form": FORM, "text": "that the teacher wrote itself"}
+    (tmp_path / "teacher.json").write_text(json.dumps(about))
+    assert "wrote itself, or" in distill(teacher, tmp_path / "s", "--work", str(tmp_path), "--data", data, code=1)

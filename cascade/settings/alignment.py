@@ -1,7 +1,6 @@
 """Drafters that learn from answers while they serve."""
 
 import os
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -64,36 +63,14 @@ class AlignmentConfig(Section):
         return Reservoir(Limits(self.rows, self.row_tokens, self.max_age_s), Path(self.folder), key, on_disk=self.on_disk)
 
 
-def students(engines: Mapping[str, EngineKwargs], chosen: tuple[str, ...]) -> tuple[str, ...]:
-    """Drafters that learn: ``chosen``, or all of the tiers ``engines`` (bottom to top) that can."""
-    return chosen or tuple(name for name, reason in _obstacles(engines).items() if not reason)
-
-
-def alignment_problems(engines: Mapping[str, EngineKwargs], chosen: tuple[str, ...]) -> Iterator[str]:
-    """A sentence for each reason why drafters cannot learn."""
-    obstacles = _obstacles(engines)
-    for name in chosen:
-        if name not in obstacles:
-            yield f"alignment.students names {name!r}: it takes {', '.join(obstacles)}"
-        elif obstacles[name]:
-            yield f"alignment.students names {name!r}, {obstacles[name]}"
-    if not students(engines, chosen):
-        yield "alignment has nobody to teach: give a lower tier that is not quantized"
-
-
-def _obstacles(engines: Mapping[str, EngineKwargs]) -> dict[str, str]:
-    """Why each lower tier cannot get new weights while it runs; "" if it can."""
-    *lower, _ = engines
-    reasons = {}
-    for name in lower:
-        engine, reasons[name] = engines[name], ""
-        if engine.quantization is not None:
-            method = engine.quantization
-            reasons[name] = f"whose quantization is {method!r}, and learned weights are not quantized: remove one of the two"
-        elif engine.layers:
-            reasons[name] = "which is some layers of its model, and learns nothing by itself: remove its layers or the name"
-        elif engine.lora_modules:
-            reasons[name] = "whose adapters would not fit new weights: remove them or the name"
-        elif any(spec.reads for spec in engine.drafters):
-            reasons[name] = "whose head would not fit new weights: remove the head or the name"
-    return reasons
+def obstacle(engine: EngineKwargs) -> str:
+    """Why a lower tier cannot get new weights while it runs; "" if it can."""
+    if engine.quantization is not None:
+        return f"whose quantization is {engine.quantization!r}, and learned weights are not quantized: remove one of the two"
+    if engine.layers:
+        return "which is some layers of its model, and learns nothing by itself: remove its layers or the name"
+    if engine.lora_modules:
+        return "whose adapters would not fit new weights: remove them or the name"
+    if any(spec.reads for spec in engine.drafters):
+        return "whose head would not fit new weights: remove the head or the name"
+    return ""

@@ -19,7 +19,7 @@ from cascade import family
 from cascade.engine.generation import AUTO
 from cascade.errors import ConfigError
 from cascade.params import DEFAULT_WINDOW, MAX_WINDOW
-from cascade.settings.alignment import AlignmentConfig, alignment_problems, students
+from cascade.settings.alignment import AlignmentConfig, obstacle
 from cascade.settings.deployment import DeploymentConfig, resources
 from cascade.settings.engine import EMBEDDED, EngineKwargs, ModelLoadingConfig, pinned
 from cascade.settings.router import RouterConfig
@@ -122,8 +122,12 @@ class CascadeConfig(Section):
                 yield f"generation_config of tier {tier.name!r}: requests get the full tier's, which is the last one; remove it"
         if self.link_ports is not None and self.link_ports[0] > self.link_ports[1]:
             yield f"link_ports are {list(self.link_ports)}: name the lower port first"
-        if self.alignment is not None:
-            yield from alignment_problems(self._engines, self.alignment.students)
+        lower = {tier.name: obstacle(tier.engine_kwargs) for tier in self.tiers[:-1]}
+        for name in () if self.alignment is None else self.alignment.students:
+            if reason := lower.get(name, f"which is no lower tier: it takes {', '.join(lower) or 'none'}"):
+                yield f"alignment.students names {name!r}, {reason}"
+        if self.alignment is not None and not self.students:
+            yield "alignment has nobody to teach: give a lower tier that is not quantized"
 
     @property
     def affine(self) -> bool:
@@ -150,15 +154,20 @@ class CascadeConfig(Section):
 
     @property
     def students(self) -> tuple[str, ...]:
-        """Names of the tiers that learn while they serve."""
-        return () if self.alignment is None else students(self._engines, self.alignment.students)
+        """Names of the tiers that learn while they serve: those that are chosen, or all that can."""
+        if self.alignment is None:
+            return ()
+        return self.alignment.students or tuple(tier.name for tier in self.tiers[:-1] if not obstacle(tier.engine_kwargs))
 
-    def lesson(self, student: str) -> tuple[str, str]:
-        """Sources of the latest weights of a student's verifier and of the student; raises `ModelError`."""
+    def lesson(self, student: str) -> tuple[str, str, tuple[int, ...]]:
+        """Sources of a student's verifier and of the student, the latest weights of both, and layers that the verifier keeps.
+
+        Raises `ModelError`.
+        """
         assert self.alignment is not None
         verifier = self.names[self.names.index(student) + 1]
         teacher, learner = (self.alignment.versions(name).current or self.beginning(name) for name in (verifier, student))
-        return str(teacher), str(learner)
+        return str(teacher), str(learner), self.tier(verifier).engine_kwargs.layers or ()
 
     def beginning(self, student: str) -> str:
         """Source of a tier's original weights; raises `ModelError`.
@@ -167,10 +176,6 @@ class CascadeConfig(Section):
         """
         tier = self.tier(student)
         return pinned(tier.model_loading_config.source, tier.engine_kwargs.revision)
-
-    @property
-    def _engines(self) -> dict[str, EngineKwargs]:
-        return {tier.name: tier.engine_kwargs for tier in self.tiers}
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -38,7 +38,8 @@ class ModelLoadingConfig(Section):
     @property
     def source(self) -> str:
         """The argument of `from_pretrained`; raises `ModelError` if a model of the demonstration family is not found."""
-        return resolved(self.model_source or self.model_id)
+        source = self.model_source or self.model_id
+        return family.path(source.removeprefix(EMBEDDED)) if source.startswith(EMBEDDED) else source
 
     @field_validator("model_id", "model_source")
     @classmethod
@@ -46,11 +47,6 @@ class ModelLoadingConfig(Section):
         if source and source.startswith(EMBEDDED) and source.removeprefix(EMBEDDED) not in family.NAMES:
             raise ValueError(f"the embedded models are {', '.join(EMBEDDED + name for name in family.NAMES)}")
         return source
-
-
-def resolved(source: str) -> str:
-    """A path or hub id; `embedded:...` becomes the path of a model of the demonstration family."""
-    return family.path(source.removeprefix(EMBEDDED)) if source.startswith(EMBEDDED) else source
 
 
 def generation_folder(chosen: str) -> str:
@@ -87,7 +83,7 @@ class DrafterConfig(Section):
     @property
     def spec(self) -> DrafterSpec:
         """The drafter, unless its kind is "auto"; raises `ConfigError`."""
-        return DrafterSpec(self.kind, resolved(self.source or ""))
+        return DrafterSpec(self.kind, self.source or "")
 
 
 def _listed(chosen: Any) -> Any:

@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 from cascade.errors import ConfigError
 from cascade.settings.config import CascadeConfig
 from cascade.settings.deployment import ActorOptions
-from cascade.settings.engine import EngineKwargs
+from cascade.settings.engine import EngineKwargs, ModelLoadingConfig
 from cascade.settings.section import Count, Section, sentence
 
 Values = dict[str, Any]
@@ -39,11 +39,9 @@ class ServeOptions(TypedDict, total=False):
     ray_actor_options: ActorOptions | None
 
 
-class Loading(Section):
-    """`ModelLoadingConfig`."""
+class Loading(ModelLoadingConfig):
+    """`ModelLoadingConfig` of Ray Serve LLM."""
 
-    model_id: Annotated[str, Field(min_length=1)]
-    model_source: str | None = None
     tokenizer_source: str | None = None
 
 
@@ -57,13 +55,13 @@ class Lora(Section):
     """`LoraConfig`; adapters are subfolders of a folder."""
 
     dynamic_lora_loading_path: str | None = None
-    max_num_adapters_per_replica: Annotated[int, Field(ge=1)] = 16
+    max_num_adapters_per_replica: Count = 16
 
 
 class Experimental(Section):
     """`experimental_configs`."""
 
-    num_ingress_replicas: Annotated[int, Field(ge=1)] | None = None
+    num_ingress_replicas: Count | None = None
     stream_batching_interval_ms: Literal[0] | None = None  # pieces are never held back
 
 

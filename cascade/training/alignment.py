@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from cascade.engine import draft_vocab
-from cascade.engine.loading import load_trainable
+from cascade.engine.loading import load, load_trainable
 from cascade.engine.model import Model
 from cascade.engine.model_config import NEEDED as FAMILY
 from cascade.errors import ConfigError
@@ -45,14 +45,13 @@ class Student:
 
     tokens = TOKENS  # tokens of a step
 
-    def __init__(self, verifier: str, source: str, *, device: str | None = None) -> None:
-        """``source`` is the path or hub id of the student, ``verifier`` that of the tier above it.
+    def __init__(self, verifier: str, source: str, layers: Sequence[int] = (), *, device: str | None = None) -> None:
+        """``source`` is the path or hub id of the student, ``verifier`` that of the tier above, which keeps ``layers`` or all.
 
         Raises `ModelError` if one cannot be loaded, `ConfigError` if the student cannot learn.
         """
-        teacher = Model.from_pretrained(  # it needs no memory and no threads beyond those of a step
-            verifier, device=device, draft=True, cache_tokens=TOKENS, num_threads=torch.get_num_threads()
-        )
+        network = load(verifier, device=device, layers=layers, draft=True)
+        teacher = Model(network, cache_tokens=TOKENS, num_threads=torch.get_num_threads())  # a step needs no more
         student = load_trainable(source, dtype="float32", device=str(teacher.device))
         if student.config.model_type not in FAMILY:
             raise ConfigError(f"{source!r} is a {student.config.model_type}: drafters that learn are {', '.join(FAMILY)}")
@@ -172,6 +171,7 @@ class Lesson:
     student: str
     verifier: str  # source of the verifier's weights
     source: str  # the student's source
+    layers: Sequence[int]  # of the verifier, if the tier is some of its model; none for all
     newest: Sequence[Sample]
     older: Sequence[Sample]
     seconds: float
@@ -182,7 +182,7 @@ class Lesson:
 
         Raises the errors of `Student` and `align`, and `Stopped` if ``tell`` does.
         """
-        learner = Student(self.verifier, self.source, device=device)
+        learner = Student(self.verifier, self.source, self.layers, device=device)
         outcome = align(self.student, learner, self.newest, self.older, self.seconds, tell=tell)
         if not outcome.problem and group.rank() == 0:
             versions = Versions(self.folder)

@@ -91,7 +91,7 @@ WRONG: list[tuple[Any, str]] = [
     (engine(num_threads=100_000), r"num_threads is 100000: input should be less than or equal to 1024"),
     (engine(enforce_eager=True), r"enforce_eager is not a known key; remove it, correct its spelling, or set engine to 'vllm'"),
     (engine(quantization="awq", num_threads=2), f"quantization is 'awq'{VLLM}, or remove it"),
-    (learning("full"), r"names 'full': it takes tiny"),
+    (learning("full"), r"names 'full', which is no lower tier: it takes tiny"),
     (learning("tiny", quantization="int8"), r"names 'tiny', whose quantization is 'int8', .*remove one"),
     (learning("tiny", drafter={"kind": "eagle3", "source": "a/b"}), r"names 'tiny', whose head would not fit new weights"),
     (learning("tiny", layers=8), r"names 'tiny', which is some layers of its model, and learns nothing by"),
@@ -457,8 +457,10 @@ def test_drafters_begin_at_the_revision_that_is_pinned(tmp_path: Path, monkeypat
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     below = tier("tiny", model_loading_config={"model_id": "some/model"}, engine_kwargs={"revision": "v1"})
-    config = CascadeConfig.parse({"tiers": [below, tier("full")], "alignment": {"folder": str(tmp_path / "learnt")}})
-    assert config.lesson("tiny")[1] == config.beginning("tiny") == str(folders["a"])
+    above = tier("full", engine_kwargs={"layers": 2})
+    config = CascadeConfig.parse({"tiers": [below, above], "alignment": {"folder": str(tmp_path / "learnt")}})
+    assert config.lesson("tiny") == ("some/model", config.beginning("tiny"), (0, 1))
+    assert config.beginning("tiny") == str(folders["a"])
     lost = CascadeConfig.parse({"tiers": [below | {"engine_kwargs": {"revision": "v2"}}, tier("full")]})
     with pytest.raises(ModelError, match="Revision 'v2' of 'some/model' cannot be loaded"):
         lost.beginning("tiny")

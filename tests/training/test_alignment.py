@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -207,7 +208,7 @@ def test_a_student_learns_and_its_weights_are_taken(tmp_path: Path, answers: lis
 
 
 def test_a_student_learns_what_its_verifier_says(tmp_path: Path, answers: list[Sample]) -> None:
-    """Guards drafts for a drafter: a verifier says only its draft vocabulary, and what follows an end token is not asked."""
+    """Guards drafts for a drafter: a verifier says only its draft vocabulary, or what its layers say."""
     source, folder = small.paths()[0], tmp_path / "verifier"
     shutil.copytree(source, folder)
     ids = torch.arange(0, small.VOCAB, 2)
@@ -216,10 +217,12 @@ def test_a_student_learns_what_its_verifier_says(tmp_path: Path, answers: list[S
     (folder / "config.json").write_text(json.dumps(config | {"draft_vocab_size": len(ids)}))
     pool = shards(answers, 512)
     assert sum(len(shard.tokens) for shard in pool) == sum(len(answer.tokens) - 1 for answer in answers)
-    whole, part = (Student(str(verifier), source, device="cpu") for verifier in (source, folder))
-    same, said = (np.concatenate([student.agrees(shard) for shard in pool]) for student in (whole, part))
+    verifiers: list[tuple[Any, ...]] = [(source, source), (str(folder), source), (source, source, (0, 2))]
+    students = [Student(*sources, device="cpu") for sources in verifiers]
+    same, said, cut = (np.concatenate([student.agrees(shard) for shard in pool]) for student in students)
     assert same.mean() > 0.95  # its verifier has the same weights
     assert 0.2 < said.mean() < 0.8
+    assert cut.mean() < 0.95  # it was taken for the whole model
 
 
 def test_passes_go_on_while_weights_are_renewed() -> None:
@@ -260,7 +263,7 @@ def kept(folder: Path, count: int) -> Reservoir:
 def test_a_round_without_a_server(tmp_path: Path, small_demo: None) -> None:
     """Guards the command: it says what came of the round, and weights that are kept are the latest."""
     kept(tmp_path, 200)
-    code, output = run("align", "--from", tmp_path, "--tier", "tiny", "--seconds", "0.5", "--device", "cpu")
+    code, output = run("align", "--folder", tmp_path, "--tier", "tiny", "--seconds", "0.5", "--device", "cpu")
     assert code == 0, output
     assert "tiny agreed on" in output
     current = Versions(tmp_path / "tiny").current
@@ -272,14 +275,14 @@ def test_a_round_without_a_server(tmp_path: Path, small_demo: None) -> None:
 def test_what_cannot_be_taught_is_one_sentence(tmp_path: Path, small_demo: None) -> None:
     """Guards operators against tracebacks: no answers, too few, a tier that is not there, nothing to go back to."""
     for arguments, words in (
-        (("align", "--from", tmp_path, "--tier", "tiny"), "There are no answers"),
-        (("align", "--from", tmp_path, "--tier", "other"), "it takes tiny"),
+        (("align", "--folder", tmp_path, "--tier", "tiny"), "There are no answers"),
+        (("align", "--folder", tmp_path, "--tier", "other"), "it takes tiny"),
         (("rollback", "tiny", "--folder", tmp_path), "never learned there"),
     ):
         code, output = run(*arguments)
         assert (code, words in " ".join(output.split())) == (1, True), output
     kept(tmp_path, 8)
-    assert "too few" in run("align", "--from", tmp_path, "--tier", "tiny", "--seconds", "0.1", "--device", "cpu")[1]
+    assert "too few" in run("align", "--folder", tmp_path, "--tier", "tiny", "--seconds", "0.1", "--device", "cpu")[1]
 
 
 def test_a_tenant_is_forgotten_without_a_server(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def lesson(folder: Path) -> Lesson:
     rng = np.random.default_rng(0)
     answers = [Sample(tuple(rng.integers(10, 400, 48).tolist()), 8, 0.0, "", 1, time.time()) for _ in range(96)]
     tiny, _, full = small.paths()
-    return Lesson("tiny", full, tiny, answers, [], seconds=0.5, folder=folder)
+    return Lesson("tiny", full, tiny, (), answers, [], seconds=0.5, folder=folder)
 
 
 def stopping(progress: Progress) -> None:

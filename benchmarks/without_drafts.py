@@ -50,7 +50,7 @@ def measure(prompts: int, tokens: int) -> dict[str, Any]:
                     outcome = simulate(Scenario((tier,), (request,)))
                     took = outcome.finish_s[0] - outcome.token_s[0]
                     seconds[mode][prompt.category] = seconds[mode].get(prompt.category, 0.0) + took
-                    passes[mode] += outcome.usage[-1].passes - 1
+                    passes[mode] += outcome.passes[-1] - 1
                     texts[mode] += outcome.texts
             figures[key] = {
                 "same_text": len(set(texts.values())) == 1,

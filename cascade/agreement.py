@@ -4,13 +4,11 @@
 one pass a text. Under shared noise a draft tier would guess the same tokens there, at any temperature.
 """
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
-from cascade.answer import Completion
 from cascade.chat.template import ChatTemplate
 from cascade.engine.model import Model
 from cascade.engine.threads import apart
@@ -62,7 +60,11 @@ def along(
 
     Texts of fewer than two tokens are left out. Raises `ModelError` if a model cannot be loaded.
     """
-    below = [apart(partial(_loaded_and_ranked, source, texts, params, dtype, runner_ups)) for source in drafts]
+
+    def of(source: str) -> list[tuple[Ranked, ...]]:
+        return ranked(Model.from_pretrained(source, dtype=dtype), texts, params, runner_ups)
+
+    below = [apart(partial(of, source)) for source in drafts]
     recorded = []
     for number, (category, (prompt, output)) in enumerate(zip(categories, texts, strict=True)):
         if len(output) > 1:
@@ -76,14 +78,8 @@ def written(
 ) -> list[Written]:
     """Each prompt with the answer of the model at a path or hub id, without drafts, all at once; raises `ModelError`."""
     with Cascade.from_pretrained([source], dtype=dtype, drafter=None) as full:
-
-        async def write() -> list[Written]:
-            ids = [tuple(chat_ids(full.tokenizer, prompt.text)) for prompt in prompts]
-            answers = await asyncio.gather(*(full.agenerate(prompt, own) for prompt, own in zip(ids, params, strict=True)))
-            outputs = [answer.token_ids for answer in answers if isinstance(answer, Completion)]
-            return list(zip(ids, outputs, strict=True))
-
-        return asyncio.run(write())
+        ids = [tuple(chat_ids(full.tokenizer, prompt.text)) for prompt in prompts]
+        return [(asked, answer.token_ids) for asked, answer in zip(ids, full.generate(ids, params), strict=True)]
 
 
 def ranked(
@@ -100,13 +96,6 @@ def ranked(
         places = zip(scored.own, beside, strict=True)
         of_texts.append(tuple((RunnerUp(own, 0.0), *(RunnerUp(*other) for other in others)) for own, others in places))
     return of_texts
-
-
-def _loaded_and_ranked(
-    source: str, texts: Sequence[Written], params: Sequence[SamplingParams], dtype: str | None, runner_ups: int
-) -> list[tuple[Ranked, ...]]:
-    """`ranked` for the model at a path or hub id."""
-    return ranked(Model.from_pretrained(source, dtype=dtype), texts, params, runner_ups)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,8 @@ def read_prompts(path: Path) -> tuple[Prompt, ...]:
     absent, or one of Spec-Bench (its first turn), HumanEval or GSM8K. Empty lines are skipped. Raises `ConfigError`.
     """
     try:
-        content = path.read_bytes()
-        lines = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8").splitlines()
+        with gzip.open(path, "rt", encoding="utf-8-sig") if path.suffix == ".gz" else path.open(encoding="utf-8-sig") as file:
+            lines = file.read().split("\n")
     except (OSError, EOFError, zlib.error, UnicodeError) as error:
         raise ConfigError(f"The prompts in {path} cannot be read: {error}") from None
     prompts = tuple(_prompt(line, f"Line {number} of {path}") for number, line in enumerate(lines, 1) if line.strip())

@@ -10,7 +10,7 @@ import click
 
 from cascade import errors
 from cascade.cli import screen
-from cascade.cli.options import adding
+from cascade.cli.options import DRAFT, adding
 from cascade.cli.screen import console
 from cascade.errors import ConfigError, ModelError
 
@@ -23,7 +23,7 @@ LEAST_SHARE = 0.1  # the least share of a GPU that a model gets
 model_options = adding(
     (
         click.argument("model", required=False),
-        click.option("--draft", "drafts", multiple=True, metavar="MODEL", help="A smaller model; repeat, the largest first."),
+        DRAFT,
         click.option("--tensor-parallel-size", type=click.IntRange(1), help="GPUs that share the full model, on vLLM."),
         click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), help="Dtype of all models."),
         click.option(

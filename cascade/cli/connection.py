@@ -69,14 +69,12 @@ def served(client: "Client") -> Backend:
     return Backend(names, info.defaults, client.stream, stream_chat)
 
 
-def user_turn(text: str) -> Sequence[Message]:
-    """A conversation that the user begins with ``text``."""
-    return ({"role": "user", "content": text},)
-
-
 @contextmanager
 def connected(address: str | None, models: tuple[str, ...] = ()) -> Iterator[Backend]:
-    """The server at ``address``, or ``models`` in this process; raises `click.UsageError` if both are given."""
+    """The server at ``address``, or ``models`` in this process, bottom to top, by default those that ship.
+
+    Raises `click.UsageError` if both are given.
+    """
     if address and models:
         raise click.UsageError("--address names a server and models run here: give one of them")
     if address:
@@ -84,16 +82,12 @@ def connected(address: str | None, models: tuple[str, ...] = ()) -> Iterator[Bac
 
         with Client(address) as client:
             yield served(client)
-    else:
-        with loaded(models) as cascade:
-            yield local(cascade)
-
-
-def loaded(models: tuple[str, ...]) -> "Cascade":
-    """Load ``models``, bottom to top; by default those that ship."""
+        return
     if not models:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the models that ship load at once
     from cascade.local import Cascade
 
     with console.status("Loading models"):
-        return Cascade.from_pretrained(models) if models else Cascade.demo()
+        cascade = Cascade.from_pretrained(models) if models else Cascade.demo()
+    with cascade:
+        yield local(cascade)

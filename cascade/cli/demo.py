@@ -15,8 +15,8 @@ from rich.table import Column, Table
 from cascade.answer import Completion
 from cascade.cli import screen
 from cascade.cli.config import configured
-from cascade.cli.connection import Backend, Message, connected, user_turn
-from cascade.cli.plan import DRAFT
+from cascade.cli.connection import Backend, Message, connected
+from cascade.cli.options import DRAFT
 from cascade.cli.screen import console
 from cascade.cli.serve import started
 from cascade.params import Handling, SamplingParams, Speculation
@@ -66,8 +66,9 @@ def demo(model: str | None, drafts: tuple[str, ...]) -> None:
         answers = {kind: answer(served, kind, question) for kind, question in QUESTIONS.items()}
         console.print()
         with console.status("The full model alone and the cascade answer in turns"):
-            rows = [measured(served, temperature) for temperature in (0.0, 0.7)]
-            rows.append(compared(served, "a program printed again", [AGAIN], replace(PARAMS, max_tokens=AGAIN_TOKENS)))
+            few = [[{"role": "user", "content": QUESTIONS[kind]}] for kind in COMPARED]
+            rows = [compared(served, f"{len(few)} questions, temperature {t:g}", few, COMPARED_TOKENS, t) for t in (0.0, 0.7)]
+            rows.append(compared(served, "a program printed again", [AGAIN], AGAIN_TOKENS))
     if len(config.tiers) > 1:
         rows.append(on_devices({tier.name: tier.model_loading_config.source for tier in config.tiers}, answers))
     show(rows)
@@ -92,7 +93,7 @@ def answer(served: Backend, kind: str, question: str) -> Completion:
     console.print(f"\n[bold]{kind.capitalize()}[/]")
     console.print(question, style="dim", markup=False)
     shown = screen.Answer()
-    for piece in served.stream_chat(user_turn(question), PARAMS, Speculation(), Handling()):
+    for piece in served.stream_chat([{"role": "user", "content": question}], PARAMS, Speculation(), Handling()):
         shown.show(piece.chunk)
     completion = piece.chunk.completion
     assert completion is not None, "a stream ends with its completion"
@@ -112,17 +113,13 @@ def explained(names: Sequence[str], answers: Sequence[Completion]) -> str:
     return f"{tokens} tokens took {passes} passes of the full model; {guessed}."
 
 
-def measured(served: Backend, temperature: float) -> Row:
-    """Compare the modes on some of the questions at a temperature."""
-    params = replace(PARAMS, max_tokens=COMPARED_TOKENS, temperature=temperature)
-    what = f"{len(COMPARED)} questions, temperature {temperature:g}"
-    return compared(served, what, [user_turn(QUESTIONS[kind]) for kind in COMPARED], params)
-
-
-def compared(served: Backend, what: str, conversations: Sequence[Sequence[Message]], params: SamplingParams) -> Row:
+def compared(
+    served: Backend, what: str, conversations: Sequence[Sequence[Message]], max_tokens: int, temperature: float = 0.0
+) -> Row:
     """Let the full model alone and the cascade answer ``conversations`` in turns."""
+    params = replace(PARAMS, max_tokens=max_tokens, temperature=temperature)
     for mode in MODES:
-        timed(served, conversations[0], replace(params, max_tokens=min(WARM_TOKENS, params.max_tokens)), mode)
+        timed(served, conversations[0], replace(params, max_tokens=min(WARM_TOKENS, max_tokens)), mode)
     seconds = dict.fromkeys(MODES, 0.0)
     answers: dict[str, list[Completion]] = {mode: [] for mode in MODES}
     for number, conversation in enumerate(conversations):

@@ -16,13 +16,18 @@ from cascade.errors import CascadeError
 
 
 class Cli(click.Group):
-    """Prints errors of this package as one sentence, without a traceback."""
+    """Prints errors of this package, and of files, as one sentence, without a traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except CascadeError as error:
             raise click.ClickException(str(error)) from error
+        except BrokenPipeError:  # click ends at once: whoever read the output has gone
+            raise
+        except (OSError, UnicodeError) as error:
+            name, why = getattr(error, "filename", None), getattr(error, "strerror", None)
+            raise click.ClickException(f"{name or 'A file'} cannot be read or written: {why or error}") from error
 
 
 @click.group(cls=Cli, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -1,8 +1,9 @@
-"""Options of requests, which several commands have."""
+"""Options that several commands have."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,6 +12,18 @@ import click
 from cascade.params import SamplingParams, Speculation, Structured
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class Finite(click.FloatRange):
+    """Numbers of a range. "nan", which click takes for one of any range, is none, nor is "inf"."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        return number if math.isfinite(number) else self.fail(f"{value!r} is not a number.", param, ctx)
+
+
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)  # to read
+DRAFT = click.option("--draft", "drafts", multiple=True, metavar="MODEL", help="A smaller model; repeat, the largest first.")
 MODELS = "the model's"  # the default from the model's generation config
 OPTIONS = (
     click.option("--max-tokens", type=int, help="Output tokens at most; by default the model's, else 128."),
@@ -41,13 +54,7 @@ def counts(context: click.Context, parameter: click.Parameter, value: str) -> tu
 
 def adding(options: Sequence[Callable[[Any], Any]]) -> Callable[[Command], Command]:
     """A decorator that gives a command these arguments and options, as click's own do one by one."""
-
-    def add(command: Command) -> Command:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return add
+    return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
 
 
 sampling_options = adding(OPTIONS)  # `parameters` turns their values into `SamplingParams` and `Speculation`

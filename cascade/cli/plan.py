@@ -8,7 +8,7 @@ import click
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from cascade.cli.options import counts
+from cascade.cli.options import DRAFT, FILE, Finite, counts
 from cascade.cli.screen import console
 from cascade.errors import ConfigError
 
@@ -18,13 +18,10 @@ if TYPE_CHECKING:
     from cascade.simulation.recording import Recording
 
 TRIALS = 50  # swaps of a layer that `cascade layers` tries
-SHARES = click.FloatRange(0, 1, min_open=True)
-DRAFT = click.option("--draft", "drafts", multiple=True, metavar="MODEL", help="A smaller model; repeat, the largest first.")
-
-
+SHARES = Finite(0, 1, min_open=True)
 PROMPTS = click.option(
     "--prompts",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=FILE,
     help="Prompts, one a line: text, or JSON as in Spec-Bench, HumanEval or GSM8K; by default the 48 that ship.",
 )
 
@@ -77,10 +74,7 @@ def agreement(
     console.print(table)
     console.print("Runner-ups: how often they are right where the tier's own token is wrong.", style="dim")
     if out is not None:
-        try:
-            recording.save(out)
-        except OSError as error:
-            raise ConfigError(f"{out} cannot be written: {error}") from None
+        recording.save(out)
         console.print(f"Written to {out}; use it with: cascade plan ... --measured {out}", markup=False, soft_wrap=True)
 
 
@@ -118,12 +112,15 @@ def layers(model: str, shares: tuple[float, ...], prompts: Path | None, max_toke
 @click.argument("model", required=False)
 @DRAFT
 @click.option("--agreement", "shares", multiple=True, type=SHARES, help="How often a draft agrees with MODEL; for each draft.")
-@click.option(
-    "--measured", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Result of `cascade agreement --out`."
-)
+@click.option("--measured", type=FILE, help="Result of `cascade agreement --out`.")
 @click.option("--device", "devices", multiple=True, help="Such as H100; once for all models, or once for each, MODEL's first.")
 @click.option("--tensor-parallel-size", type=click.IntRange(1), default=1, show_default=True, help="Devices that share MODEL.")
-@click.option("--pass-ms", multiple=True, type=float, help="In place of models: milliseconds of passes, MODEL's first.")
+@click.option(
+    "--pass-ms",
+    multiple=True,
+    type=Finite(0, min_open=True),
+    help="In place of models: milliseconds of passes, MODEL's first.",
+)
 @click.option("--load", default="1,8", show_default=True, callback=counts, help="Requests at once.")
 @click.option("--prompt-tokens", type=click.IntRange(1, 8192), default=256, show_default=True, help="Tokens of a prompt.")
 @click.option("--max-tokens", type=click.IntRange(16, 4096), default=128, show_default=True, help="Tokens of an answer.")
@@ -148,46 +145,47 @@ def plan(
     cascade plan Qwen/Qwen3-32B --draft Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --device H100 --measured measured.json
     cascade plan --pass-ms 80 --pass-ms 20 --pass-ms 2 --agreement 0.88 --agreement 0.70
     """
+    from cascade.local import tier_names
+    from cascade.simulation.costs import flat
     from cascade.simulation.plan import Traffic, predict, recorded_tiers, toy_tiers
     from cascade.simulation.recording import Recording
 
     if pass_ms and (model or drafts or devices):
         raise click.UsageError("--pass-ms replaces MODEL, --draft and --device: give only one of the two")
-    costs, vocab = _given(pass_ms) if pass_ms else _computed(model, drafts, devices, tensor_parallel_size)
+    costs: Sequence[Profile]
+    costs, vocab = (flat(*reversed(pass_ms)), 0) if pass_ms else _computed(model, drafts, devices, tensor_parallel_size)
     num_drafts = len(costs) - 1
+    if not num_drafts:
+        raise click.UsageError(
+            "Nothing to compare the full model with: name a smaller one with --draft, or give its --pass-ms, too"
+        )
     if bool(shares) == (measured is not None):
         raise click.UsageError("Say how often the drafts agree: --agreement for each --draft, or --measured FILE")
     recording = None if measured is None else Recording.load(measured)
     num_shares = len(shares) if recording is None else recording.num_tiers - 1
     if num_shares != num_drafts:
         raise click.UsageError(f"There are {num_drafts} drafts, and agreement is given for {num_shares}: give it for each")
-    from cascade.local import TIER_NAMES
-
-    names = TIER_NAMES[len(costs)]
+    names = tier_names(costs, None)
     if recording is None:
         tiers = toy_tiers(names, costs, tuple(reversed(shares)))
     else:
         tiers = recorded_tiers(names, costs, recording, vocab or 1 + max(max(text.prompt) for text in recording.texts))
-    ranks = tensor_parallel_size + num_drafts
+    ranks = tensor_parallel_size + (num_drafts if len({*devices}) < 2 else 0)  # others may not hold the full model
     _assumed(names, costs, shares, recording)
     traffic = Traffic(load, prompt_tokens, max_tokens)
     for prediction in predict(tiers, traffic, recording):
         _show(prediction, tensor_parallel_size, ranks)
 
 
-def _given(pass_ms: Sequence[float]) -> "tuple[Sequence[Profile], int]":
-    """Profiles of passes that take the given times for up to 256 tokens, and twice as long for 512; bottom to top."""
-    from cascade.simulation.costs import flat
-
-    if any(ms <= 0 for ms in pass_ms) or not 1 <= len(pass_ms) <= 5:
-        raise click.BadParameter("give one to five times above 0, the full model's first", param_hint="--pass-ms")
-    return flat(*reversed(pass_ms)), 0
-
-
 def _computed(model: str | None, drafts: Sequence[str], devices: Sequence[str], ranks: int) -> "tuple[Sequence[Profile], int]":
-    """Profiles of models on devices, bottom to top, and the vocabulary; raises `ConfigError`, `ModelError`."""
+    """Profiles of models, bottom to top, and the vocabulary; raises `ConfigError` if one does not fit, `ModelError`."""
     from cascade.engine.checkpoint import anatomy
+    from cascade.engine.devices import ACCELERATORS as MEMORY
+    from cascade.engine.memory import GIB
     from cascade.engine.model_config import read_config
+    from cascade.local import tier_names
+    from cascade.settings.check import Need
+    from cascade.settings.config import GPU_MEMORY
     from cascade.simulation.costs import ACCELERATORS, Load
 
     if model is None:
@@ -199,14 +197,18 @@ def _computed(model: str | None, drafts: Sequence[str], devices: Sequence[str], 
         if device not in ACCELERATORS:
             raise click.BadParameter(f"{device} is not known: one of {', '.join(ACCELERATORS)}", param_hint="--device")
     each = devices if len(devices) > 1 else [devices[0]] * len(models)
-    costs = []
-    for source, device in zip(models, each, strict=True):
+    costs: list[Profile] = []
+    for name, source, device in zip(reversed(tier_names(models, None)), models, each, strict=True):
         text, weights = read_config(source).get_text_config(), anatomy(source, sizes_only=True)
+        shared = 1 if costs else ranks
+        memory, kept = int(MEMORY[device] * GIB * GPU_MEMORY), weights.cache_bytes_per_token
+        if problem := Need(name, weights, None, shared, 0, kept, device, memory, "vllm").problem:
+            raise ConfigError(problem)
         embedding = 0 if getattr(text, "tie_word_embeddings", False) else text.vocab_size * text.hidden_size
         parameters = weights.parameters - embedding  # a pass reads one row of the input embedding for each token
         read_bytes = round(weights.weight_bytes * parameters / weights.parameters)
-        load = Load(read_bytes, parameters, int(text.num_hidden_layers), weights.cache_bytes_per_token)
-        costs.append(load.profile(ACCELERATORS[device], ranks if source == model else 1))
+        load = Load(read_bytes, parameters, int(text.num_hidden_layers), kept)
+        costs.append(load.profile(ACCELERATORS[device], shared))
     return costs[::-1], int(read_config(model).get_text_config().vocab_size)
 
 
@@ -224,7 +226,7 @@ def _assumed(names: Sequence[str], costs: "Sequence[Profile]", shares: Sequence[
 
 def _show(prediction: "Prediction", alone_devices: int, all_devices: int) -> None:
     """Print the speeds of the modes at one load, and the fastest one."""
-    from cascade.simulation.plan import ALONE, PLANNER
+    from cascade.simulation.plan import PLANNER
 
     table = Table("mode", "tokens/s", "over alone", box=SIMPLE_HEAD, pad_edge=False, title=f"{prediction.load} at once")
     for mode, speed in prediction.speeds.items():
@@ -232,7 +234,7 @@ def _show(prediction: "Prediction", alone_devices: int, all_devices: int) -> Non
     console.print(table)
     best = prediction.best
     gain = prediction.over_alone(best)
-    if best == ALONE:
+    if gain < 1.005:  # it is shown as 1.00
         console.print("No draft pays at this load: serve the full model alone.")
         return
     console.print(f"Fastest: {best}, {gain:.2f} times the full model alone.")

@@ -7,40 +7,37 @@ from typing import Any
 
 import click
 
+from cascade.cli.options import FILE, Finite
 from cascade.cli.screen import console
 from cascade.errors import ConfigError
 
-FOLDER = click.option(
-    "--folder", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder in `alignment.folder`."
-)
+THERE = click.Path(exists=True, file_okay=False, path_type=Path)
+FOLDER = click.option("--folder", required=True, type=THERE, help="Folder in `alignment.folder`.")
+DEVICE = click.option("--device", help="Such as cuda:0; by default the GPU if there is one.")
 KEY_ENV = click.option("--key-env", help="Environment variable with the key for encrypted answers.")
 
 
 @click.command()
 @click.option("--model", required=True, help="Path or hub id of the model to draft for.")
-@click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder for the result.")
-@click.option("--cost", type=float, help="Largest share of the model's weights that a pass of the result reads, such as 0.1.")
+@click.option(
+    "--out", required=True, type=click.Path(file_okay=False, resolve_path=True, path_type=Path), help="Folder for the result."
+)
+@click.option(
+    "--cost",
+    type=Finite(0, 1, min_open=True, max_open=True),
+    help="Largest share of the model's weights that a pass of the result reads, such as 0.1.",
+)
 @click.option("--layers", help="In place of --cost: layers to keep, such as 0-11,20-31.")
-@click.option(
-    "--start",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="In place of --cost: an earlier result to continue with.",
-)
-@click.option(
-    "--data", multiple=True, type=click.Path(path_type=Path), help="Text to learn from; repeat. By default MODEL writes it."
-)
-@click.option(
-    "--prompts",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Prompts for MODEL in place of its own: one a line, text or JSON as in Spec-Bench.",
-)
-@click.option("--hours", type=float, default=8.0, show_default=True, help="Time for the whole run.")
+@click.option("--start", type=THERE, help="In place of --cost: an earlier result to continue with.")
+@click.option("--data", multiple=True, type=FILE, help="Text to learn from; repeat. By default MODEL writes it.")
+@click.option("--prompts", type=FILE, help="Prompts for MODEL in place of its own: one a line, text or JSON as in Spec-Bench.")
+@click.option("--hours", type=Finite(0, min_open=True), default=8.0, show_default=True, help="Time for the whole run.")
 @click.option(
     "--work", type=click.Path(file_okay=False, path_type=Path), help="Folder for text and checkpoints; OUT.work by default."
 )
 @click.option("--rows", type=click.IntRange(1), default=128, show_default=True, help="Texts that are written at the same time.")
 @click.option("--max-len", type=click.IntRange(64), default=512, show_default=True, help="Tokens of a text at most.")
-@click.option("--device", help="Such as cuda:0; by default the GPU if there is one.")
+@DEVICE
 def distill(model: str, out: Path, layers: str | None, work: Path | None, device: str | None, **options: Any) -> None:
     """Cut a draft model out of MODEL, and train it on text that MODEL writes, so that both agree as often as possible.
 
@@ -72,28 +69,19 @@ def distill(model: str, out: Path, layers: str | None, work: Path | None, device
 
 
 @click.command()
-@click.option(
-    "--from", "folder", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder with a server's answers."
-)
+@FOLDER
 @click.option("--tier", "student", required=True, help="The lower tier that learns.")
-@click.option("--config", type=click.Path(path_type=Path), help="The server's configuration; by default the demonstration's.")
-@click.option("--seconds", default=300.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Training time.")
+@click.option("--config", type=FILE, help="The server's configuration; by default the demonstration's.")
+@click.option("--seconds", default=300.0, show_default=True, type=Finite(0, min_open=True), help="Training time.")
 @KEY_ENV
-@click.option("--device", help="Such as cuda:0; by default the GPU if there is one.")
-def align(
-    folder: Path,
-    student: str,
-    config: Path | None,
-    seconds: float,
-    key_env: str | None,
-    device: str | None,
-) -> None:
+@DEVICE
+def align(folder: Path, student: str, config: Path | None, seconds: float, key_env: str | None, device: str | None) -> None:
     """Let a drafter learn from answers that a server has kept on disk.
 
     If the new weights are no worse on held-out answers, they become the latest in the folder. A running server takes them.
 
     \b
-    cascade align --from /shared/cascade --tier tiny --config my.yaml
+    cascade align --folder /shared/cascade --tier tiny --config my.yaml
     """
     from cascade.settings.config import CascadeConfig
     from cascade.settings.file import load_config

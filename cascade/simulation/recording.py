@@ -78,8 +78,10 @@ class Recording:
     def load(cls, path: Path) -> Self:
         """Read what `save` wrote; raises `ConfigError`."""
         try:
-            return cls(tuple(map(_text, json.loads(path.read_text(encoding="utf-8"))["texts"])))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            read = cls(tuple(map(_text, json.loads(path.read_text(encoding="utf-8"))["texts"])))
+            read.agreement  # noqa: B018  # finds out whether there are texts, all of the same tiers
+            return read
+        except (OSError, ValueError, LookupError, TypeError, ArithmeticError) as error:
             raise ConfigError(f"The recording {str(path)!r} cannot be read ({error}): record the tiers again") from None
 
 

@@ -86,15 +86,6 @@ class Scenario:
     branches: int = MOST_BRANCHES  # branches that a lower tier may offer and prepare
 
 
-@dataclass(slots=True)
-class Usage:
-    """Totals of a tier."""
-
-    tier: str
-    passes: int = 0
-    busy_s: float = 0.0  # virtual time in passes
-
-
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The result of a scenario."""
@@ -102,7 +93,7 @@ class Outcome:
     texts: tuple[tuple[int, ...], ...]  # output tokens per request
     times: tuple[tuple[float, ...], ...]  # when the router had each token, per request
     edges: tuple[Edge, ...]  # totals over all requests, the full tier's first
-    usage: tuple[Usage, ...]  # bottom to top
+    passes: tuple[int, ...]  # of each tier, bottom to top
 
     @property
     def finish_s(self) -> tuple[float, ...]:
@@ -121,4 +112,4 @@ class Outcome:
     @property
     def tokens_per_pass(self) -> float:
         """Tokens per pass of the full tier."""
-        return sum(map(len, self.texts)) / self.usage[-1].passes
+        return sum(map(len, self.texts)) / self.passes[-1]

@@ -12,7 +12,7 @@ from cascade.answer import Answer
 from cascade.messages import Close, Edge, Failed, Message, Open, Proposal, SessionSpec, add_edges
 from cascade.planner.chains import Planner
 from cascade.planner.cost import Profile
-from cascade.simulation.scenario import Outcome, Scenario, SimTier, Usage
+from cascade.simulation.scenario import Outcome, Scenario, SimTier
 from cascade.simulation.virtual import ROUTER, Agenda, Wires
 from cascade.tier.kv_admission import KVAdmission
 from cascade.tier.loop import Limits, Loop
@@ -49,7 +49,7 @@ def simulate(scenario: Scenario) -> Outcome:
         tuple(tuple(router.texts[i]) for i in order),
         tuple(tuple(router.times[i]) for i in order),
         tuple(add_edges({}, router.edges).values()),
-        tuple(node.usage for node in nodes),
+        tuple(node.passes for node in nodes),
     )
 
 
@@ -58,7 +58,7 @@ class Node:
 
     def __init__(self, tier: SimTier, level: int, scenario: Scenario, wires: Wires) -> None:
         self.name = tier.name
-        self.usage = Usage(tier.name)
+        self.passes = 0
         self._tier = tier
         self._level = level
         self._max_pass_tokens = scenario.max_pass_tokens
@@ -137,8 +137,7 @@ class Node:
         launched = self._tier.model.launch([row_of(slot, work) for slot, work in batch])
         tier, scored = self._tier, sum(work.num_scored for _, work in batch)
         seconds = tier.cost(sum(len(work) for _, work in batch), sum(work.start for _, work in batch)) + tier.scored_s * scored
-        self.usage.passes += 1
-        self.usage.busy_s += seconds
+        self.passes += 1
         self._busy, life, now = True, self._lives, self._agenda.now
         self._wires.devices[self.name].run(seconds, lambda: self._advance(batch, launched, life, now))
 

@@ -148,8 +148,7 @@ class Reservoir:
 
     def _expire(self) -> None:
         oldest = time.time() - self._limits.max_age_s
-        if any(sample.time < oldest for sample in (*self._newest, *(entry[2] for entry in self._older))):
-            self._keep(lambda sample: sample.time >= oldest)
+        self._keep(lambda sample: sample.time >= oldest)
 
     def _keep(self, wanted: Callable[[Sample], bool]) -> None:
         self._newest = deque(sample for sample in self._newest if wanted(sample))
@@ -159,7 +158,6 @@ class Reservoir:
 
 def forget(folder: Path, tenant: str) -> None:
     """Mark all answers of ``tenant`` up to now as to be forgotten; a learner that runs on ``folder`` drops them in seconds."""
-    folder.mkdir(parents=True, exist_ok=True)
     with (folder / FORGOTTEN).open("a", encoding="utf-8") as file:
         file.write(json.dumps({"tenant": tenant, "time": time.time()}) + "\n")
 

@@ -20,10 +20,11 @@ MODES = (Mode("alone", Speculation("off")), Mode("auto", Speculation()), Mode("a
 
 
 def test_prompts_of_a_file(tmp_path: Path) -> None:
-    """Guards the three ways to write a prompt, and texts that look a little like JSON."""
+    """Guards the three ways to write a prompt, texts that look a little like JSON, and what editors put into files."""
     path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "a\\nb", "category": "code"}\n"quoted"\n\n[1, 2, \n  {"prompt": "c"}\n', encoding="utf-8")
-    assert read_prompts(path) == (Prompt("a\nb", "code"), Prompt("quoted"), Prompt("[1, 2, "), Prompt("c", UNSORTED))
+    text = '\ufeff{"prompt": "a\\nb", "category": "code"}\r\n"quo\u2028ted"\n\n[1, 2, \n  {"prompt": "c"}\n'
+    path.write_text(text, encoding="utf-8")
+    assert read_prompts(path) == (Prompt("a\nb", "code"), Prompt("quo\u2028ted"), Prompt("[1, 2, "), Prompt("c", UNSORTED))
 
 
 @pytest.mark.parametrize(

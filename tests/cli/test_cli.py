@@ -95,6 +95,9 @@ def test_options_say_everything(tmp_path: Path) -> None:
         (["chat", "somewhere", "--address", "127.0.0.1:1"], "--address"),
         (["generate", "--model", "somewhere", "--address", "127.0.0.1:1", "x"], "--address names a server"),
         (["plan", "some/model", "--pass-ms", "80", "--agreement", "0.5"], "--pass-ms replaces MODEL"),
+        (["forget", "alice", "--folder", "nowhere"], "'nowhere' does not exist"),
+        (["forget", "alice", "--folder", "/proc"], "/proc/forgotten.jsonl cannot be read or written"),
+        (["layers", "some/model", "--share", "nan"], "'nan' is not a number"),
         (["top", "--once", "--address", "127.0.0.1:1", "--url", "http://127.0.0.1:1"], "127.0.0.1:1"),
     ],
 )

@@ -337,7 +337,7 @@ def test_never_slower_in_the_first_passes(setting: Setting) -> None:
     """Guards first answers on busy cores, which came at 0.7 of alone: tiers below were tried before there was time for it."""
     shared = setting.devices == SHARED
     outcome = never_slower(setting, (120 if shared else 60) * setting.full_s)
-    assert not shared or not any(usage.passes for usage in outcome.usage[:-1])
+    assert not shared or not any(outcome.passes[:-1])
 
 
 @pytest.mark.parametrize(("share", "agreement", "gain"), [(1 / 3, 0.9, 1.5), (0.2, 0.5, 1.1), (0.5, 0.7, 1.0)])

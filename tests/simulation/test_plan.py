@@ -4,14 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
 from cascade import Cascade, SamplingParams
 from cascade.agreement import agreement, chat_ids, record
 from cascade.errors import ConfigError
-from cascade.planner.cost import Profile
 from cascade.prompts import BUILT_IN
 from cascade.scorer import RunnerUp
-from cascade.simulation.costs import ACCELERATORS, Load
+from cascade.simulation.costs import ACCELERATORS, Load, flat
 from cascade.simulation.plan import ALONE, PLANNER, Traffic, chained, predict, recorded_tiers, toy_tiers
 from cascade.simulation.recording import RecordedText, Recording
 from tests import small
@@ -22,11 +22,6 @@ NAMES = ("tiny", "medium", "full")
 SHORT = Traffic((1,), prompt_tokens=8, tokens=48, answers=2)
 PROMPTS = BUILT_IN[:3]
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
-
-
-def flat(*pass_ms: float) -> list[Profile]:
-    """Prices of tiers, bottom to top, whose passes take as long for any number of tokens."""
-    return [Profile([(1, ms / 1e3), (512, ms / 1e3)]) for ms in pass_ms]
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +122,10 @@ def test_the_commands_measure_and_predict(tmp_path: Path) -> None:
     [
         (["--pass-ms", "20", "--pass-ms", "1"], "Say how often the drafts agree"),
         (["--pass-ms", "20", "--pass-ms", "1", "--agreement", "0.5", "--agreement", "0.4"], "give one for each"),
-        (["--pass-ms", "0"], "above 0"),
+        (["--pass-ms", "0"], "0.0 is not in the range x>0"),
+        (["--pass-ms", "20"], "Nothing to compare the full model with"),
         (["--agreement", "0.5"], "Name MODEL"),
+        (["nowhere", *["--draft", "none"] * 5, "--agreement", "0.5", "--device", "H100"], "models has 6 entries"),
         (["nowhere", "--draft", "none", "--agreement", "0.5", "--device", "H1000"], "H1000 is not known: one of B200"),
         (["nowhere", "--draft", "none", "--agreement", "0.5"], "--device is given 0 times"),
     ],
@@ -138,3 +135,13 @@ def test_wrong_plans_are_refused(arguments: list[str], sentence: str) -> None:
     code, output = run("plan", *arguments)
     assert code in (1, 2)
     assert sentence in " ".join(output.replace("│", " ").split())
+
+
+def test_models_must_fit_their_devices(tmp_path: Path) -> None:
+    """Guards buyers against the speed of a model that its device cannot hold."""
+    LlamaConfig(hidden_size=8192, num_hidden_layers=80, dtype="bfloat16").save_pretrained(tmp_path)
+    asked = ["plan", tmp_path, "--draft", small.paths()[0], "--agreement", "0.5", "--device", "H100", "--load", "1"]
+    code, output = run(*asked)
+    assert (code, "Tier full takes 81" in output) == (1, True), output
+    code, output = run(*asked, "--device", "L4", "--tensor-parallel-size", "2", "--max-tokens", "16")
+    assert (code, "as replicas" in output) == (0, False), output

@@ -1,6 +1,7 @@
 """Simulated tiers: toys that agree as often as they are said to, and those that say what was recorded."""
 
 import itertools
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,10 +70,11 @@ def test_files_keep_a_recording(tmp_path: Path) -> None:
     path = tmp_path / "recording.json"
     RECORDING.save(path)
     assert Recording.load(path) == RECORDING
-    path.write_text("{}")
-    for broken in (path, tmp_path / "none.json"):
+    lengths = {"texts": [{"category": "", "prompt": [1], "said": [[[[1, 0]]], []]}]}
+    for broken in (None, {}, {"texts": []}, lengths):
+        path.unlink() if broken is None else path.write_text(json.dumps(broken))
         with pytest.raises(ConfigError, match=r"^The recording '.*' cannot be read .* record the tiers again$"):
-            Recording.load(broken)
+            Recording.load(path)
 
 
 def test_texts_that_cannot_be_told_apart_are_refused() -> None:

@@ -56,7 +56,7 @@ def test_distilling_makes_an_ordinary_folder_and_goes_on(teacher: str, tmp_path:
     assert student.num_parameters() < whole.num_parameters()
     assert student.generation_config.eos_token_id == whole.generation_config.eos_token_id
     assert tokenizer.chat_template == CHAT
-    assert "| tokens learnt" in (out / "README.md").read_text()
+    assert "| tokens learned" in (out / "README.md").read_text()
     answers = Shard.load(tmp_path / "student.work" / "student.answers" / "00000.npz")
     assert len(answers.ids)  # what the teacher says of them
     vocabulary = json.loads((out / FILE).read_text())

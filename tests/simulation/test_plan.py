@@ -121,7 +121,7 @@ def test_the_commands_measure_and_predict(tmp_path: Path) -> None:
     ("arguments", "sentence"),
     [
         (["--pass-ms", "20", "--pass-ms", "1"], "Say how often the drafts agree"),
-        (["--pass-ms", "20", "--pass-ms", "1", "--agreement", "0.5", "--agreement", "0.4"], "give one for each"),
+        (["--pass-ms", "20", "--pass-ms", "1", "--agreement", "0.5", "--agreement", "0.4"], "give it for each"),
         (["--pass-ms", "0"], "0.0 is not in the range x>0"),
         (["--pass-ms", "20"], "Nothing to compare the full model with"),
         (["--agreement", "0.5"], "Name MODEL"),

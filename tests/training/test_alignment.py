@@ -243,7 +243,7 @@ def test_passes_go_on_while_weights_are_renewed() -> None:
     finally:
         over.set()
         passes.join()
-    with pytest.raises(ModelError, match="cannot take the place"):
+    with pytest.raises(ModelError, match="cannot replace others"):
         model.renew(medium)
     assert len(scores) > 8
     assert all(own == expected for own in (*scores, score_of(model, text)))

@@ -7,7 +7,6 @@ from typing import Any
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
-from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from cascade.v1 import link_pb2, serving_pb2
@@ -30,13 +29,8 @@ def stub_of(channel: Any, service: ServiceDescriptor = CASCADE, *, streamed: boo
     return SimpleNamespace(**calls)
 
 
-def parsed(kind: type[Message], data: bytes) -> Message:
-    """The request that came as ``data``; raises `google.protobuf.message.DecodeError`."""
-    return kind.FromString(data)
-
-
 def handlers_of(
-    servicer: Any, service: ServiceDescriptor = CASCADE, parse: Callable[[type[Message], bytes], Any] = parsed
+    servicer: Any, service: ServiceDescriptor = CASCADE, parse: Callable[..., Any] = lambda kind, data: kind.FromString(data)
 ) -> "grpc.GenericRpcHandler[Any, Any]":
     """A handler that answers the calls of a service by the methods of ``servicer`` with the same names.
 

@@ -7,6 +7,7 @@ import logging
 import random
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 import grpc
@@ -171,10 +172,8 @@ class LinkServer:
         """Whether a message has to wait until its session is prepared; keeps such messages."""
         session = message.session
         if self._prepare is not None and isinstance(message, Open) and needs_preparation(message.spec.params):
-            held: list[Message] = [self._spans.served(message)]
-            self._held[session] = held
-            preparing = asyncio.to_thread(self._prepare, message.spec.params)
-            task = asyncio.create_task(self._follow(preparing, session, held, mailbox))
+            held = self._held[session] = [self._spans.served(message)]
+            task = asyncio.create_task(self._follow(partial(self._prepare, message.spec.params), session, held, mailbox))
             self._preparing.add(task)
             task.add_done_callback(self._preparing.discard)
         elif session in self._held:
@@ -183,12 +182,10 @@ class LinkServer:
             return False
         return True
 
-    async def _follow(
-        self, preparing: Coroutine[Any, Any, object], session: str, held: list[Message], mailbox: Mailbox
-    ) -> None:
+    async def _follow(self, prepare: Callable[[], object], session: str, held: list[Message], mailbox: Mailbox) -> None:
         """Prepare a session, then hand over its messages, unless it has ended."""
         try:
-            await preparing
+            await asyncio.to_thread(prepare)
         except Exception as error:  # the tier gets the same error, and reports it
             log.info("What session %s needs is not ready: %s", session, error)
         if self._held.get(session) is held:

@@ -15,7 +15,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from functools import partial
-from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,12 @@ SUFFIX = ".gguf"
 FORM = 1  # version of the folders' format
 TEXT, MODEL = "text", "model"
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")  # keys of ending tokens under tokenizer.ggml
-SAME = (
-    "attention.sliding_window",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-)  # keys that end as Transformers' fields
+STATED = {  # keys of an architecture that Transformers may leave out, and its own fields
+    "rope.freq_base": "rope_theta",
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
 NARROW = {"BF16": "bfloat16", "F16": "float16"}  # dtypes by the 16-bit kinds of tensors
 
 log = logging.getLogger(__name__)
@@ -129,14 +129,11 @@ def _describe(source: str, folder: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     reader, given = _read(source), _given(source)
-    with model_errors(_untaken(source, reader)):
+    with _by_transformers(source, reader):
         config = AutoConfig.from_pretrained(**given)
         tokenizer = AutoTokenizer.from_pretrained(**given)
-    if problem := _unread(reader, config, tokenizer):
-        raise ModelError(
-            f"The GGUF file {source!r} cannot be converted: {problem}, which Transformers does not read; "
-            "take the model's safetensors checkpoint"
-        )
+    if problem := _unread(reader, config):
+        raise ModelError(f"{_refusal(source)}: {problem}, which Transformers does not read")
     config.dtype = _dtype(reader)
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -161,15 +158,12 @@ def _convert(source: str, folder: Path, dtype: str | None) -> None:
     _check_room(source, folder, numbers, numbers * (4 if dtype == "float32" else 2))
     log.info("%s is dequantised once, to %s in %s", source, dtype, folder.parent)
     given: dict[str, Any] = {**_given(source), "quantization_config": GgufConfig(dequantize=True)}
-    with model_errors(_untaken(source, reader)):
+    with _by_transformers(source, reader):
         network, report = AutoModelForCausalLM.from_pretrained(**given, dtype=dtype, output_loading_info=True)
     if missing := sorted(report["missing_keys"]):  # Transformers has initialised them at random
         raise ModelError(f"The GGUF file {source!r} lacks {len(missing)} weights of its model, such as {missing[0]}")
     if (surplus := numbers - network.num_parameters()) > 0:
-        raise ModelError(
-            f"The GGUF file {source!r} cannot be converted: {surplus} of its numbers, such as biases, are not in Transformers' "
-            "model of its architecture; take the model's safetensors checkpoint"
-        )
+        raise ModelError(f"{_refusal(source)}: Transformers' model has no place for {surplus} of its numbers, such as biases")
     if hasattr(network.config, "quantization_config"):
         del network.config.quantization_config
     network.hf_quantizer, network.is_quantized = None, False  # so that it can be saved
@@ -182,37 +176,31 @@ def _given(source: str) -> dict[str, str]:
     return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
 
 
-def _untaken(source: str, reader: Any) -> str:
+def _refusal(source: str) -> str:
+    return f"The GGUF file {source!r} cannot be converted, take the model's safetensors checkpoint"
+
+
+def _by_transformers(source: str, reader: Any) -> contextlib.AbstractContextManager[None]:
+    """Turn what Transformers raises into a `ModelError` of one sentence."""
     architecture = _value(reader, "general.architecture")
-    return (
-        f"The GGUF file {source!r} cannot be converted, so take the model's safetensors checkpoint: Transformers does not take "
-        f"its model of the architecture {architecture!r}"
-    )
+    return model_errors(f"{_refusal(source)}: Transformers does not take its model of the architecture {architecture!r}")
 
 
-def _unread(reader: Any, config: Any, tokenizer: Any) -> str | None:
+def _unread(reader: Any, config: Any) -> str | None:
     """What the file says, if Transformers would ignore that and so write another text."""
     for tensor in reader.tensors:
         if tensor.name.startswith("rope_"):  # frequencies in the file, as for Llama 3.1 and Phi 3
             return f"it scales positions by the tensor {tensor.name}"
     text, prefix = config.get_text_config(), _value(reader, "general.architecture")
-    kind, factor = (_value(reader, f"{prefix}.rope.scaling.{name}") for name in ("type", "factor"))
     rope = getattr(text, "rope_parameters", None) or {}
+    kind, factor = (_value(reader, f"{prefix}.rope.scaling.{name}") for name in ("type", "factor"))
     if kind not in (None, "none") and (rope.get("rope_type"), rope.get("factor")) != (kind, factor):
         return f"it scales positions by {prefix}.rope.scaling.type {kind!r}"
-    ropes = (rope, *(part for part in rope.values() if isinstance(part, dict)))  # some have one per kind of layer
-    held = {"rope.freq_base": [part.get("rope_theta") for part in ropes]}
-    held |= {key: [getattr(text, key.removeprefix("attention."), None)] for key in SAME}
-    for key, values in held.items():
+    parts = (text.to_dict(), rope, *(part for part in rope.values() if isinstance(part, dict)))  # some for a kind of layer
+    for key, field in STATED.items():
         number = _value(reader, f"{prefix}.{key}")
-        if (
-            isinstance(number, int | float)
-            and number
-            and not any(isclose(number, value or 0, rel_tol=1e-6) for value in values)
-        ):
-            return f"its {prefix}.{key} is {number:g}"
-    if _value(reader, "tokenizer.ggml.add_space_prefix") is False and tokenizer.tokenize("a")[0].startswith("▁"):
-        return "texts begin without a space, by tokenizer.ggml.add_space_prefix"
+        if number and number not in [part.get(field) for part in parts]:
+            return f"its {prefix}.{key} is {number}"
     return None
 
 

@@ -1,6 +1,7 @@
 """The deployment of one tier: loads the model for a `cascade.tier.tier.Tier`, and connects it to links."""
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -190,7 +191,8 @@ def bind_threads(engine: EngineKwargs) -> None:
         if missing := sorted({*engine.cpu_affinity} - there):
             raise ConfigError(f"cpu_affinity names core {missing[0]}, and this process has {sorted(there)}: name some of these")
         for thread in Path("/proc/self/task").iterdir():
-            os.sched_setaffinity(int(thread.name), engine.cpu_affinity)
+            with contextlib.suppress(ProcessLookupError):  # the thread has ended meanwhile
+                os.sched_setaffinity(int(thread.name), engine.cpu_affinity)
     given = os.environ.get("OMP_NUM_THREADS", "")  # Ray sets this for workers
     threads = engine.num_threads or (int(given) if given.isdigit() else None)
     if threads:

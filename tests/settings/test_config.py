@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -472,3 +473,12 @@ def test_cores_that_are_not_there_are_named() -> None:
     for cores in ([core], [min(os.sched_getaffinity(0)), core]):
         with pytest.raises(ConfigError, match=f"cpu_affinity names core {core}, and this process has"):
             bind_threads(EngineKwargs(cpu_affinity=cores))
+
+
+def test_threads_that_have_ended_need_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the start of a tier with `cpu_affinity`: a thread that ended while all were bound made it fail."""
+    ended = threading.Thread()
+    ended.start()
+    ended.join()
+    monkeypatch.setattr(Path, "iterdir", lambda folder: iter([folder / str(ended.native_id)]))
+    bind_threads(EngineKwargs(cpu_affinity=sorted(os.sched_getaffinity(0))))

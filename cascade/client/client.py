@@ -15,7 +15,7 @@ import grpc
 
 from cascade.answer import Chunk, Completion
 from cascade.client.chat import ChatExchange, ChatOptions, Messages, Turn, TurnPiece, encode_chat
-from cascade.client.connection import Connection
+from cascade.client.connection import CLOSED, Connection
 from cascade.client.exchange import Exchange, Piece, Prompt, TextExchange, encode_request
 from cascade.client.server_info import Description, ServerInfo
 from cascade.errors import Unavailable
@@ -182,6 +182,11 @@ class AsyncClient(Calls[Later[Completion], AsyncIterator[Chunk], Later[Turn], As
                 if exchange.whole is not None:
                     return
                 pause_s = self._failed(error, server, attempts, again=exchange.resume())
+            except asyncio.CancelledError:  # also of calls whose client was closed
+                task = asyncio.current_task()
+                if self._closed and task is not None and not task.cancelling():
+                    raise Unavailable(CLOSED) from None
+                raise
             finally:
                 call.cancel()
             await asyncio.sleep(pause_s)

@@ -20,6 +20,7 @@ SECURE = "grpcs://"  # prefix of addresses with TLS
 OTHER_SCHEMES = ("http://", "https://", "grpc://")
 API_KEY = "CASCADE_API_KEY"  # environment variable of the key
 NO_KEY = f"The server requires an API key and this client has none: set {API_KEY}, or give api_key"
+CLOSED = "The client was closed"
 RETRY_AFTER = "retry-after"  # gRPC trailing metadata and HTTP header, seconds
 NEAR_DOMAINS = (".localhost", ".local", ".internal")
 DIRECT = ("grpc.enable_http_proxy", 0)  # keeps gRPC from using the proxies in http_proxy and https_proxy
@@ -165,6 +166,8 @@ class Connection:
         return min(servers, key=lambda server: max(0.0, server.avoided_until - now))
 
     def _call(self, server: Server, exchange: Exchange[Any, Any], attempts: Attempts) -> Any:
+        if self._closed:
+            raise Unavailable(CLOSED)
         return getattr(server.stub, exchange.rpc)(exchange.request, timeout=attempts.left_s, metadata=self._metadata)
 
     def _received(self, server: Server, attempts: Attempts) -> None:
@@ -174,8 +177,8 @@ class Connection:
 
     def _failed(self, error: grpc.RpcError | Unavailable, server: Server, attempts: Attempts, again: bool = True) -> float:
         """The pause before the request is sent again; raises the library's error if that is useless, or not possible."""
-        if self._closed and isinstance(error, grpc.RpcError):
-            raise error
+        if self._closed:
+            raise Unavailable(CLOSED) from None
         cause = _error_of(error) if isinstance(error, grpc.RpcError) else error
         if isinstance(cause, Unauthenticated) and "authorization" not in dict(self._metadata):
             cause = Unauthenticated(NO_KEY)

@@ -130,6 +130,21 @@ async def test_closed_stream_ends_the_request(connect: Any, server: Canned) -> N
         assert await asyncio.to_thread(server.left.wait, LONG_S)
 
 
+async def test_a_closed_client_says_so(connect: Any, server: Canned) -> None:
+    """Guards tasks that still read: asyncio took them for cancelled, though nobody had, or they got gRPC's own errors."""
+    server.silent = True
+    async with connect(server.address) as client:
+        pieces = client.stream("p")
+        assert (await anext(pieces)).text == "a"
+        reading = asyncio.create_task(anext(pieces))
+        await asyncio.sleep(0.05)
+    with pytest.raises(Unavailable, match="The client was closed"):
+        await reading
+    for call in ways(client):
+        with pytest.raises(Unavailable, match="The client was closed"):
+            await call()
+
+
 @pytest.mark.parametrize("streams", [False, True])
 async def test_cancelled_task_ends_the_request(server: Canned, streams: bool) -> None:
     """Guards cancellation of tasks: it stays asyncio's, and reaches the server."""

@@ -8,7 +8,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
-from numbers import Integral
 from types import TracebackType
 from typing import Any, Self, TypeAlias, cast
 
@@ -17,7 +16,7 @@ from cascade.chat.conversation import Conversation
 from cascade.chat.template import ChatTemplate
 from cascade.engine.published_tokenizer import pretrained
 from cascade.errors import ConfigError, InvalidRequest
-from cascade.local import Cascade
+from cascade.local import Cascade, token_ids
 from cascade.params import SamplingParams
 from cascade.settings.section import did_you_mean
 
@@ -140,7 +139,7 @@ def prompt_of(template: ChatTemplate, messages: Messages, **style: Any) -> str:
 
 def _listed(prompts: Any) -> list[str | list[int]]:
     """One prompt or several, each a text or token ids; raises `InvalidRequest`."""
-    if isinstance(prompts, str | Mapping) or _ids(prompts):
+    if isinstance(prompts, str | Mapping) or token_ids(prompts):
         return [_prompt(prompts)]
     if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
         raise InvalidRequest(f"prompts is {prompts!r:.60}: it must be a prompt or a list of prompts, texts or token ids")
@@ -157,15 +156,6 @@ def _prompt(given: Any) -> str | list[int]:
         [given] = given.values()
     if isinstance(given, str):
         return given
-    if (ids := _ids(given)) is None:
+    if (ids := token_ids(given)) is None:
         raise InvalidRequest(f"A prompt is {given!r:.60}: it must be a text or a list of token ids")
     return ids
-
-
-def _ids(given: Any) -> list[int] | None:
-    """Token ids of a list or an array; ``None`` for anything else."""
-    listed = given.tolist() if hasattr(given, "tolist") else given
-    if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):
-        return None
-    whole = all(isinstance(token, Integral) and not isinstance(token, bool) for token in listed)
-    return [int(token) for token in listed] if whole else None

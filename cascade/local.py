@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Integral
 from types import MappingProxyType, TracebackType
-from typing import Literal, Self, TypeAlias, overload
+from typing import Any, Literal, Self, TypeAlias, overload
 
 from cascade import family
 from cascade.answer import Answer, Chunk, Completion
@@ -290,9 +290,18 @@ class Cascade:
     def _encode(self, prompt: object) -> Sequence[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        if isinstance(prompt, Sequence) and all(isinstance(token, Integral) for token in prompt):
-            return [int(token) for token in prompt]
-        raise InvalidRequest(f"A prompt is a string or a list of token ids, not {type(prompt).__name__}")
+        if (ids := token_ids(prompt)) is None:
+            raise InvalidRequest(f"A prompt is a string or a list of token ids, not {type(prompt).__name__}")
+        return ids
+
+
+def token_ids(given: Any) -> list[int] | None:
+    """Token ids of a list or an array; ``None`` for anything else."""
+    listed = given.tolist() if hasattr(given, "tolist") else given
+    if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):
+        return None
+    whole = all(isinstance(token, Integral) and not isinstance(token, bool) for token in listed)
+    return [int(token) for token in listed] if whole else None
 
 
 def _device(model: Scorer) -> str:

@@ -111,6 +111,7 @@ SURROGATE = "\ud800"
         (lambda llm: llm.cascade.generate([1, 99999], PARAMS), "99999"),
         (lambda llm: llm.cascade.generate("x" * 5000, PARAMS), "1024"),
         (lambda llm: llm.cascade.generate(3.5, PARAMS), "float"),
+        (lambda llm: llm.cascade.generate(b"x", PARAMS), "bytes"),
         (lambda llm: llm.generate(None), "prompts is None: it must be a prompt or a list"),
         (lambda llm: llm.generate(7), "prompts is 7"),
         (lambda llm: llm.generate(b"x"), "prompts is b'x'"),

@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import hf_hub_download
 from torch import Tensor
 
-from cascade.errors import ModelError
+from cascade.errors import ModelError, model_errors
 
 FILE = "draft_vocab.json"
 
@@ -51,11 +51,9 @@ def check_same(source: str, ids: Tensor | None) -> None:
 
 def _read(source: str, revision: str | None = None) -> list[int]:
     """The token ids in `FILE`; raises `ModelError` if it is missing or is not a list of ids."""
-    try:
+    with model_errors(f"{source!r} has a draft vocabulary by its config, but no readable file {FILE}"):
         path = Path(source, FILE) if Path(source).is_dir() else Path(hf_hub_download(source, FILE, revision=revision))
         ids = json.loads(path.read_text(encoding="utf-8"))
-    except Exception as error:  # network, hub, disk, or the file's content
-        raise ModelError(f"{source!r} has a draft vocabulary by its config, but no readable file {FILE}: {error}") from error
     if not isinstance(ids, list) or not all(type(token) is int for token in ids):
         raise ModelError(f"{FILE} of {source!r} must be a list of token ids: export it anew")
     return ids

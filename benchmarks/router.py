@@ -28,6 +28,7 @@ from cascade.engine.tokenizer import Tokenizer
 from cascade.messages import Close, Commit, Edge, Link, Message, Open, Proposal
 from cascade.params import SamplingParams
 from deployments.links import replica_status
+from deployments.links.leases import GivenLease
 from deployments.links.uplink import LinkServer
 from deployments.ops.launch import free_port
 from deployments.router import Router
@@ -136,19 +137,17 @@ class Lease:
     def cancel(self) -> None: ...
 
 
-class AllLeases:
+class AllLeases(dict[str, GivenLease]):
     """Of a replica that takes whatever session comes."""
 
-    def open(self, session: str, name: str) -> bool:
-        return True
-
-    def end(self, session: str, *, keep: bool = False) -> None: ...
+    def get(self, name: str, default: object = None) -> GivenLease:
+        return GivenLease()
 
 
 async def tier() -> None:
     """Serve the null tier until the process is ended; the first line says where."""
     server = LinkServer(null := NullTier(Tokenizer.from_pretrained(family.full()).encode_part(WRITTEN * 8)))  # type: ignore[arg-type]
-    server.leases = AllLeases()  # type: ignore[assignment]
+    server.leases = AllLeases()
     await server.start("127.0.0.1")
     print(f"{server.address} {server.secret}", flush=True)
     await null.run(RATE)

@@ -1,7 +1,7 @@
 """Leases, with which sessions hold replicas of the tiers below.
 
 A lease is a streaming Ray Serve call. It yields the link address and secret of a replica, and stays open as long as it is held,
-so that Serve sees the true load. Callers have a `LeasePool`, replicas have `GivenLeases`.
+so that Serve sees the true load. Callers have a `LeasePool`, replicas have `GivenLease`s.
 """
 
 import asyncio
@@ -184,7 +184,6 @@ def _cancel(call: Lease) -> None:
 class GivenLease:
     """A lease on this replica, used by one session at a time."""
 
-    name: str
     session: str = ""  # the open session
     idle_since: float = field(default_factory=lambda: time.monotonic())
     over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -196,42 +195,8 @@ class GivenLease:
                 await asyncio.wait_for(self.over.wait(), left_s)
                 return
 
-
-class GivenLeases:
-    """All leases on this replica."""
-
-    def __init__(self) -> None:
-        self._given: dict[str, GivenLease] = {}
-
-    def __len__(self) -> int:
-        return len(self._given)
-
-    def add(self, name: str) -> GivenLease:
-        """Add a lease; callers choose unique names."""
-        lease = self._given[name] = GivenLease(name)
-        return lease
-
-    def remove(self, lease: GivenLease) -> str:
-        """Remove a lease that has ended; returns its open session, or ""."""
-        self._given.pop(lease.name, None)
-        return lease.session
-
-    def open(self, session: str, name: str) -> bool:
-        """Begin a session; False if there is no such lease, or it is in use."""
-        lease = self._given.get(name)
-        if lease is None or lease.session or lease.over.is_set() or self._of(session) is not None:
-            return False
-        lease.session = session
-        return True
-
-    def end(self, session: str, *, keep: bool = False) -> None:
-        """End a session, and also its lease unless the caller keeps that."""
-        lease = self._of(session)
-        if lease is None:
-            return
-        lease.session, lease.idle_since = "", time.monotonic()
+    def end(self, *, keep: bool) -> None:
+        """Its session has ended, and so has the lease unless the caller keeps that for another one."""
+        self.session, self.idle_since = "", time.monotonic()
         if not keep:
-            lease.over.set()
-
-    def _of(self, session: str) -> GivenLease | None:
-        return next((lease for lease in self._given.values() if lease.session == session), None)
+            self.over.set()

@@ -8,7 +8,7 @@ import random
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -20,11 +20,13 @@ from cascade.settings.config import LinkTLS
 from cascade.tier.tier import Tier
 from cascade.v1 import link_pb2 as pb
 from deployments.links.codec import decode, encode
-from deployments.links.leases import GivenLeases
+from deployments.links.leases import GivenLease
 from deployments.links.tls import server_credentials
 from deployments.ops.tracing import UNTRACED, SessionSpans, Tracing
 
 log = logging.getLogger(__name__)
+
+Sessions: TypeAlias = dict[str, GivenLease]  # those that were opened over one link
 
 WATCH_S = 0.5  # seconds between two checks whether the tier hangs
 REFUSAL_S = 1.0  # pause before a broken tier refuses a lease: Serve prefers idle replicas, and a broken one is idle
@@ -91,7 +93,7 @@ class LinkServer:
         self._held: dict[str, list[Message]] = {}  # messages of sessions that wait for `prepare`
         self._preparing = set[asyncio.Task[None]]()
         self._server: grpc.aio.Server | None = None
-        self.leases = GivenLeases()
+        self.leases: dict[str, GivenLease] = {}  # by the unique names that callers choose
         self.address = ""
         self.secret = secrets.token_urlsafe(32)  # sent with leases, which only members of the Ray cluster can take
 
@@ -131,13 +133,14 @@ class LinkServer:
         if not self._tier.healthy:
             await asyncio.sleep(REFUSAL_S)
             raise Unavailable(f"This replica of {self._tier.name} is broken")
-        lease = self.leases.add(name)
+        lease = self.leases[name] = GivenLease()
         try:
             yield f"{self.address} {self.secret}"
             await lease.ended()
         finally:
-            if (session := self.leases.remove(lease)) and self._held.pop(session, None) is None:
-                self._tier.post([Close(session)])
+            self.leases.pop(name, None)
+            if lease.session and self._held.pop(lease.session, None) is None:
+                self._tier.post([Close(lease.session)])
 
     async def Connect(
         self, request_iterator: AsyncIterator[pb.Batch], context: grpc.aio.ServicerContext[pb.Batch, pb.Batch]
@@ -148,7 +151,7 @@ class LinkServer:
             log.warning("%s was refused: it does not know the secret of this replica", context.peer())
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the link's secret is missing or wrong: take a lease")
         mailbox = Mailbox(asyncio.get_running_loop())
-        sessions = set[str]()  # sessions opened over this link
+        sessions: Sessions = {}
         try:
             ends = self._read(request_iterator, mailbox, sessions), self._write(context, mailbox, sessions), self._hang()
             await race(*ends)
@@ -160,7 +163,7 @@ class LinkServer:
                 self._held.pop(session, None)
                 self._end(session, sessions, "the link broke")
 
-    async def _read(self, batches: AsyncIterator[pb.Batch], mailbox: Mailbox, sessions: set[str]) -> None:
+    async def _read(self, batches: AsyncIterator[pb.Batch], mailbox: Mailbox, sessions: Sessions) -> None:
         async for batch in batches:
             admitted = [message for message in decode(batch) if self._admit(message, mailbox, sessions)]
             ready = [message for message in admitted if not self._hold(message, mailbox)]
@@ -192,7 +195,7 @@ class LinkServer:
             del self._held[session]
             self._tier.post(held, mailbox)
 
-    async def _write(self, context: grpc.aio.ServicerContext[pb.Batch, pb.Batch], mailbox: Mailbox, sessions: set[str]) -> None:
+    async def _write(self, context: grpc.aio.ServicerContext[pb.Batch, pb.Batch], mailbox: Mailbox, sessions: Sessions) -> None:
         while True:
             messages = await mailbox.take()
             for message in messages:
@@ -206,25 +209,26 @@ class LinkServer:
             await asyncio.sleep(WATCH_S)
         log.error("A pass of tier %s does not end: its sessions go on elsewhere", self._tier.name)
 
-    def _admit(self, message: Message, mailbox: Mailbox, sessions: set[str]) -> bool:
+    def _admit(self, message: Message, mailbox: Mailbox, sessions: Sessions) -> bool:
         """Whether the message may reach the tier: its session must have a lease and have been opened over this link."""
         session = message.session
         if isinstance(message, Open):
-            if not self.leases.open(session, message.routing.lease or session):
+            lease = self.leases.get(message.routing.lease or session)
+            is_open = any(other.session == session for other in self.leases.values())
+            if lease is None or lease.session or lease.over.is_set() or is_open:
                 mailbox.put([Failed(session, f"there is no lease for session {session}", self._tier.name)])
                 return False
-            sessions.add(session)
+            lease.session, sessions[session] = session, lease
             return True
         admitted = session in sessions
         if isinstance(message, Close):
             self._end(session, sessions, keep=message.keep)
         return admitted
 
-    def _end(self, session: str, sessions: set[str], reason: str = "", *, keep: bool = False) -> None:
-        if session in sessions:  # not a session of another link
+    def _end(self, session: str, sessions: Sessions, reason: str = "", *, keep: bool = False) -> None:
+        if (lease := sessions.pop(session, None)) is not None:  # not a session of another link
             self._spans.end(session, reason)
-            sessions.remove(session)
-            self.leases.end(session, keep=keep)
+            lease.end(keep=keep)
 
 
 def needs_preparation(params: SamplingParams) -> bool:

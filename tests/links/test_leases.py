@@ -16,7 +16,7 @@ from cascade.scorer import BLOCK
 from cascade.settings.config import CascadeConfig
 from deployments.links.affinity import Prefixes
 from deployments.links.downlink import Downlink
-from deployments.links.leases import MOST_HELD, OPEN_TIMEOUT_S, Lease, LeasePool
+from deployments.links.leases import MOST_HELD, OPEN_TIMEOUT_S, GivenLease, Lease, LeasePool
 from tests import small
 from tests.links.net import SHORT_S, Held, Net, Node, drafted, opening
 from tests.tier.test_tier import PROMPT, CountingModel
@@ -142,16 +142,14 @@ async def test_a_lease_lasts_as_long_as_its_session(net: Net, monkeypatch: pytes
     """Guards replicas against callers that died between lease and Open, and long sessions against being without one."""
     monkeypatch.setattr("deployments.links.leases.OPEN_TIMEOUT_S", 0.05)
     server = net.nodes["full"].server
-    used = server.leases.add("used")
-    assert server.leases.open("session", "used")
+    used = GivenLease("session")
     ended = asyncio.create_task(used.ended())
     lease = Held(server.lease("nobody"))
     assert await anext(lease) == f"{server.address} {server.secret}"
     await asyncio.wait_for(lease.task, LONG_S)
     assert not ended.done()
-    server.leases.end("session", keep=True)
+    used.end(keep=True)
     await asyncio.wait_for(ended, LONG_S)
-    server.leases.remove(used)
 
 
 @pytest.mark.parametrize("num_ticks", [0, 1, 2, 4])

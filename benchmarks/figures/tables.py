@@ -147,7 +147,7 @@ def loop(figures: Document) -> str:
 
 def router(figures: Document) -> str:
     """Share of a core for a thousand tokens a second, and what clients saw of them."""
-    header = ("door", "streams", "of a core", "first token, ms", "gap, ms", "gap, 99th percentile, ms")
+    header = ("protocol", "streams", "of a core", "first token, ms", "gap, ms", "gap, 99th percentile, ms")
     lines = [
         [api, streams, f"{entry['core_share']:.2f}", *(f"{entry[name]:.0f}" for name in ("first_ms", "gap_ms", "gap_p99_ms"))]
         for api, loads in figures["router"].items()

@@ -156,7 +156,8 @@ def read_yaml(path: Path) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
-        raise ConfigError(f"{path} is not YAML: {error.problem}{place}") from None
+        problem = f"{error.context} {error.problem}" if str(error.problem).startswith("but ") else error.problem
+        raise ConfigError(f"{path} is not YAML: {problem}{place}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
 

@@ -1,5 +1,6 @@
 """The base class of all sections of a configuration, types of fields, and validation errors as one sentence."""
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any, get_args
@@ -13,6 +14,8 @@ Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]  # an envi
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 UNION_PARTS = ("constrained-", "literal[")  # prefixes of the parts that pydantic adds to the place of a value of a union
+# pydantic's words, and those of YAML
+WORDS = {" or instance of \\w+": "", "[Tt]uple": "list", "dictionary": "mapping", " after validation": ""}
 
 
 class Section(BaseModel):
@@ -30,15 +33,19 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 def sentence(error: ValidationError, section: type[BaseModel] | None = None) -> str:
     """The first problem as a sentence: field, value, and what is wrong. Unknown keys are compared with those of ``section``."""
     first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"] if not str(part).startswith(UNION_PARTS))
-    if first["type"] == "extra_forbidden":
+    places = [tuple(str(part) for part in each["loc"] if not str(part).startswith(UNION_PARTS)) for each in error.errors()]
+    where = ".".join(places[0])
+    if first["type"] in ("extra_forbidden", "invalid_key"):
         near = did_you_mean(str(first["loc"][-1]), _keys(section, first["loc"][:-1]))
         return f"{where} is not a known key{near or '; remove it or correct its spelling'}"
     if first["type"] == "missing":
         return f"{where} is missing; add it"
     value, message = first["input"], first["msg"].removeprefix("Value error, ")
+    for pattern, word in WORDS.items():
+        message = re.sub(pattern, word, message)
     shown = f" is {value!r}" if isinstance(value, str | int | float | bool | None) else ""
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    others = {place for place in places if place != places[0][: len(place)]}  # a list of wrong items counts as too short, too
+    more = f" (and {len(others)} more)" if others else ""
     return f"{where}{shown}: {message[0].lower()}{message[1:]}{more}".removeprefix(": ")
 
 

@@ -72,7 +72,7 @@ VLLM, CONFLICT = r", which only vLLM can do: set engine to 'vllm'", r", which do
 FULL, OWN = tier("full"), "a.module:load"
 WRONG: list[tuple[Any, str]] = [
     ({"window": 3}, r"tiers is missing; add it"),
-    ({"tiers": [tier(f"t{i}") for i in range(6)]}, r"tiers: tuple should have at most 5 items"),
+    ({"tiers": [tier(f"t{i}") for i in range(6)]}, r"tiers: list should have at most 5 items"),
     ({"tiers": [tier("a"), tier("a")]}, r"two tiers are named 'a'"),
     ({"tiers": [tier("suffix"), FULL]}, r"give the tier another name"),
     ({"tiers": [tier("router"), FULL]}, r"no tier can be named 'router'"),
@@ -115,7 +115,10 @@ WRONG: list[tuple[Any, str]] = [
         {"tiers": [tier()], "router": {"access": {"limits": {"gold": {"max_runing": 3}}}}},
         r"router\.access\.limits\.gold\.max_runing is not a known key; did you mean 'max_running'\?",
     ),
-    (engine(dtype="int4"), r"dtype is 'int4': .*'bfloat16'"),
+    (engine(dtype="int4"), r"dtype is 'int4': .*'bfloat16' or 'float16'$"),
+    (deploying(num_replicas=0), r"num_replicas is 0: input should be greater than or equal to 1$"),
+    ({"tiers": [5]}, r"tiers\.0 is 5: input should be a valid mapping$"),
+    ({"tiers": [tier()], 5: 3}, r": 5 is not a known key"),
     ({"tiers": [tier()], "router": {"access": {"keys": {}}}}, r"router\.access\.keys is not a known key"),
     (
         single(model_loading_config={"model_id": "m", "model_source": "embedded:nonsense"}),
@@ -163,7 +166,8 @@ FILES: list[tuple[Callable[[Path], object], str]] = [
     (lambda path: path.write_text(""), r"must be a mapping"),
     (lambda path: path.write_text("tiers:\n\t- a"), r"is not YAML: .*, line 2, column 1"),
     (lambda path: path.write_text("tiers: !!python/object/apply:os.getcwd []"), r"is not YAML"),
-    (lambda path: path.write_text("tiers: 5"), r"tiers is 5: input should be a valid tuple"),
+    (lambda path: path.write_text("a: 1\n---\nb: 1"), r"expected a single document in the stream but found another"),
+    (lambda path: path.write_text("tiers: 5"), r"tiers is 5: input should be a valid list$"),
     (lambda path: path.write_text("[" * 600), r"is not YAML"),
     (lambda path: path.write_text("window: 3\ntiers: []\nwindow: 4"), r"is not YAML: 'window' is given twice.*line 3"),
 ]

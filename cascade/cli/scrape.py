@@ -4,6 +4,7 @@ import os
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Self
 from urllib.parse import urlsplit
 
@@ -73,7 +74,7 @@ def scrape(url: str) -> Scrape:
         )
         with opener.open(request, timeout=TIMEOUT_S) as answer:
             return Scrape.parse(answer.read().decode())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:  # the last one where something else than HTTP answers
         if isinstance(error, urllib.error.HTTPError) and error.code == 401:
             raise Unauthenticated(f"The server does not know the key in {API_KEY}" if key else NO_KEY) from None
         reason = error.reason if isinstance(error, urllib.error.URLError) else error

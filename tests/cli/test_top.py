@@ -75,7 +75,7 @@ def test_what_is_known_is_shown() -> None:
     assert {"2/9", "4/6"} <= words(acceptance([edge]))
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "file:///etc", "127.0.0.1:8000"])
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "file:///etc", "127.0.0.1:8000", "http://127.0.0.1:1/x y"])
 def test_no_counters_is_one_sentence(url: str) -> None:
     """Guards against tracebacks, and against reading local files as if they were a server."""
     with pytest.raises(Unavailable, match="--url"):

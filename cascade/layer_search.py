@@ -18,68 +18,66 @@ from cascade.prompts import Prompt
 from cascade.training.student import spread
 
 LEAST = 2  # answers: one for the search, one to measure the result
-Tell = Callable[[str], object]
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Layers of a model as a tier of their own."""
+    """Layers of a model as a tier."""
 
     layers: tuple[int, ...]
-    share: float  # weights that a pass reads, as a share of those of the whole model
-    agreement: float  # share of positions of answers that the search did not use
+    num_layers: int  # of the whole model
+    share: float  # of the weights that a pass of the whole model reads
+    agreement: float  # as a share of positions of the answers that are not read in the search
 
 
-class LayerSearch:
-    """A model, and its answers to ``prompts`` with ``params``; answer ``i`` has the seed ``i``."""
+def search(
+    source: str,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    shares: Sequence[float],
+    trials: int,
+    tell: Callable[[str], object] = lambda text: None,
+    dtype: str | None = None,
+) -> list[Found]:
+    """For each of ``shares`` the layers whose pass reads at most that share of the weights, after ``trials`` swaps.
 
-    def __init__(self, source: str, prompts: Sequence[Prompt], params: SamplingParams, dtype: str | None = None) -> None:
-        """Raises `ModelError` if the model cannot be loaded, `ConfigError` if it does not write two answers."""
-        seeded = [replace(params, seed=seed) for seed in range(len(prompts))]
-        texts = [(text, own) for text, own in zip(written(source, prompts, seeded, dtype), seeded, strict=True) if text[1]]
-        if len(texts) < LEAST:
-            raise ConfigError(f"{source} wrote {len(texts)} answers: give more prompts")
-        self._read, self._judged = texts[::2], texts[1::2]
-        self._model = Model.from_pretrained(source, dtype=dtype)
-        self.num_layers, self._layer, self._head = self._model.weights_read
-        self._alone: list[int] = []  # by layer: how many tokens are right without it
-
-    def find(self, share: float, trials: int, tell: Tell = lambda text: None) -> Found:
-        """Layers whose pass reads at most ``share`` of the weights, after ``trials`` swaps; raises `ConfigError` if none do."""
-        whole, total = self.num_layers, self.num_layers * self._layer + self._head
-        kept = int((share * total - self._head) / self._layer + 1e-9)
+    Answer ``i`` has the seed ``i``. Raises `ModelError` if the model cannot be loaded, `ConfigError` if it writes fewer than
+    two answers, or if no layers have such a share.
+    """
+    seeded = [replace(params, seed=seed) for seed in range(len(prompts))]
+    answers = [(text, own) for text, own in zip(written(source, prompts, seeded, dtype), seeded, strict=True) if text[1]]
+    if len(answers) < LEAST:
+        raise ConfigError(f"{source} wrote {len(answers)} answers: give more prompts")
+    model = Model.from_pretrained(source, dtype=dtype)
+    whole, each, head = model.weights_read
+    total = whole * each + head
+    numbers = [int((share * total - head) / each + 1e-9) for share in shares]
+    for share, kept in zip(shares, numbers, strict=True):
         if not 0 < kept < whole:
-            least, most = ((count * self._layer + self._head) / total for count in (1, whole - 1))
+            least, most = ((count * each + head) / total for count in (1, whole - 1))
             raise ConfigError(f"share is {share:g}: some of the {whole} layers take from {least:.2f} to {most:.2f} of a pass")
-        best, right = max(((layers, self._right(layers)) for layers in self._beginnings(kept, tell)), key=lambda pair: pair[1])
+
+    def agreement(layers: Sequence[int], texts: Sequence[tuple[Written, SamplingParams]] = answers[::2]) -> float:
+        """How often the own token of ``layers`` is the model's."""
+        own_tokens = ranked(model.cut(layers), [text for text, _ in texts], [own for _, own in texts])
+        pairs = zip(own_tokens, texts, strict=True)
+        same = [near[0].token == token for own, (text, _) in pairs for near, token in zip(own, text[1], strict=True)]
+        return sum(same) / len(same)
+
+    without: list[float] = []  # the agreement without each layer
+    for layer in range(whole):
+        tell(f"without layer {layer} of {whole}")
+        without.append(agreement([other for other in range(whole) if other != layer]))
+    found = []
+    for kept in numbers:
+        needed = tuple(sorted(sorted(range(whole), key=without.__getitem__)[:kept]))
+        right, best = max(((agreement(layers), layers) for layers in (spread(whole, kept), needed)), key=lambda pair: pair[0])
         rng = random.Random(0)
         for trial in range(trials):
-            tell(f"{kept} of {whole} layers, swap {trial + 1} of {trials}: {right / self._positions:.2f}")
+            tell(f"{kept} of {whole} layers, swap {trial + 1} of {trials}: {right:.2f}")
             out, new = rng.choice(best), rng.choice([layer for layer in range(whole) if layer not in best])
             other = tuple(sorted({*best, new} - {out}))
-            if (count := self._right(other)) >= right:
-                best, right = other, count
-        return Found(best, (kept * self._layer + self._head) / total, self.agreement(best))
-
-    def agreement(self, layers: Sequence[int]) -> float:
-        """How often the own token of these layers is the model's, as a share of positions of the other answers."""
-        return self._right(layers, self._judged) / sum(len(text[1]) for text, _ in self._judged)
-
-    def _beginnings(self, kept: int, tell: Tell) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        everything = range(self.num_layers)
-        for layer in everything[len(self._alone) :]:
-            tell(f"without layer {layer} of {self.num_layers}")
-            self._alone.append(self._right([other for other in everything if other != layer]))
-        needed = sorted(everything, key=lambda layer: self._alone[layer])[:kept]
-        return spread(self.num_layers, kept), tuple(sorted(needed))
-
-    @property
-    def _positions(self) -> int:
-        return sum(len(text[1]) for text, _ in self._read)
-
-    def _right(self, layers: Sequence[int], texts: Sequence[tuple[Written, SamplingParams]] = ()) -> int:
-        """How many tokens of ``texts``, by default those for the search, equal the own token of these layers."""
-        chosen = texts or self._read
-        own_tokens = ranked(self._model.cut(layers), [text for text, _ in chosen], [own for _, own in chosen])
-        pairs = zip(own_tokens, chosen, strict=True)
-        return sum(near[0].token == token for own, (text, _) in pairs for near, token in zip(own, text[1], strict=True))
+            if (share := agreement(other)) >= right:
+                best, right = other, share
+        found.append(Found(best, whole, (kept * each + head) / total, agreement(best, answers[1::2])))
+    return found

@@ -92,17 +92,16 @@ def layers(model: str, shares: tuple[float, ...], prompts: Path | None, max_toke
     cascade layers Qwen/Qwen3-8B --share 0.5 --share 0.75 --prompts mine.jsonl
     """
     from cascade.engine.layers import shown
-    from cascade.layer_search import LayerSearch
+    from cascade.layer_search import search
     from cascade.params import SamplingParams
     from cascade.prompts import BUILT_IN, read_prompts
 
     params = SamplingParams(max_tokens=max_tokens, temperature=0)
     table = Table("layers", "kept", "share of a pass", "agrees", box=SIMPLE_HEAD, pad_edge=False)
     with console.status(f"{model} answers") as status:
-        search = LayerSearch(model, read_prompts(prompts) if prompts else BUILT_IN, params)
-        for share in sorted(shares, reverse=True):
-            best = search.find(share, TRIALS, status.update)
-            kept = f"{len(best.layers)} of {search.num_layers}"
+        chosen = read_prompts(prompts) if prompts else BUILT_IN
+        for best in search(model, chosen, params, sorted(shares, reverse=True), TRIALS, status.update):
+            kept = f"{len(best.layers)} of {best.num_layers}"
             table.add_row(shown(best.layers), kept, f"{best.share:.2f}", f"{best.agreement:.2f}")
     console.print(table)
     console.print(f"To serve them as a tier: engine_kwargs: {{layers: [{shown(best.layers)}]}}", markup=False, soft_wrap=True)

@@ -26,7 +26,7 @@ from cascade.engine.devices import product_dtype
 from cascade.engine.generation import GENERATION_CONFIG, configured_ends, read_json
 from cascade.engine.loading import Network, find_device, load_trainable, network_of
 from cascade.engine.model import Model
-from cascade.engine.model_config import read_config
+from cascade.engine.model_config import context_len, read_config
 from cascade.engine.published_tokenizer import pretrained
 from cascade.errors import ConfigError
 from cascade.prompts import read_prompts
@@ -93,6 +93,8 @@ class Distillation:
         self.tokenizer = pretrained(source)
         config: Any = read_config(source, layers=plan.layers, published=True)
         self._vocab_size: int = config.get_text_config().vocab_size
+        if plan.max_len > (most := context_len(config)):
+            raise ConfigError(f"max_len is {plan.max_len}, but {source!r} takes {most} tokens: lower it")
         self.shape = None if plan.cost is None else Shape.costing(config, plan.cost)
         if (start := plan.start) is not None:
             earlier: Any = read_config(str(start), published=True)

@@ -11,7 +11,7 @@ from cascade import SamplingParams
 from cascade.agreement import ranked, written
 from cascade.engine.layers import numbers
 from cascade.engine.model import Model
-from cascade.layer_search import LayerSearch
+from cascade.layer_search import search
 from cascade.prompts import read_prompts
 from tests import small
 from tests.cli import run
@@ -58,15 +58,15 @@ def test_the_agreement_is_that_of_the_tier(folder: Path) -> None:
     """Guards the figure: it is that of the tier as it will be served, read from the checkpoint, along the model's answers."""
     full, prompts = small.paths()[-1], read_prompts(folder / "prompts.jsonl")
     params = SamplingParams(max_tokens=24, temperature=0)
-    search = LayerSearch(full, prompts, params, "float32").find(0.8, 3)
+    [found] = search(full, prompts, params, [0.8], 3, dtype="float32")
     sampling = [SamplingParams(max_tokens=24, temperature=0, seed=seed) for seed in range(len(prompts))]
     texts = written(full, prompts, sampling, "float32")[1::2]
-    own = ranked(Model.from_pretrained(full, dtype="float32", layers=search.layers), texts, sampling[1::2])
+    own = ranked(Model.from_pretrained(full, dtype="float32", layers=found.layers), texts, sampling[1::2])
     same = [
         near[0].token == token for text, tier in zip(texts, own, strict=True) for near, token in zip(tier, text[1], strict=True)
     ]
-    assert search.agreement == pytest.approx(sum(same) / len(same))
-    assert 0 < search.agreement < 1
+    assert found.agreement == pytest.approx(sum(same) / len(same))
+    assert 0 < found.agreement < 1
 
 
 def test_shares_that_no_layers_have_are_refused(folder: Path) -> None:

@@ -127,6 +127,7 @@ def test_what_cannot_be_meant_is_refused(teacher: str, tmp_path: Path, data: str
     for size in ((), ("--layers", "0-1", "--cost", "0.5"), ("--start", str(tmp_path), "--cost", "0.1")):
         assert "give one of cost" in distill(teacher, tmp_path / "s", size=size, code=1)
     assert "is the work of 'other'" in distill(teacher, tmp_path / "s", "--work", str(tmp_path), code=1)
+    assert "takes 1024 tokens: lower it" in distill(teacher, tmp_path / "s", "--max-len", "2000", code=1)
     assert "they go from 0 to" in distill(teacher, tmp_path / "s", size=("--layers", "0-40"), code=1)
     shutil.copytree(teacher, tmp_path / "gpt2", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     GPT2Config(vocab_size=small.VOCAB).save_pretrained(tmp_path / "gpt2")

@@ -26,8 +26,9 @@ class Memory(Blocks):
         self.held = [[-1] * block for _ in range(num_blocks)]
 
     def settle(self) -> None:
-        for source, target in self.copies:
-            self.held[target] = list(self.held[source])
+        copied = {target: list(self.held[source]) for target, source in self.copies.items()}
+        for target, tokens in copied.items():
+            self.held[target] = tokens
         self.copies.clear()
 
 

@@ -37,6 +37,13 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
+class Failure:
+    """What a worker raised."""
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
 class HostCopy:
     """Own tokens of a pass on their way from a GPU to the host."""
 

@@ -19,7 +19,7 @@ class Blocks:
     def __init__(self, num_blocks: int, block: int) -> None:
         self.block = block
         self.total = num_blocks
-        self.copies: list[tuple[int, int]] = []  # source and target, which the next pass does first, in this order
+        self.copies: dict[int, int] = {}  # by block: whose contents it gets at once with all others, before the next pass
         self._free = list(range(num_blocks - 1, SCRATCH, -1))
         self._users = [0] * num_blocks
 
@@ -43,6 +43,10 @@ class Blocks:
             self._users[block] -= 1
             if not self._users[block]:
                 self._free.append(block)
+
+    def copy(self, source: int, target: int) -> None:
+        """Let ``target`` have what ``source`` holds, or is itself to get."""
+        self.copies[target] = self.copies.get(source, source)
 
     def shared(self, block: int) -> bool:
         return self._users[block] > 1
@@ -85,7 +89,7 @@ class PagedCache:
         self.reserve(positions)
         if rest:
             self.prepare(whole * self._blocks.block, positions)
-            self._blocks.copies.append((source.table[whole], self.table[whole]))
+            self._blocks.copy(source.table[whole], self.table[whole])
 
     def fork(self, position: int) -> Self:
         """A store that shares the positions before ``position``, with blocks of its own from there."""
@@ -107,7 +111,7 @@ class PagedCache:
         for index in range(start // size, -(-end // size)):
             if self._blocks.shared(self.table[index]):
                 (own,) = self._blocks.allocate(1)
-                self._blocks.copies.append((self.table[index], own))
+                self._blocks.copy(self.table[index], own)
                 self._blocks.release([self.table[index]])
                 self.table[index] = own
 

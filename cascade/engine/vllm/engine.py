@@ -30,6 +30,7 @@ CHOSEN = {  # engine arguments that a tier sets
     "worker_extension_cls": "cascade.engine.vllm.worker.CascadeWorker",
     "enable_prefix_caching": False,
     "disable_hybrid_kv_cache_manager": True,
+    "language_model_only": True,
     "disable_log_stats": True,
 }
 LOADING_LAYERS = "cascade.engine.vllm.loader.CascadeWorker"  # the same worker, where layers are read
@@ -40,6 +41,7 @@ GRAPH_TOKENS = 512  # with more tokens a pass computes for longer than it takes 
 CAPTURED = {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}  # arguments that say which graphs there are
 OURS = {*CHOSEN, "model", "tokenizer", "enable_lora", "max_loras"}
 OURS |= {"speculative_config", "pipeline_parallel_size", "data_parallel_size"}  # the cascade drafts; a tier has neither
+OURS |= {"decode_context_parallel_size", "prefill_context_parallel_size"}  # slots would lie on other ranks
 # Environment variables for vLLM: its engine runs in this process, and its workers do not bind threads.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -92,15 +94,13 @@ def start(
         from vllm import EngineArgs, LLMEngine
         from vllm.platforms import current_platform
 
+        type(current_platform)._global_graph_pool = None  # graphs of one pool must not run at once, and those of models do
         if current_platform.is_cpu() and not options.keys() & {"kv_cache_memory_bytes", "gpu_memory_utilization"}:
             options["kv_cache_memory_bytes"] = int(host_memory() * HOST_SHARE)
         share = options.get("gpu_memory_utilization", 1.0)
         if current_platform.is_cuda() and share < UTILIZATION and "kv_cache_memory_bytes" not in options:
             weights = weight_bytes(source, options, layers, drafter)
             options["kv_cache_memory_bytes"] = cache_bytes(current_platform.get_device_total_memory(), share, weights)
-        if cache_tokens is not None:
-            block = options.get("block_size") or (128 if current_platform.is_cpu() else 16)
-            options["num_gpu_blocks_override"] = math.ceil(cache_tokens / block) + RESERVED
         if num_adapters:
             # on a CPU, rows without an adapter get the last one: it is empty, and adds nothing
             options |= {"enable_lora": True, "max_loras": num_adapters + current_platform.is_cpu()}
@@ -109,7 +109,11 @@ def start(
             options |= {"hf_overrides": partial(with_layers, layers=tuple(layers)), "worker_extension_cls": LOADING_LAYERS}
         with model_errors(f"vLLM cannot serve {source!r}"):
             try:
-                engine = LLMEngine.from_engine_args(EngineArgs(model=source, **{**CHOSEN, **options}))
+                config = EngineArgs(model=source, **{**CHOSEN, **options}).create_engine_config()
+                if cache_tokens is not None:
+                    blocks = math.ceil(cache_tokens / config.cache_config.block_size)
+                    config.cache_config.num_gpu_blocks_override = blocks + RESERVED
+                engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
             except torch.OutOfMemoryError as error:
                 advice = "lower max_model_len, set quantization, or take a larger device"
                 raise ModelError(f"vLLM has no memory for {source!r}: {advice}") from error

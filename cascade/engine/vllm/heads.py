@@ -199,14 +199,19 @@ class Guesses:
         self.steps.append(own_tokens_and_next(logits, rows, 1))
         return self.steps[-1][0]
 
+    @property
+    def all(self) -> Tensor:
+        """All steps, for one read by the host."""
+        return torch.stack(self.steps) if self.steps else torch.empty(0)
+
 
 def _own_tokens(model: Any, hidden: Tensor, guesses: Guesses) -> tuple[Tensor, None]:
     """What vLLM's proposers call to choose a guess for each text, ``[texts]`` of ``[texts, hidden_size]``."""
     return guesses.choose(model.compute_logits(hidden)), None
 
 
-def propose(drafter: Any, reading: Reading, hidden: Tensor, metadata: Any) -> list[list[list[int]]]:
-    """Let a head read ``hidden`` ``[sum of lengths, width]`` of texts, and guess after them; the results step by step.
+def propose(drafter: Any, reading: Reading, hidden: Tensor, metadata: Any) -> Tensor:
+    """Let a head read ``hidden`` ``[sum of lengths, width]`` of texts, and guess after them: `own_tokens_and_next` by step.
 
     ``metadata`` is vLLM's of these texts, and is changed.
     """
@@ -216,7 +221,7 @@ def propose(drafter: Any, reading: Reading, hidden: Tensor, metadata: Any) -> li
         if reading.guesses:
             for logits in drafter.model.compute_logits(drafter.model(hidden[ends]))[: reading.guesses]:
                 guesses.choose(logits)
-        return [step.tolist() for step in guesses.steps]
+        return guesses.all
     drafter._sample_draft_tokens = partial(_own_tokens, drafter.model)
     tokens = sent(reading.tokens, hidden.device, torch.int32)
     drafter.propose(
@@ -229,4 +234,4 @@ def propose(drafter: Any, reading: Reading, hidden: Tensor, metadata: Any) -> li
         common_attn_metadata=metadata,
         sampling_metadata=guesses,
     )
-    return [step.tolist() for step in guesses.steps]
+    return guesses.all

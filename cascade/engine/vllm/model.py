@@ -18,7 +18,7 @@ from cascade.engine.sampling.processors import report
 from cascade.engine.scoring import Packed, Report, choices, scored, unpacked
 from cascade.engine.trees import run_trees
 from cascade.engine.vllm import batch_invariant
-from cascade.engine.vllm.batch import Batch, Facts, HostCopy
+from cascade.engine.vllm.batch import Batch, Facts, Failure, HostCopy
 from cascade.engine.vllm.blocks import RESERVED, Blocks, PagedCache
 from cascade.engine.vllm.engine import check_options, pass_options, shut_down, start
 from cascade.engine.vllm.heads import readers, reading, with_drafts
@@ -78,7 +78,8 @@ class VllmModel(Runs):
             self._source, options, cache_tokens=cache_tokens, num_adapters=self._most, layers=layers, drafter=drafter
         )
         self._busy = threading.Lock()  # workers answer one call after the other
-        facts: Facts = self._engine.collective_rpc("cascade_facts")[0]
+        self._stream: torch.cuda.Stream | None = None
+        facts: Facts = self._call("cascade_facts")[0]
         self._numbers: dict[str, int] = {}  # adapters' numbers by name, the least recently used first
         try:
             self._prepare(source, facts, adapters or {}, options)
@@ -94,12 +95,11 @@ class VllmModel(Runs):
         self._blocks = Blocks(facts.num_blocks, facts.block)
         self.cache_tokens = (facts.num_blocks - RESERVED) * facts.block
         self.healthy = True
-        # on a GPU tiers of one process do not wait for each other's passes
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))  # weights and caches are there then
-        # with several ranks results come through pipes, which `launch` would wait for
+        # with several ranks results come through pipes, which `launch` would wait for, and no GPU is this process's
         self._ahead = self.device.type == "cuda" and self._ranks == 1
+        if self._ahead:  # tiers of one process do not wait for each other's passes
+            self._stream = torch.cuda.Stream(self.device)
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))  # weights and caches are there then
 
     def _prepare(self, source: str, facts: Facts, adapters: Mapping[str, str], options: Mapping[str, Any]) -> None:
         """Make what was loaded a tier; raises `ModelError` if it cannot be one."""
@@ -115,17 +115,17 @@ class VllmModel(Runs):
         config = read_config(self._source, revision=revision, trust_remote_code=trust_remote_code)
         self._draft_ids = draft_vocab.tokens(config, self._source, revision=revision)
         if self._draft_ids is not None:
-            self._engine.collective_rpc("cascade_restrict", args=(self._draft_ids.tolist(),))
+            self._call("cascade_restrict", self._draft_ids.tolist())
 
     def _add(self, name: str, source: str) -> None:
         """Load an adapter, in place of the one that was not used for longest; raises `ModelError`."""
         from vllm.lora.request import LoRARequest
 
         if len(self._numbers) >= self._most:
-            self._engine.remove_lora(self._numbers.pop(next(iter(self._numbers))))
+            self._call("remove_lora", self._numbers.pop(next(iter(self._numbers))))
         number = min({*range(1, self._most + 1)} - {*self._numbers.values()})
         with model_errors(f"The adapter {name!r} cannot be loaded from {source!r}"):
-            self._engine.add_lora(LoRARequest(name, number, source))
+            self._call("add_lora", LoRARequest(name, number, source))
         self._numbers[name] = number
 
     def _need(self, rows: Sequence[Row]) -> None:
@@ -165,8 +165,8 @@ class VllmModel(Runs):
         source = converted(source)
         check_replaces(source, shapes(self._source), shapes(source), {HEAD})
         draft_vocab.check_same(source, self._draft_ids)
-        with model_errors(f"vLLM cannot take the weights of {source!r}"), self._busy:
-            self._engine.collective_rpc("reload_weights", kwargs={"weights_path": source})
+        with model_errors(f"vLLM cannot take the weights of {source!r}"):
+            self._call("reload_weights", weights_path=source)
 
     def launch(self, rows: Sequence[Row]) -> Launched:
         """See `cascade.scorer.Scorer`. A GPU works by itself from here on, processors in `collect`."""
@@ -195,10 +195,10 @@ class VllmModel(Runs):
         return self._folder is not None and len({row.params.adapter for row in rows} - {""}) > self._most
 
     def _begin(self, rows: Sequence[Row]) -> Launched:
-        """Begin a pass; where no row has a state, which `settle` of a tier may still read, own tokens are chosen, too."""
+        """Begin a pass; unless they depend on a state, which `settle` of a tier may still read, own tokens are chosen, too."""
         if self._folder is not None:
             self._need(rows)
-        return Launched(rows, self._run(rows, choose=all(row.state is None for row in rows)))
+        return Launched(rows, self._run(rows, choose=not any(row.state is not None and row.num_scored for row in rows)))
 
     def _end(self, launched: Launched, on_scored: Report) -> list[Scored]:
         """Wait for a pass."""
@@ -212,8 +212,7 @@ class VllmModel(Runs):
         """Let the head read what a pass has read, and guess after rows that ask for it."""
         if not (texts := readers(rows, results)):
             return results
-        with self._busy:
-            [steps] = self._engine.collective_rpc("cascade_propose", args=(reading([*texts.values()]),))
+        [steps] = self._call("cascade_propose", reading([*texts.values()]))
         return with_drafts(results, texts, steps)
 
     def logits(self, rows: Sequence[Row]) -> Tensor:
@@ -239,12 +238,19 @@ class VllmModel(Runs):
             choices=choices(rows) if choose else None,
             runner_ups=max((row.runner_ups for row in rows), default=0),
         )
-        with self._busy:
-            if self._blocks.copies:  # once, even if the pass is tried again: it may write into their sources
-                self._engine.collective_rpc("cascade_copy", args=(self._blocks.copies,))
-                self._blocks.copies.clear()
-            outputs = self._engine.collective_rpc("cascade_score", args=(batch,))
-        return next(output for output in outputs if output is not None)
+        if self._blocks.copies:  # once, even if the pass is tried again: it may write into their sources
+            self._call("cascade_copy", self._blocks.copies)
+            self._blocks.copies.clear()
+        return next(output for output in self._call("cascade_score", batch) if output is not None)
+
+    def _call(self, method: str, *args: Any, **options: Any) -> list[Any]:
+        """What a method of vLLM's workers says on each rank, after what they were called for before; raises what it raises."""
+        with self._busy, torch.cuda.stream(self._stream):
+            answers = self._engine.collective_rpc("cascade_call", args=(method, *args), kwargs=options)
+        for answer in answers:
+            if isinstance(answer, Failure):
+                raise answer.error
+        return list(answers)
 
     def close(self) -> None:
         """End the other ranks; give memory back, once all models of this process are closed."""

@@ -5,6 +5,8 @@ all ranks. Neither vLLM's scheduler nor its sampler takes part. Tried with vLLM 
 """
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -13,9 +15,10 @@ from torch import Tensor
 
 from cascade.engine.devices import sent
 from cascade.engine.sampling.own_tokens import own_tokens_and_next, prepare
-from cascade.engine.vllm.batch import Batch, Facts, HostCopy
+from cascade.engine.vllm.batch import Batch, Facts, Failure, HostCopy
 from cascade.engine.vllm.graphs import dispatched, held
 from cascade.engine.vllm.heads import Reading, propose
+from cascade.errors import reason
 from cascade.scorer import BLOCK
 
 # vLLM's forward context is a global of the process, as is what its kernels for CPUs write to meanwhile: tiers that share a
@@ -32,10 +35,24 @@ class CascadeWorker:
     vllm_config: Any
     _excluded: Tensor | None = None  # bool ``[vocab_size]``: the tokens that the model never predicts
     _read: tuple[Tensor, dict[int, int]]  # hidden states of the last pass, and which of them is whose: by slot
+    _scratch: Any  # vLLM's ``WorkspaceManager`` of this model
+
+    def cascade_call(self, method: str, *args: Any, **options: Any) -> Any:
+        """What a method of this worker says; what it raises, as a value.
+
+        vLLM raises what the first rank raises, and takes what others have said to it for their answers to the next call.
+        """
+        try:
+            return getattr(self, method)(*args, **options)
+        except Exception as error:
+            alone = self.vllm_config.parallel_config.world_size == 1
+            return Failure(error if alone else RuntimeError(reason(error)))  # not all can travel
 
     def cascade_facts(self) -> Facts:
         """What a tier must know before its first pass, for which all is compiled afterwards."""
-        runner = self.model_runner
+        from vllm.v1.worker import workspace
+
+        runner, self._scratch = self.model_runner, workspace._manager
         prepare(runner.device, runner.dtype, self.vllm_config.model_config.get_vocab_size())
         groups = runner.kv_cache_config.kv_cache_groups
         return Facts(
@@ -55,13 +72,13 @@ class CascadeWorker:
         self._excluded = excluded.to(self.model_runner.device)
 
     @torch.inference_mode()
-    def cascade_copy(self, blocks: list[tuple[int, int]]) -> None:
-        """Copy keys and values of all layers from source to target blocks, in this order."""
+    def cascade_copy(self, sources: dict[int, int]) -> None:
+        """Give blocks the keys and values of their sources, all at once in each layer."""
         runner = self.model_runner
+        to, of = sent([[*sources], [*sources.values()]], runner.device)
         for cache in {cache.data_ptr(): cache for cache in runner.kv_caches}.values():
-            parts = cache.shape[0] // runner.kv_cache_config.num_blocks  # a kernel may see a block as several
-            for source, target in blocks:
-                cache[target * parts : (target + 1) * parts] = cache[source * parts : (source + 1) * parts]
+            blocks = cache.unflatten(0, (runner.kv_cache_config.num_blocks, -1))  # a kernel may see a block as several
+            blocks[to] = blocks[of]
 
     @torch.inference_mode()
     def cascade_score(self, batch: Batch) -> Tensor | HostCopy | list[list[int]] | None:
@@ -70,7 +87,7 @@ class CascadeWorker:
         With one rank this does not wait for a GPU.
         """
         ranks = self.vllm_config.parallel_config
-        with _PASSING:
+        with self._alone():
             logits = self._forward(batch)
             if logits is None or ranks.rank:
                 return None
@@ -87,8 +104,22 @@ class CascadeWorker:
         positions, slots = _places(reading, block)
         read_at = [places_of[slot] for slot in slots]
         places, slot_mapping, read = sent([*positions, *slots, *read_at], runner.device).split(len(slots))
+        with self._alone():
+            guesses = propose(runner.drafter, reading, hidden[read], self._common(reading, slot_mapping, places))
+        results: list[list[list[int]]] = guesses.tolist()
+        return results
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Launch a pass while no other model of the process does, with scratch memory that is this model's alone.
+
+        vLLM keeps the latest model's in a global. Graphs of earlier ones were captured over theirs, and they may run at once.
+        """
+        from vllm.v1.worker import workspace
+
         with _PASSING:
-            return propose(runner.drafter, reading, hidden[read], self._common(reading, slot_mapping, places))
+            workspace._manager = self._scratch
+            yield
 
     def _forward(self, batch: Batch) -> Tensor | None:
         from vllm.forward_context import set_forward_context
@@ -145,7 +176,10 @@ class CascadeWorker:
             common, slots = CommonAttentionMetadata(**buffers, causal=True, positions=positions), buffers["slot_mapping"]
         metadata: dict[str, Any] = {}
         for group in (group for groups in self.model_runner.attn_groups for group in groups):
-            built = group.get_metadata_builder(0).build(common_prefix_len=0, common_attn_metadata=common)
+            if hasattr(group, "build_metadata"):  # with block tables as its kernel sees them
+                built = group.build_metadata(common)
+            else:  # vLLM 0.26
+                built = group.get_metadata_builder(0).build(common_prefix_len=0, common_attn_metadata=common)
             metadata.update(dict.fromkeys(group.layer_names, built))
         return metadata, dict.fromkeys(metadata, slots)
 

@@ -1,8 +1,9 @@
 """All that is to be known of a GPU, in a quarter of an hour: ``python -m benchmarks.gpu [STEP ...] --out FOLDER``.
 
 Each step runs in a process of its own and has a limit of time. One that fails or takes longer says why, and the next begins.
-FOLDER gets NAME.json, NAME.log and the logs of Ray for each step, and programme.json for all. ``--small`` is for a machine
-without a GPU: the same steps on vLLM's build for CPUs, with few tokens and longer limits.
+FOLDER gets NAME.json, NAME.log and the logs of Ray for each step, and programme.json for all, those of earlier runs into it
+among them. ``--small`` is for a machine without a GPU: the same steps on vLLM's build for CPUs, with few tokens and longer
+limits.
 """
 
 import argparse
@@ -57,7 +58,8 @@ def attempt(step: Step, out: Path, work: Path, limit_s: float, *, small: bool) -
     finally:
         _end(process)
         for logs in (work / step.name).glob("ray/session_2*/logs"):
-            shutil.copytree(logs, out / f"{step.name}.ray", dirs_exist_ok=True, ignore_dangling_symlinks=True)
+            with suppress(OSError):  # what still runs may write and remove
+                shutil.copytree(logs, out / f"{step.name}.ray", dirs_exist_ok=True, ignore_dangling_symlinks=True)
         shutil.rmtree(work / step.name, ignore_errors=True)
     return {"seconds": round(time.perf_counter() - begin, 1), "problem": problem}
 
@@ -89,8 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         made.error(f"there is no step {unknown[0]!r}: choose from {', '.join(names)}")
     out: Path = chosen.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
-    memory = Path("/dev/shm")
-    results: dict[str, Any] = {}
+    memory, document = Path("/dev/shm"), out / "programme.json"
+    results: dict[str, Any] = json.loads(document.read_text())["steps"] if document.exists() else {}
+    ran = []
     # a short path: sockets below it have names of a hundred characters at most
     with tempfile.TemporaryDirectory(prefix="gpu-", dir=memory if memory.is_dir() and not chosen.small else None) as work:
         for step in STEPS:
@@ -99,10 +102,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             limit_s = step.limit_s * (SLOWER if chosen.small else 1.0)
             results[step.name] = attempt(step, out, Path(work), limit_s, small=chosen.small)
             console.print(step.name, results[step.name])
-            keep({"steps": results, "small": chosen.small}, out / "programme.json")
-    figures = {name: json.loads(path.read_text()) for name in results if (path := out / f"{name}.json").exists()}
-    keep({"steps": results, "small": chosen.small, "found": figures} | stamp(), out / "programme.json")
-    problems = {name: result["problem"] for name, result in results.items() if result["problem"]}
+            ran.append(step.name)
+            figures = {name: json.loads(path.read_text()) for name in results if (path := out / f"{name}.json").exists()}
+            keep({"steps": results, "small": chosen.small, "found": figures} | stamp(), document)
+    problems = {name: results[name]["problem"] for name in ran if results[name]["problem"]}
     print(json.dumps({"problems": problems, "out": str(out)}))
     sys.exit(bool(problems))
 

@@ -172,9 +172,10 @@ def own_step(notes: Notes, source: str, how: dict[str, Any]) -> dict[str, float]
     from vllm import LLM as Engine
     from vllm import SamplingParams as Params
 
-    length = 8 if notes.small else 100
+    length, at_once = 8 if notes.small else 100, [1, 8, 32]
+    options = notes.options(enable_prefix_caching=False, cudagraph_capture_sizes=at_once, **how)
     with undisturbed():
-        engine = Engine(source, skip_tokenizer_init=True, enable_prefix_caching=False, **notes.options(**how))
+        engine = Engine(source, skip_tokenizer_init=True, **options)
 
     def seconds(rows: int, tokens: int) -> float:
         prompts = [{"prompt_token_ids": [5 + row, *range(5, 204)]} for row in range(rows)]
@@ -183,7 +184,7 @@ def own_step(notes: Notes, source: str, how: dict[str, Any]) -> dict[str, float]
         return time.perf_counter() - begin
 
     results = {}
-    for rows in (1, 8, 32):
+    for rows in at_once:
         seconds(rows, 2)
         short, long = (min(seconds(rows, tokens) for _ in range(2)) for tokens in (1, 1 + length))
         results[str(rows)] = round((long - short) / length * 1e3, 3)

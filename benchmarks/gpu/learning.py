@@ -30,7 +30,8 @@ def text(notes: Notes) -> None:
     source = family.full()
     turns = Turns.of(pretrained(source), configured_ends(source))
     options = notes.options(max_model_len=longest)
-    with closing(VllmModel(source, cache_tokens=rows * (longest + 64), options=options)) as model:  # and part of a block each
+    room = rows * (longest + 64)  # and part of a block each
+    with closing(VllmModel(source, cache_tokens=room, max_sessions=rows, options=options)) as model:
         begin, total, kept = time.perf_counter(), 0, list[Text]()
         files = 0
         for written in write(cast(Any, model), turns, own_prompts(turns), rows=rows, max_len=longest):

@@ -31,15 +31,15 @@ class Step:
 STEPS = (  # what shows most goes first
     Step("warm", "engines", 40),
     Step("server", "servers", 110),
-    Step("kill", "servers", 80),
-    Step("graphs", "engines", 170),
+    Step("kill", "servers", 110),
+    Step("graphs", "engines", 220),
     Step("versus", "servers", 150),
-    Step("text", "learning", 60),
+    Step("text", "learning", 90),
     Step("train", "learning", 120),
-    Step("library", "engines", 40),
-    Step("invariant", "engines", 50, {"VLLM_BATCH_INVARIANT": "1"}),
-    Step("fp8", "engines", 60),
-    Step("own", "engines", 40),
+    Step("library", "engines", 90),
+    Step("invariant", "engines", 70, {"VLLM_BATCH_INVARIANT": "1"}),
+    Step("fp8", "engines", 80),
+    Step("own", "engines", 60),
 )
 SMALL_SHAPE = inflate.Shape(hidden=768, layers=31, heads=12, kv_heads=3, inner=1792)
 

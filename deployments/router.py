@@ -54,7 +54,8 @@ class Router(GrpcApi):
         admission, tiers, full = Admission(self._config), Tiers(self._config, handles, limits), self._config.tiers[-1]
         model, metrics = await ServedModel.load(self._config, tiers), admission.metrics
         assistant = Assistant(model, self._config.router.tool_format)
-        self._collector = None if learner is None else Collector(learner, metrics)
+        alignment = self._config.alignment
+        self._collector = None if learner is None or alignment is None else Collector(learner, metrics, alignment.row_tokens)
         self._full = FullTier(self._config, lessor(handles[full.name]), model, admission, self._collector)
         super().__init__(self._config, model, assistant, admission, self._full, tiers)
         metrics.gauges["full_min_replicas"].set(not may_be_zero(full))

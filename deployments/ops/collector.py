@@ -26,8 +26,9 @@ MOST_HELD = 512  # answers that are held while the learner does not answer
 class Collector:
     """Collects answers without delaying them: holds those that cannot be sent, and drops the oldest. For one event loop."""
 
-    def __init__(self, learner: DeploymentHandle, metrics: RouterMetrics) -> None:
-        self._learner, self._metrics = learner, metrics
+    def __init__(self, learner: DeploymentHandle, metrics: RouterMetrics, row_tokens: int) -> None:
+        """``row_tokens`` are the last tokens that the learner keeps of an answer and its prompt."""
+        self._learner, self._metrics, self._row_tokens = learner, metrics, row_tokens
         self._router = replica_name()
         self._held: deque[Sample] = deque(maxlen=MOST_HELD)
         self._drifts: dict[tuple[str, str, bool], Drift] = defaultdict(Drift)  # keys: drafter, verifier, greedy
@@ -45,7 +46,8 @@ class Collector:
             return
         corrected = sum(edge.corrected for edge in completion.stats.edges)
         text, temperature = (*spec.tokens, *tokens), spec.params.temperature
-        self._held.append(Sample(text, spec.prompt_len, temperature, account.name, corrected, time.time()))
+        sample = Sample(text, spec.prompt_len, temperature, account.name, corrected, time.time())
+        self._held.append(sample.tail(self._row_tokens))
 
     def _watch(self, edge: Edge, *, greedy: bool) -> None:
         drift = self._drifts[edge.drafter, edge.verifier, greedy]

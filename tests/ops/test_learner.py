@@ -123,7 +123,7 @@ async def offered(
 ) -> Collector:
     monkeypatch.setattr(collector, "SEND_S", 0.01)
     metrics = RouterMetrics(Places(1, 1), ("tiny", "full"))
-    made = Collector(away, metrics)
+    made = Collector(away, metrics, 5)
     stats = Stats(1, 1, edges=(Edge("tiny", "full", corrected=3),))
     for request, account in answers:
         made.offer(*request, [7, 8], Completion("", (7, 8), "length", 1, stats), account)
@@ -133,7 +133,7 @@ async def offered(
 
 def asked_for(number: int, train: bool = True, **changes: Any) -> tuple[SessionSpec, Routing]:
     params = SamplingParams(seed=1, **changes.pop("params", {}))
-    return SessionSpec((number, 2, 3), 3, params, **changes), Routing(train=train)
+    return SessionSpec((0, number, 2, 3), 4, params, **changes), Routing(train=train)
 
 
 async def test_whoever_forbids_it_is_not_learnt_from(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +153,10 @@ async def test_whoever_forbids_it_is_not_learnt_from(monkeypatch: pytest.MonkeyP
 
 
 async def test_a_learner_that_is_away_costs_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards requests and memory: what cannot be sent is held, so many at most, and sent when the learner is back."""
+    """Guards requests and memory: what cannot be sent is held, so many at most, and sent when the learner is back.
+
+    Of long texts the router held, and sent, all of what the learner keeps the end of.
+    """
     away = Away()
     away.away = True
     made = await offered(monkeypatch, away, [(asked_for(number), Account("alice")) for number in range(600)])

@@ -125,6 +125,5 @@ def forget(tenant: str, folder: Path, key_env: str | None) -> None:
     from cascade.training import reservoir
 
     reservoir.forget(folder, tenant)
-    limits = reservoir.Limits(rows=10**9, row_tokens=10**9, max_age_s=float("inf"))
-    reservoir.Reservoir(limits, folder, os.environ.get(key_env or ""))  # rewrites the file on disk without these answers
+    reservoir.Reservoir(folder, os.environ.get(key_env or ""))  # rewrites the file on disk without these answers
     console.print(f"Answers of {tenant} are dropped.")

@@ -10,10 +10,8 @@ from cascade.errors import ConfigError
 from cascade.settings.deployment import ActorOptions
 from cascade.settings.engine import EngineKwargs
 from cascade.settings.section import Count, Seconds, Section, Text, Variable
-from cascade.training.reservoir import Limits, Reservoir
+from cascade.training.reservoir import Reservoir
 from cascade.training.versions import Versions
-
-LIMITS = Limits()
 
 
 class AlignmentConfig(Section):
@@ -25,9 +23,9 @@ class AlignmentConfig(Section):
     folder: Text  # folder for new weights, shared by all nodes
     # names of the lower tiers that learn; by default all that can
     students: tuple[Text, ...] = ()
-    rows: Annotated[int, Field(ge=16)] = LIMITS.rows  # answers that are kept, half of them the newest
-    row_tokens: Annotated[int, Field(ge=32)] = LIMITS.row_tokens  # last tokens kept of each prompt with its answer
-    max_age_s: Seconds = LIMITS.max_age_s  # seconds until an answer is dropped
+    rows: Annotated[int, Field(ge=16)] = 2000  # answers that are kept, half of them the newest
+    row_tokens: Annotated[int, Field(ge=32)] = 512  # last tokens kept of each prompt with its answer
+    max_age_s: Seconds = 7 * 86_400.0  # seconds until an answer is dropped
     on_disk: bool = False  # keep answers also in the folder, not only in memory
     # environment variable with a Fernet key that encrypts answers on disk
     key_env: Variable | None = None
@@ -60,7 +58,9 @@ class AlignmentConfig(Section):
         key = os.environ.get(self.key_env) if self.key_env is not None else None
         if self.key_env is not None and not key:
             raise ConfigError(f"alignment.key_env is {self.key_env!r}, which is not set where the learner runs: set it there")
-        return Reservoir(Limits(self.rows, self.row_tokens, self.max_age_s), Path(self.folder), key, on_disk=self.on_disk)
+        return Reservoir(
+            Path(self.folder), key, rows=self.rows, row_tokens=self.row_tokens, max_age_s=self.max_age_s, on_disk=self.on_disk
+        )
 
 
 def obstacle(engine: EngineKwargs) -> str:

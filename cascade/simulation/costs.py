@@ -53,15 +53,12 @@ class Load:
     layers: int
     kv_bytes: int  # keys and values of a position
 
-    def launch_s(self, ranks: int = 1) -> float:
-        exchanges_s = 2 * self.layers * EXCHANGE_S if ranks > 1 else 0.0
-        return LAUNCH_S + self.layers * KERNELS * KERNEL_S + exchanges_s
-
     def seconds(self, tokens: int, device: Accelerator, ranks: int = 1) -> float:
         """Seconds of a pass of ``tokens``, without context."""
         reading_s = self.read_bytes / (BANDWIDTH * device.bytes_s)
         computing_s = 2 * self.parameters * tokens / (ARITHMETIC * device.flop_s)
-        return self.launch_s(ranks) + max(reading_s, computing_s) / ranks
+        exchanges_s = 2 * self.layers * EXCHANGE_S if ranks > 1 else 0.0
+        return LAUNCH_S + self.layers * KERNELS * KERNEL_S + exchanges_s + max(reading_s, computing_s) / ranks
 
     def context_s(self, device: Accelerator, ranks: int = 1) -> float:
         """Seconds that each position held by a session adds to a pass."""

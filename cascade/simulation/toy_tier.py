@@ -135,7 +135,8 @@ def with_runner_ups(
     The tier agrees with the next one in the share ``agreed``; ``draws`` are the random numbers.
     """
     next_ = above[0].token
-    gap = _gap(scale := _scale(agreed), (int(100 * next(draws)) + 0.5) / 100, own == next_)
+    scale = max(0.01, (WRONG / max(1e-3, 1 - agreed) - 1) / FADE)  # of gaps in nats, which fall off exponentially
+    gap = _gap(scale, (int(100 * next(draws)) + 0.5) / 100, own == next_)
     gaps = gap, gap - math.log(1 - next(draws)) * scale
     close = above[1].token if len(above) > 1 else own
     token, (first, second) = (next_, ABOVE) if own != next_ else (close, CLOSE)
@@ -145,11 +146,6 @@ def with_runner_ups(
     if token != own and draw < first + second:
         tokens[0 if draw < first else 1] = token
     return (RunnerUp(own, 0.0), *map(RunnerUp, tokens, gaps))
-
-
-def _scale(agreed: float) -> float:
-    """The scale, in nats, of the exponential distribution of gaps of a tier that agrees in the share ``agreed``."""
-    return max(0.01, (WRONG / max(1e-3, 1 - agreed) - 1) / FADE)
 
 
 @lru_cache(CACHED)  # finding a gap for one of a hundred draws takes longer than all else

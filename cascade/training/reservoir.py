@@ -8,6 +8,7 @@ were corrected (weighted reservoir sampling, Efraimidis and Spirakis 2006).
 import gzip
 import heapq
 import json
+import math
 import random
 import time
 import zlib
@@ -48,28 +49,31 @@ class Sample:
         return zlib.crc32(json.dumps(self.tokens).encode()) % HELD_OUT == 0
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits on what is kept."""
-
-    rows: int = 2000
-    row_tokens: int = 512  # last tokens that are kept of each prompt with its answer
-    max_age_s: float = 7 * 86_400.0
-
-
 class Reservoir:
     """A bounded set of answers, for one thread. Answers that shall be forgotten, see `forget`, are dropped.
+
+    It keeps ``rows`` answers, the last ``row_tokens`` tokens of each with its prompt, for ``max_age_s`` seconds.
 
     With ``on_disk`` it begins with the answers that were saved in ``folder``; else these are removed. ``key`` is a Fernet key
     that encrypts the file. Raises `ConfigError` if the file cannot be read, or not with this key.
     """
 
-    def __init__(self, limits: Limits, folder: Path, key: str | None = None, *, on_disk: bool = True) -> None:
-        self._limits, self._folder, self._on_disk = limits, folder, on_disk
+    def __init__(
+        self,
+        folder: Path,
+        key: str | None = None,
+        *,
+        rows: int = 10**9,
+        row_tokens: int = 10**9,
+        max_age_s: float = math.inf,
+        on_disk: bool = True,
+    ) -> None:
+        self._rows, self._row_tokens, self._max_age_s = rows, row_tokens, max_age_s
+        self._folder, self._on_disk = folder, on_disk
         self._seal = None if key is None else _fernet(key)
         self._newest: deque[Sample] = deque()
         self._older: list[tuple[float, int, Sample]] = []  # a heap: the smallest weight first, of equal ones the oldest
-        self._num_added = 0
+        self.num_added = 0  # answers that were ever added
         self._rng = random.Random(0)
         left = [path for path in (folder / SEALED, folder / ROWS) if path.exists()]
         if left and on_disk:
@@ -81,11 +85,6 @@ class Reservoir:
 
     def __len__(self) -> int:
         return len(self._newest) + len(self._older)
-
-    @property
-    def num_added(self) -> int:
-        """Number of answers that were ever added."""
-        return self._num_added
 
     @property
     def newest(self) -> list[Sample]:
@@ -103,13 +102,13 @@ class Reservoir:
         for sample in samples:
             if sample.time <= forgotten.get(sample.tenant, 0.0):
                 continue
-            self._num_added += 1
-            self._newest.append(sample.tail(self._limits.row_tokens))
-            if len(self._newest) > -(-self._limits.rows // 2):
+            self.num_added += 1
+            self._newest.append(sample.tail(self._row_tokens))
+            if len(self._newest) > -(-self._rows // 2):
                 old = self._newest.popleft()
                 weight = self._rng.random() ** (1 / (1 + old.corrected))
-                heapq.heappush(self._older, (weight, self._num_added, old))
-            if len(self._older) > self._limits.rows // 2:
+                heapq.heappush(self._older, (weight, self.num_added, old))
+            if len(self._older) > self._rows // 2:
                 heapq.heappop(self._older)
         self._expire()
 
@@ -147,7 +146,7 @@ class Reservoir:
             raise ConfigError(f"{path} cannot be read ({reason(error)}): {remedy}") from None
 
     def _expire(self) -> None:
-        oldest = time.time() - self._limits.max_age_s
+        oldest = time.time() - self._max_age_s
         self._keep(lambda sample: sample.time >= oldest)
 
     def _keep(self, wanted: Callable[[Sample], bool]) -> None:

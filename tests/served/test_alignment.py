@@ -18,7 +18,7 @@ from cascade import Cascade, SamplingParams, Speculation
 from cascade.client import Client
 from cascade.params import Handling
 from cascade.training.alignment import Progress, Stopped
-from cascade.training.reservoir import Limits, Reservoir, forget
+from cascade.training.reservoir import Reservoir, forget
 from cascade.training.versions import Versions
 from deployments.gateway.admission.access import ANONYMOUS
 from deployments.ops import workers
@@ -107,13 +107,13 @@ def test_a_tier_learns_from_its_traffic(server: Server, reference: Cascade, fold
         wait_for_weights("000001")
         versions.rollback()
         wait_for_weights("")
-    answers = Reservoir(Limits(), folder)  # as they are on disk
+    answers = Reservoir(folder)  # as they are on disk
     kept = {sample.tokens[: sample.prompt_len] for sample in (*answers.newest, *answers.older)}
     prompts = [tuple(reference.tokenizer.encode(prompt(number))) for number in range(LEAST_LEARNT + 8)]
     assert [ids in kept for ids in prompts] == [True] * LEAST_LEARNT + [False] * 8
     forget(folder, ANONYMOUS)
     wait_until(lambda: (states := ask("learner", "progress")) and not states[0]["answers"], every_s=0.2)
-    assert Reservoir(Limits(), folder).newest == []
+    assert Reservoir(folder).newest == []
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from cascade.params import SamplingParams
 from cascade.scorer import Row
 from cascade.training import alignment, reservoir
 from cascade.training.alignment import Progress, Student, align, record, shards
-from cascade.training.reservoir import ROWS, SEALED, Limits, Reservoir, Sample
+from cascade.training.reservoir import ROWS, SEALED, Reservoir, Sample
 from cascade.training.text import Shard
 from cascade.training.versions import KEPT, Versions
 from tests import small
@@ -30,7 +30,7 @@ from tests.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LIMITS = Limits(rows=32, row_tokens=48)
+LIMITS = {"rows": 32, "row_tokens": 48, "max_age_s": 86_400.0}
 
 
 def sample(number: int, tenant: str = "alice", corrected: int = 1, length: int = 40, age_s: float = 0.0) -> Sample:
@@ -41,10 +41,10 @@ def sample(number: int, tenant: str = "alice", corrected: int = 1, length: int =
 
 def test_a_reservoir_is_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
     """Guards memory: rows, tokens of a row and age have limits, and the newest answers are never what goes."""
-    answers, given = Reservoir(LIMITS, tmp_path), [sample(n, corrected=99 * (n % 2), length=100) for n in range(1000)]
-    answers.add([sample(999, age_s=LIMITS.max_age_s + 1)])
+    answers, given = Reservoir(tmp_path, **LIMITS), [sample(n, corrected=99 * (n % 2), length=100) for n in range(1000)]
+    answers.add([sample(999, age_s=LIMITS["max_age_s"] + 1)])
     answers.add(given)
-    assert len(answers) == LIMITS.rows
+    assert len(answers) == LIMITS["rows"]
     assert [answer.tokens for answer in answers.newest] == [answer.tokens[-48:] for answer in given[-16:]]
     assert all(len(answer.tokens) == 48 and answer.prompt_len == 1 for answer in (*answers.newest, *answers.older))
     assert sum(answer.corrected > 0 for answer in answers.older) > 0.85 * len(answers.older)
@@ -52,7 +52,7 @@ def test_a_reservoir_is_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
 
 def test_a_tenant_is_forgotten_in_memory_and_on_disk(tmp_path: Path) -> None:
     """Guards requests to forget: rows of then go everywhere, also those that come late, and those of later stay."""
-    answers = Reservoir(LIMITS, tmp_path)
+    answers = Reservoir(tmp_path)
     mine, others = [sample(number) for number in range(5)], [sample(number, "bob") for number in range(5, 10)]
     answers.add([*mine, *others])
     answers.save()
@@ -61,7 +61,7 @@ def test_a_tenant_is_forgotten_in_memory_and_on_disk(tmp_path: Path) -> None:
     assert answers.forget()
     answers.add(mine)  # a router had them still
     assert not answers.forget()
-    for stored in (answers, Reservoir(LIMITS, tmp_path)):
+    for stored in (answers, Reservoir(tmp_path)):
         assert [answer.tenant for answer in stored.newest] == ["bob"] * 5
     assert (tmp_path / ROWS).stat().st_size < before
     answers.add([sample(11)])
@@ -70,18 +70,18 @@ def test_a_tenant_is_forgotten_in_memory_and_on_disk(tmp_path: Path) -> None:
 
 def test_answers_are_on_disk_as_told(tmp_path: Path) -> None:
     """Guards privacy: nobody else reads a file, an encrypted one is read with its key alone, and it is there if told so."""
-    plain = Reservoir(LIMITS, tmp_path)
+    plain = Reservoir(tmp_path)
     plain.add([sample(1)])
     plain.save()
     assert (tmp_path / ROWS).stat().st_mode & 0o777 == 0o600
     key = Fernet.generate_key().decode()
-    Reservoir(LIMITS, tmp_path, key).save()
+    Reservoir(tmp_path, key).save()
     assert [path.name for path in tmp_path.iterdir()] == [SEALED]
-    assert Reservoir(LIMITS, tmp_path, key).newest == plain.newest
+    assert Reservoir(tmp_path, key).newest == plain.newest
     for wrong in (None, Fernet.generate_key().decode(), "no key"):
         with pytest.raises(ConfigError, match=r"encrypted|cannot be read|not a Fernet key"):
-            Reservoir(LIMITS, tmp_path, wrong)
-    answers = Reservoir(LIMITS, tmp_path, on_disk=False)
+            Reservoir(tmp_path, wrong)
+    answers = Reservoir(tmp_path, on_disk=False)
     assert not len(answers)
     answers.add([sample(2)])
     answers.save()
@@ -251,7 +251,7 @@ def test_passes_go_on_while_weights_are_renewed() -> None:
 
 def kept(folder: Path, count: int) -> Reservoir:
     """Answers on disk, of alice and bob."""
-    answers, chance = Reservoir(Limits(), folder), np.random.default_rng(0)
+    answers, chance = Reservoir(folder), np.random.default_rng(0)
     answers.add(
         Sample(tuple(chance.integers(10, 400, 32).tolist()), 8, 0.0, ("alice", "bob")[number % 2], 0, time.time())
         for number in range(count)
@@ -289,4 +289,4 @@ def test_a_tenant_is_forgotten_without_a_server(tmp_path: Path) -> None:
     """Guards the disk: answers of one tenant are gone when the command returns, those of others stay."""
     kept(tmp_path, 20)
     assert run("forget", "alice", "--folder", tmp_path)[0] == 0
-    assert [answer.tenant for answer in Reservoir(Limits(), tmp_path).newest] == ["bob"] * 10
+    assert [answer.tenant for answer in Reservoir(tmp_path).newest] == ["bob"] * 10

@@ -1,6 +1,6 @@
 """How a model holds keys and values and attends to them: by our own kernel on CPUs, by PyTorch's on other devices.
 
-A row of a pass writes its keys and values at its positions and attends to everything before. Rolling back is starting a row at
+A row of a pass writes its keys and values at its positions and attends to everything before. A rollback starts a row at
 an earlier position, and needs no code.
 """
 
@@ -17,7 +17,7 @@ from cascade.cpu.attention import attend as attend_spans
 from cascade.cpu.cache import BlockedCache, Span, tables
 from cascade.engine.network.survey import Survey
 
-ATTENTION = "cascade"  # our attention function's name at Transformers
+ATTENTION = "cascade"  # the name under which Transformers has our attention function
 
 
 def attend(
@@ -33,10 +33,10 @@ def attend(
     cascade_pass: Any = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of a packed pass, for `transformers.AttentionInterface`; ``cascade_pass`` is what `Native.plan` gives.
+    """Attention of a packed pass, for `transformers.AttentionInterface`; ``cascade_pass`` is a result of `Native.plan`.
 
-    Soft caps and attention sinks (``s_aux`` ``[heads]``) are honoured; windows are the pass's, for not every model that slides
-    says so here.
+    Soft caps and attention sinks (``s_aux`` ``[heads]``) are applied. Windows come from the pass, since not every model with a
+    sliding window passes it here.
     """
     if cascade_pass is None:
         raise RuntimeError(f"{type(module).__name__} does not hand the pass on to its attention function")
@@ -47,9 +47,9 @@ def attend(
 
 @cache
 def register() -> None:
-    """Make `attend` known to Transformers, whose code of models takes seconds to import.
+    """Register `attend` in Transformers, whose model code takes seconds to import.
 
-    No mask function is registered: for a name without one Transformers builds no masks, and none are wanted.
+    No mask function is registered, so Transformers builds no masks.
     """
     from transformers import AttentionInterface
 
@@ -72,7 +72,7 @@ class NativePass:
 
 
 class Native:
-    """Our own kernel for CPUs, which computes in float32: a session's keys and values lie in the order that suits it."""
+    """Our own kernel for CPUs, which computes in float32 and stores keys and values of a session in its own layout."""
 
     same_bits = True
 
@@ -89,5 +89,5 @@ class Native:
 
 
 def _dense(part: Tensor) -> Tensor:
-    """``[heads, total_tokens, head_dim]`` float32 with the numbers of a head one after another."""
+    """``[heads, total_tokens, head_dim]`` float32, contiguous within a head."""
     return (part[0] if part.stride(3) == 1 else part[0].contiguous()).float()

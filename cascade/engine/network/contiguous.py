@@ -1,4 +1,4 @@
-"""Keys and values of a session in one piece, and PyTorch's attention over them: for devices other than CPUs."""
+"""Keys and values of a session in contiguous tensors, and PyTorch's attention over them, for devices other than CPUs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from cascade.scorer import BLOCK, TILE, grown_capacity
 class Cache:
     """Keys and values of one session, per layer ``[kv_heads, capacity, size]`` each.
 
-    Of a fork they are those from ``position`` on; those before it are its base's, and copied where they are read.
+    A fork has those from ``position`` on; the earlier ones belong to its base, and are copied when they are read.
     """
 
     def __init__(self, base: "Cache | None" = None, position: int = 0) -> None:
@@ -27,7 +27,7 @@ class Cache:
         self._layers: dict[int, list[Tensor]] = {}
 
     def write(self, layer: int, start: int, parts: Sequence[Tensor]) -> None:
-        """Store keys and values ``[kv_heads, n, size]`` at ``start``; what was held after them is void."""
+        """Store keys and values ``[kv_heads, n, size]`` at ``start``; later positions become invalid."""
         begin, self._end = start - self.position, start + parts[0].shape[1]
         if (end := self._end - self.position) > self.capacity:
             self.reserve(grown_capacity(end, self.capacity))
@@ -46,7 +46,7 @@ class Cache:
 
     @torch.inference_mode()
     def reserve(self, positions: int) -> None:
-        """Make room for ``positions``, in whole blocks; what is written stays."""
+        """Make room for ``positions``, in whole blocks, without changing what is written."""
         positions = -(-positions // self.block) * self.block
         if positions > self.capacity:
             for layer, parts in self._layers.items():  # one at a time: memory peaks by a layer, not by a cache
@@ -60,12 +60,12 @@ class Cache:
             self.write(layer, 0, source.read(layer, positions))
 
     def fork(self, position: int) -> "Cache":
-        """Another end of this text, from ``position`` on; it takes memory as it is written."""
+        """A continuation of this text from ``position`` on, which takes memory only for what is written."""
         return Cache(self, position)
 
     @torch.inference_mode()
     def join(self, fork: "Cache") -> None:
-        """Copy what ``fork`` holds, bit by bit, and free it."""
+        """Copy the contents of ``fork``, bit by bit, and free it."""
         for layer, parts in fork._layers.items():
             self.write(layer, fork.position, [part[:, : fork._end - fork.position] for part in parts])
         fork.free()
@@ -87,15 +87,15 @@ def _resized(old: Tensor, capacity: int) -> Tensor:
 
 @dataclass(slots=True)
 class Pass:
-    """The rows of one forward, on their way through the model to the attention function."""
+    """The rows of one forward pass, which the model hands to the attention function."""
 
     spans: Sequence[Span]
     windows: dict[int, int | None]  # by layer
     masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)  # by a row's first token and a window
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: Kind) -> Tensor:
-        """Write, and attend: ``[1, total_tokens, heads, head_dim]`` of ``[1, heads, total_tokens, head_dim]``."""
-        # A wrong draft may overflow. Attention multiplies what a row does not see by 0, and 0 times infinity is not 0.
+        """Write, then attend: ``[1, heads, total_tokens, head_dim]`` to ``[1, total_tokens, heads, head_dim]``."""
+        # A wrong draft may overflow. Attention multiplies masked positions by 0, and 0 times infinity is not 0.
         new = [part[0].nan_to_num(0.0, 0.0, 0.0) for part in (key, value)]
         out = value.new_zeros(query.shape[2], query.shape[1], value.shape[3])
         for span in sorted(self.spans, key=lambda span: span.cache.base is not None):  # forks see what their bases write
@@ -106,7 +106,7 @@ class Pass:
         return out[None]
 
     def _seen(self, span: Span, end: int, window: int | None) -> Tensor:
-        """Which positions before ``end`` the tokens of a row see, bool ``[n, end]``."""
+        """The mask of a row's tokens over the positions before ``end``, bool ``[n, end]``."""
         name = (span.begin, window)
         if name not in self.masks:
             device = next(iter(span.cache._layers.values()))[0].device
@@ -116,7 +116,7 @@ class Pass:
 
 
 class Contiguous:
-    """Each session by itself, with PyTorch's attention for each row."""
+    """Stores each session separately, and runs PyTorch's attention for each row."""
 
     same_bits = False
 

@@ -1,4 +1,4 @@
-"""The Llama family written out for CPUs: configuration and weights in, packed rows in, logits out, by our own kernels.
+"""Our own implementation of the Llama family for CPUs: from configuration, weights and packed rows to logits.
 
     x = embedding(tokens)
     for each layer:
@@ -6,9 +6,9 @@
         x = x + down(silu(gate(norm(x))) * up(norm(x)))
     logits = head(norm(x))
 
-Calling a kernel from Python takes longer than a kernel of a small pass runs. So the kernels of a pass are one program, see
-`cascade.cpu.program`. It is written once for each number of tokens; what else differs from pass to pass, such as where keys and
-values are, is put into it.
+In small passes, calling a kernel from Python takes longer than the kernel itself. So the kernels of a pass are one program, see
+`cascade.cpu.program`, which is built once for each number of tokens. What else differs between passes, such as where keys and
+values are, is written into it.
 """
 
 import copy
@@ -35,14 +35,14 @@ from cascade.engine.scoring import Packed
 from cascade.engine.weights import HEAD, shape_of
 
 DTYPES = (torch.float32, torch.bfloat16)
-KEPT = 32  # tokens of a pass whose memory and programs are kept: with drafts
+KEPT = 32  # memory and programs are kept for passes of up to so many tokens, which include drafts
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
-LAYER = "model.layers.{}."  # what the names of a layer's weights begin with
-UNUSED = "rotary_emb.inv_freq"  # ends the name of what old checkpoints hold beside weights
+LAYER = "model.layers.{}."  # prefix of the names of a layer's weights
+UNUSED = "rotary_emb.inv_freq"  # suffix of further tensors in old checkpoints
 
 
 def is_written_out(network: Any) -> bool:
-    """Whether `Llama` can take the place of Transformers' ``network``, told by its class and its configuration."""
+    """Whether `Llama` can replace Transformers' ``network``, judged by its class and configuration."""
     if network.device.type not in ("cpu", "meta") or network.dtype not in DTYPES:
         return False
     kind = network.config.model_type
@@ -52,7 +52,7 @@ def is_written_out(network: Any) -> bool:
 
 
 def weight_shapes(config: FamilyConfig) -> dict[str, list[int]]:
-    """Shapes of all weights by the names of checkpoints; an output embedding that is the input embedding is not among them."""
+    """Shapes of all weights by their names in checkpoints, without an output embedding that is tied to the input embedding."""
     width, neurons, size = config.hidden_size, config.intermediate_size, config.head_size
     queries, keys = config.num_attention_heads * size, config.num_key_value_heads * size
     biased = config.model_type in ("llama", "qwen3") and bool(getattr(config, "attention_bias", False))
@@ -80,9 +80,9 @@ def weight_shapes(config: FamilyConfig) -> dict[str, list[int]]:
 
 
 def holds_exactly(weights: Mapping[str, Any], config: FamilyConfig) -> bool:
-    """Whether ``weights`` by name, tensors or slices of files, are those of `weight_shapes` and no others.
+    """Whether ``weights`` by name, tensors or slices of files, are exactly those of `weight_shapes`.
 
-    An output embedding may stand beside the input embedding that it is to be, if both are the same.
+    A tied output embedding may also be there if it equals the input embedding.
     """
     given = {name: part for name, part in weights.items() if not name.endswith(UNUSED)}
     head = given.pop(HEAD, None) if config.tie_word_embeddings else None
@@ -92,10 +92,10 @@ def holds_exactly(weights: Mapping[str, Any], config: FamilyConfig) -> bool:
 
 
 class Weights:
-    """Weights of a checkpoint by name, tensors or slices of files, each read when it is asked for."""
+    """Weights of a checkpoint by name, tensors or slices of files, each read when it is needed."""
 
     def __init__(self, parts: Mapping[str, Any], dtype: torch.dtype, epsilon: float, rest: Callable[[], object]) -> None:
-        """They are held in ``dtype``; ``rest`` is called after each matrix."""
+        """The weights are kept in ``dtype``; ``rest`` is called after each matrix."""
         self._parts, self._dtype, self._epsilon, self._rest = parts, dtype, epsilon, rest
 
     def __contains__(self, name: str) -> bool:
@@ -109,7 +109,7 @@ class Weights:
         return Norm(self.read(name).float(), self._epsilon)
 
     def linear(self, *names: str) -> Linear:
-        """Layers with one input as one, in the order of our kernels: it has less to begin and to end than several."""
+        """Layers with a common input as one product, which costs less than several, in the layout of our kernels."""
         biases = [self.read(f"{name}.bias") for name in names if f"{name}.bias" in self]
         matrices = [self.read(f"{name}.weight") for name in names]
         made = Linear(torch.cat(matrices), torch.cat(biases) if biases else None)
@@ -159,7 +159,7 @@ class Layer:
 
 
 class Llama:
-    """A model of the family, see `is_of_family`; a row's logits have the same bits in every pass."""
+    """A model of the family, see `is_of_family`. A row's logits have the same bits in every pass."""
 
     device = torch.device("cpu")
     same_bits = True
@@ -175,7 +175,7 @@ class Llama:
     ) -> None:
         """Take over ``weights`` by name, tensors or slices of files, see `weight_shapes`.
 
-        ``draft_ids`` ``[n]`` int64 are the only tokens that it predicts, by default all. ``rest`` is called after each matrix.
+        ``draft_ids`` ``[n]`` int64 are the only tokens that it predicts; by default all. ``rest`` is called after each matrix.
         """
         self.dtype, self.draft_ids = dtype, draft_ids
         given = Weights(weights, dtype, config.rms_norm_eps, rest)
@@ -196,22 +196,22 @@ class Llama:
 
     @classmethod
     def of(cls, network: Any, draft_ids: Tensor | None = None) -> Self:
-        """Of Transformers' network, see `is_written_out`, which stays as it is."""
+        """A model with the weights of Transformers' network, see `is_written_out`; does not change that."""
         return cls(FamilyConfig(network.config.to_dict()), network.state_dict(), network.dtype, draft_ids)
 
     def cut(self, layers: Sequence[int]) -> "Llama":
-        """A model of ``layers`` of this one, on the same weights; raises `ModelError` if it has not all of them."""
+        """A model of ``layers`` of this one, with the same weights; raises `ModelError` if a layer does not exist."""
         other = copy.copy(self)
         other._describe(cut_config(copy.copy(self.config), layers), [self.layers[layer] for layer in layers])
         return other
 
     def renewed(self, weights: Mapping[str, Any], rest: Callable[[], object]) -> "Llama":
-        """One with other weights of the same shapes; ``rest`` is called after each matrix."""
+        """The same model with other weights of the same shapes; ``rest`` is called after each matrix."""
         return Llama(self.config, weights, self.dtype, self.draft_ids, rest)
 
     @property
     def shapes(self) -> dict[str, list[int]]:
-        """Of its weights by name."""
+        """Shapes of its weights by name."""
         return weight_shapes(self.config)
 
     @property
@@ -225,7 +225,7 @@ class Llama:
 
     @property
     def weights_read(self) -> tuple[int, int, int]:
-        """How many layers it has, and weights that a pass reads of each and of the output embedding."""
+        """The number of layers, and how many weights a pass reads of each layer and of the output embedding."""
         first = [math.prod(shape) for name, shape in self.shapes.items() if name.startswith(LAYER.format(0))]
         return len(self.layers), sum(first), self._head.in_features * self._head.out_features
 
@@ -259,7 +259,7 @@ class Llama:
         return logits if self.draft_ids is None else draft_vocab.spread(logits, self.draft_ids, self.vocab_size)
 
     def _steps(self, tokens: int, workspace: "Workspace", spans: Sequence[Spans]) -> Iterator[Step]:
-        """Of a pass, from the embeddings of its tokens to their last hidden states."""
+        """The steps of a pass, from the embeddings of its tokens to their last hidden states."""
         x, r = Rows.of(workspace.hidden), workspace.scratch
         shape = (tokens, x.stride)
         heads, kv_heads, size, _ = self.sizes
@@ -287,7 +287,7 @@ class Llama:
         yield norm_step(x, x, shape, *self._norm)
 
     def _workspace_for(self, tokens: int) -> "Workspace":
-        """Memory for as many tokens; that of small passes is kept."""
+        """Memory for a pass of so many tokens; that of small passes is kept."""
         workspace = self._workspace
         if workspace is None or tokens > workspace.most:
             workspace = Workspace(self, max(tokens, KEPT))
@@ -303,10 +303,10 @@ class Llama:
 
 
 class Scratch(NamedTuple):
-    """Where layers work, ``[most, ...]`` each. Nothing is kept from one layer to the next."""
+    """Buffers for one layer, ``[most, ...]`` each, which the next layer overwrites."""
 
     normed: Rows
-    ordered: Rows  # a product's rows, in its order
+    ordered: Rows  # a product's rows, in its layout
     qkv: Rows
     attended: Rows
     projected: Rows  # the projected rows of attention

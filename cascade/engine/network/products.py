@@ -1,6 +1,6 @@
-"""Our kernels for the linear layers of a Transformers network on a CPU: the only thing that is changed in it.
+"""Our kernels for the linear layers of a Transformers network on a CPU, the only change to it.
 
-With PyTorch's own products the bits of a row depend on the number of rows, and a text would depend on what shares its passes.
+With PyTorch's products the bits of a row depend on the number of rows, so a text would depend on the other rows of its passes.
 """
 
 from typing import Any
@@ -13,13 +13,13 @@ from cascade.engine.memory import host_memory
 from cascade.engine.network.llama import is_written_out
 
 CONV1D = "Conv1D"  # Transformers' linear layer with transposed weights
-LANES = 16  # numbers that an operation of PyTorch takes at once
-FREE_FACTOR = 2  # times the weights that must be free: for copies of them, and as much for keys and values
+LANES = 16  # numbers that a vectorised operation of PyTorch processes at once
+FREE_FACTOR = 2  # free memory needed, in multiples of the weights: for copies of them, and as much for keys and values
 
 
 @torch.no_grad()
 def multiply_row_by_row(module: nn.Module) -> None:
-    """Run its linear layers, in float32 or bfloat16 on a CPU, on copies of their weights in the order of our kernels."""
+    """Run its linear layers, in float32 or bfloat16 on a CPU, on copies of their weights in the layout of our kernels."""
     plain: list[Any] = [layer for layer in module.modules() if _is_plain(layer)]
     if host_memory() < FREE_FACTOR * sum(layer.weight.nbytes for layer in plain):
         return
@@ -28,12 +28,12 @@ def multiply_row_by_row(module: nn.Module) -> None:
 
 
 def _linear(layer: nn.Module) -> bool:
-    """Whether it is PyTorch's linear layer, or Transformers' whose weights are transposed."""
+    """Whether it is PyTorch's linear layer, or Transformers' with transposed weights."""
     return isinstance(layer, nn.Linear) or type(layer).__name__ == CONV1D
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Whether a layer is linear, and neither quantised, adapted nor changed."""
+    """Whether a layer is a plain linear layer: not quantised, adapted or changed."""
     if not (type(layer) is nn.Linear or type(layer).__name__ == CONV1D) or "forward" in vars(layer):
         return False
     weight = layer.weight.data
@@ -41,11 +41,11 @@ def _is_plain(layer: nn.Module) -> bool:
 
 
 def keeps_bits(network: Any, dtype: torch.dtype) -> bool:
-    """Whether a row's logits can be expected to have the same bits in every pass on a CPU, told without weights.
+    """Whether a row's logits probably have the same bits in every pass on a CPU, judged without weights.
 
-    Experts, whose weights are one tensor of three dimensions, get as many rows as the router sends them. PyTorch's operations
-    take `LANES` numbers at once over all rows, and round those that are left over otherwise: of widths that are no multiple
-    these are in other rows.
+    Experts (a weight tensor of three dimensions) get a varying number of rows from their router. PyTorch's vectorised
+    operations process `LANES` numbers at once over all rows, and round the remaining ones differently; with other widths than
+    multiples of `LANES` these lie in different rows.
     """
     if dtype is torch.float16 or any(weight.dim() > 2 for weight in network.parameters()):
         return False

@@ -1,7 +1,7 @@
-"""Networks of Transformers on any device, untouched: packed rows in, logits out, with an attention function of ours.
+"""Networks of Transformers on any device, unchanged: from packed rows to logits, with our own attention function.
 
-What a network does with packed rows is tried when it is loaded: it is refused if its layers attend otherwise than they say, or
-if its logits are not those that it gives by itself.
+A network is probed with packed rows when it is loaded. It is refused if its layers attend in another way than they declare, or
+if its logits differ from those of Transformers' own forward pass.
 """
 
 import copy
@@ -30,7 +30,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class Published:
-    """A network of Transformers. Only its attention is ours and, on a CPU, the products of its linear layers."""
+    """A network of Transformers, with our attention and, on a CPU, our products of linear layers."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class Published:
     ) -> None:
         """Raises `ModelError` if it cannot run packed passes.
 
-        ``draft_ids`` ``[n]`` int64 are the only tokens that it predicts, by default all. ``attention`` is by default the
-        device's: our own kernel on a CPU, and PyTorch's on others.
+        ``draft_ids`` ``[n]`` int64 are the only tokens that it predicts; by default all. ``attention`` is by default the
+        device's: our own kernel on a CPU, PyTorch's on others.
         """
         self.module: Any = module.eval()
         self.device: torch.device = module.device
@@ -60,7 +60,7 @@ class Published:
 
     @property
     def shapes(self) -> dict[str, list[int]]:
-        """Of its weights by name."""
+        """Shapes of its weights by name."""
         return {name: [*part.shape] for name, part in self.module.state_dict().items()}
 
     @property
@@ -69,7 +69,7 @@ class Published:
 
     @property
     def weights_read(self) -> tuple[int, int, int]:
-        """How many layers it has, and weights that a pass reads of each and of the output embedding, on the average."""
+        """The number of layers, and how many weights a pass reads on average of each layer and of the output embedding."""
         layers, head = stack(self.module), self.module.get_output_embeddings()
         count = sum(part.numel() for part in layers.parameters())
         return len(layers), count // len(layers), sum(part.numel() for part in head.parameters())
@@ -80,7 +80,7 @@ class Published:
 
     def logits(self, packed: Packed) -> Tensor:
         """Logits ``[len(packed.keep), vocab_size]``."""
-        # one copy to the device for all three
+        # one copy to the device for all three tensors
         sent, n = devices.sent(packed.tokens + packed.positions + packed.keep, self.device), len(packed.tokens)
         inputs = {"input_ids": sent[None, :n], "position_ids": sent[None, n : 2 * n]}
         keep, plan = sent[2 * n :], self._attention.plan(packed.spans)
@@ -92,10 +92,10 @@ class Published:
         ids = self.draft_ids.to(self.device)
         return draft_vocab.spread(out[:, ids], ids, self.vocab_size)
 
-    # other networks on its weights
+    # other networks with its weights
 
     def cut(self, layers: Sequence[int]) -> Self:
-        """A network of ``layers`` of this one, on the same weights; raises `ModelError` if it has not all of them."""
+        """A network of ``layers`` of this one, with the same weights; raises `ModelError` if a layer does not exist."""
         other = copy.copy(self)
         other.module = module = _copied(self.module)
         every = stack(module)
@@ -113,14 +113,14 @@ class Published:
 
     @torch.no_grad()
     def renewed(self, weights: Mapping[str, Any], rest: Callable[[], object]) -> Self:
-        """One with other weights of the same shapes; ``rest`` is called after each.
+        """The same network with other weights of the same shapes; ``rest`` is called after each.
 
-        Transformers does not load it: it changes PyTorch's default dtype meanwhile, also for a pass that runs.
+        It is not loaded by Transformers, which would change PyTorch's default dtype meanwhile, also for a running pass.
         """
         other = copy.copy(self)
         other.module = module = _copied(self.module)
         for part in module.modules():
-            vars(part).pop("forward", None)  # our kernels' forward, on the weights before
+            vars(part).pop("forward", None)  # our kernels' forward, which uses the old weights
         held = {}
         for name, part in weights.items():
             held[name] = part[...].to(self.device, self.dtype)
@@ -134,13 +134,13 @@ class Published:
 
     @torch.inference_mode()
     def _prepare(self, attention: type[Native] | type[Contiguous]) -> None:
-        """Choose what attends; raises `ModelError` if a layer attends otherwise, or if logits are not the network's own."""
+        """Choose the attention; raises `ModelError` if a layer attends in another way, or if logits are not the network's."""
         module = self.module
         if problem := unlike_attention(module.config):
             raise ModelError(problem)
         texts = probe_texts(module.get_input_embeddings().weight.shape[0])
-        # every network has "eager", which sums up scores in the network's dtype: too coarse for keys as large as Qwen2.5's;
-        # but "sdpa" leaves out softcapping, and before Transformers 5.20 without a word
+        # every network has "eager", but it adds scores in the network's dtype, too coarse for keys as large as Qwen2.5's;
+        # "sdpa" omits softcapping, before Transformers 5.20 silently
         capped = getattr(module.config.get_text_config(), "attn_logit_softcapping", None) is not None
         module.set_attn_implementation("sdpa" if module._supports_sdpa and not capped else "eager")
         expected = module(input_ids=torch.tensor(texts, device=self.device), use_cache=False).logits
@@ -155,7 +155,7 @@ class Published:
             module.set_attn_implementation(ATTENTION)
             multiply_row_by_row(module)
             logits = self._replay(texts)
-            self.same_bits = attention.same_bits and keeps_bits(module, self.dtype)  # as far as can be told without passes
+            self.same_bits = attention.same_bits and keeps_bits(module, self.dtype)  # as far as can be judged without passes
         except (RuntimeError, TypeError, AttributeError, LookupError, ValueError) as error:
             raise ModelError(f"it does not take packed rows ({reason(error)})") from error
         if not agree(module, logits, expected):
@@ -163,7 +163,7 @@ class Published:
         self.draft_ids = draft_ids
 
     def _replay(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        """Logits ``[texts, n, vocab_size]`` of the last positions, after wrong drafts that are rolled back."""
+        """Logits ``[texts, n, vocab_size]`` of the last positions, after wrong drafts were rolled back."""
         starts, params, caches = [4, 5], SamplingParams(), [self.new_cache() for _ in texts]
         parts = list(zip(caches, starts, texts, strict=True))
         self.logits(Packed.of([Row(cache, 0, [*text[:start], *reversed(text)], 1, params) for cache, start, text in parts]))
@@ -172,7 +172,7 @@ class Published:
 
 
 def stack(module: Any) -> nn.ModuleList:
-    """The layers of a network; raises `ModelError` if they are not in one list."""
+    """The list of a network's layers; raises `ModelError` if there is not exactly one."""
     total = module.config.get_text_config().num_hidden_layers
     for part in module.modules():
         if isinstance(part, nn.ModuleList) and len(part) == total:
@@ -181,7 +181,7 @@ def stack(module: Any) -> nn.ModuleList:
 
 
 def _copied(module: Module) -> Module:
-    """Another network, whose weights and kernels are the same objects."""
+    """A copy of a network that shares its weights and kernels."""
     kernels = [kernel for part in module.modules() if (kernel := vars(part).get("forward")) is not None]
     memo: dict[int, Any] = {id(part): part for part in (*module.parameters(), *module.buffers(), *kernels)}
     return copy.deepcopy(module, memo)

@@ -1,4 +1,4 @@
-"""What the layers of a network attend to, found out by a forward with an attention function that takes notes."""
+"""Finds out what the layers of a network attend to, by a forward pass with a recording attention function."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,17 +14,17 @@ from cascade.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel  # takes seconds
 
-SURVEY = "cascade_survey"  # its name at Transformers
-SIZES = "cascade_sizes"  # the same where no mask is to be made
+SURVEY = "cascade_survey"  # the name of this function in Transformers
+SIZES = "cascade_sizes"  # the same for passes without a mask
 # the error allowed when a model is loaded, relative to the size of logits
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03}
 COARSE = 0.15  # the same for other dtypes, such as bfloat16
-FAR = 4096  # a position to ask a mask about that names no size of its own
+FAR = 4096  # the position at which a mask is examined if it names no size of its own
 
 
 @dataclass(slots=True)
 class Survey:
-    """What a forward with the attention `SURVEY` found; a layer's window is told from the mask that the model makes for it."""
+    """Results of a forward pass with the attention `SURVEY`; a layer's window is derived from its mask."""
 
     windows: dict[int, int | None] = field(default_factory=dict)
     strange: bool = False  # some layer's mask is neither causal nor a sliding window
@@ -32,7 +32,7 @@ class Survey:
 
     @classmethod
     def of(cls, network: "PreTrainedModel") -> Self:
-        """Of a loaded network, left with this attention; raises `ModelError` if it cannot be served with another."""
+        """Survey a loaded network, which keeps this attention; raises `ModelError` if it cannot be served with ours."""
         register()
         network.set_attn_implementation(SURVEY)
         ids = torch.zeros(1, 2, dtype=torch.long, device=network.device)
@@ -46,7 +46,7 @@ class Survey:
         return survey
 
     def cut(self, layers: Sequence[int]) -> "Survey":
-        """That of a network of ``layers`` of this one's."""
+        """The survey of a network that has only these ``layers``."""
         places = dict(enumerate(layers))
         heads = {place: self.heads[layer] for place, layer in places.items()}
         return Survey({place: self.windows[layer] for place, layer in places.items()}, self.strange, heads)
@@ -62,7 +62,7 @@ def survey(
     cascade_pass: Survey | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Note the window and the heads of a layer; what attention gives does not matter."""
+    """Record the window and the heads of a layer; the result of attention does not matter."""
     if cascade_pass is None:
         raise TypeError(f"{type(module).__name__} does not hand the pass on to its attention function")
     window = -1 if attention_mask is None else int(attention_mask.flatten()[0])
@@ -74,13 +74,13 @@ def survey(
 
 
 def window_of_mask(*, mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any) -> Tensor:
-    """A mask's sliding window, 0 if it only hides later positions, -1 if it is neither; ``[1, 1, 1, 1]``.
+    """A mask's sliding window, 0 if it is only causal, -1 for any other mask; ``[1, 1, 1, 1]``.
 
-    Registered for `SURVEY`, so that models hand it to their layers in place of a mask.
+    Registered for `SURVEY`, so that models pass it to their layers instead of a mask.
     """
     far = 2 * local_size if local_size else FAR
     counts = set()
-    for position in (far, far + far // 4):  # chunks, unlike windows, show less to one than to the other
+    for position in (far, far + far // 4):  # unlike windows, chunks show different numbers of positions to the two
         query, keys, first = torch.tensor(position), torch.arange(position + 2), torch.tensor(0)
         seen = mask_function(first, first, query, keys).expand_as(keys)
         count = int(seen.sum())
@@ -97,19 +97,19 @@ def probe_texts(vocab_size: int) -> list[list[int]]:
 def agree(network: Any, logits: Tensor, expected: Tensor) -> bool:
     """Whether logits ``[texts, n, vocab_size]`` are those expected of the last ``n`` positions, at most positions of each text.
 
-    Not at all of them: where rounding makes a mixture choose another expert, two runs of the model itself differ.
+    Not all positions must agree: where rounding makes a mixture choose another expert, two runs of the model itself differ.
     """
     in_4_bits = getattr(network, "is_loaded_in_4bit", False)  # its products are in bfloat16, whatever the network's dtype
     tolerance = COARSE if in_4_bits else TOLERANCE.get(network.dtype, COARSE)
     logits, expected = logits.float(), expected[:, -logits.shape[1] :].float()
     size = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1).clamp(min=1e-9)
     errors = (logits - expected).norm(dim=-1) / size
-    return bool((errors.median(dim=-1).values <= tolerance).all())  # false for what is not a number
+    return bool((errors.median(dim=-1).values <= tolerance).all())  # false for NaN
 
 
 @cache
 def register() -> None:
-    """Make these functions known to Transformers, whose code of models takes seconds to import."""
+    """Register these functions in Transformers, whose model code takes seconds to import."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(SURVEY, survey)

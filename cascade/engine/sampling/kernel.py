@@ -1,10 +1,10 @@
-"""Own tokens by two kernels on a GPU: one over blocks of the vocabulary, one over what these found.
+"""Own tokens by two kernels on a GPU: one over blocks of the vocabulary, one over the results of these.
 
-The first adds shared noise to logits after temperature, and keeps the best tokens of each block; no score goes through memory.
-Scores and tokens travel as one integer, which orders as the score and then as the lower token. Noise has the bits of
+The first adds shared noise to logits after temperature, and keeps the best tokens of each block; scores stay in registers.
+A score and its token are packed into one integer, ordered by score and then by lower token. Noise has the bits of
 `cascade.engine.sampling.own_tokens.noise_bits`; logarithms are the device's own.
 
-Needs Triton, and what Triton needs. ``TRITON_INTERPRET=1``, set before it is imported, runs the kernels on a CPU.
+Needs Triton and a C compiler. ``TRITON_INTERPRET=1``, set before Triton is imported, runs the kernels on a CPU.
 """
 
 from collections.abc import Sequence
@@ -19,20 +19,20 @@ from cascade.engine.devices import sent
 from cascade.splitmix import GOLDEN as _GOLDEN
 
 BLOCK = 1024  # tokens of a program
-ROUNDING = {"enable_fp_fusion": False}  # each sum and each product by itself, as PyTorch's operations do
+ROUNDING = {"enable_fp_fusion": False}  # no fused multiply-add, as in PyTorch's operations
 GOLDEN = tl.constexpr(_GOLDEN)
 UNIT = tl.constexpr(2.0**-53)
 LOWEST = tl.constexpr(2.0**-54)
 HIGHEST = tl.constexpr(1 - 2.0**-24)
-LEAST = tl.constexpr(-(2**63))  # orders below every token
+LEAST = tl.constexpr(-(2**63))  # less than any token
 LOW = tl.constexpr(2**31 - 1)
 
 
 def own_tokens(logits: Tensor, noises: Sequence[tuple[int, int, float]], number: int) -> Tensor:
-    """Own tokens and ``number`` runner-ups, as `cascade.engine.sampling.own_tokens.own_tokens_and_next` gives them.
+    """Own tokens and ``number`` runner-ups, like `cascade.engine.sampling.own_tokens.own_tokens_and_next`.
 
-    ``logits`` ``[N, V]`` are float32, bfloat16 or float16 and filtered where they have to be; ``noises`` are, of each, the
-    position, the mixed seed, and the temperature, 0 for the likeliest token. Nobody waits for the GPU.
+    ``logits`` ``[N, V]`` are float32, bfloat16 or float16, already filtered if necessary; ``noises`` has for each row the
+    position, the mixed seed, and the temperature, 0 for the likeliest token. Does not wait for the GPU.
     """
     rows, size = logits.shape
     out = torch.empty(1 + 2 * number, rows, dtype=torch.int64, device=logits.device)
@@ -59,7 +59,7 @@ def _mix(z: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def noise_bits(position: tl.tensor, seed: tl.tensor, tokens: tl.tensor) -> tl.tensor:
-    """53 bits, uint64, of each of ``tokens`` int64; ``position`` and ``seed`` are int64."""
+    """53 random bits, uint64, for each of ``tokens`` int64; ``position`` and ``seed`` are int64."""
     key = _mix(position.to(tl.uint64, bitcast=True) + GOLDEN)
     key = _mix(key ^ seed.to(tl.uint64, bitcast=True))
     return _mix(key + (tokens + 1).to(tl.uint64, bitcast=True) * GOLDEN) >> 11
@@ -71,14 +71,14 @@ def _gumbel(bits: tl.tensor) -> tl.tensor:
     uniform = bits.to(tl.int64, bitcast=True).to(tl.float32) * UNIT
     uniform = tl.minimum(tl.maximum(uniform, LOWEST), HIGHEST)
     rest = 1.0 - uniform
-    # -log1p(-uniform): what rounding takes from `rest` is in both factors (Kahan)
+    # -log1p(-uniform): the rounding error of `rest` is in both factors (Kahan)
     exponential = tl.where(rest == 1.0, uniform, tl.div_rn(tl.log(rest), rest - 1.0) * uniform)
     return -tl.log(exponential)
 
 
 @triton.jit
 def _order(scores: tl.tensor, tokens: tl.tensor) -> tl.tensor:
-    """int64 that order as scores float32 and, where these are equal, as the lower token; NaN orders above all."""
+    """int64 with the order of float32 scores, equal ones with the lower token first; NaN is above all."""
     bits = tl.where(scores == 0, 0, scores.to(tl.int32, bitcast=True))  # two zeros are equal
     bits = tl.where(scores != scores, 0x7FC00000, bits)
     ascending = bits ^ ((bits >> 31) & LOW)
@@ -108,7 +108,7 @@ def _of_blocks(
     kept: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Write the ``kept`` first by `_order` of a row's block."""
+    """Write the ``kept`` best tokens of a row's block, by `_order`."""
     row, block = tl.program_id(0), tl.program_id(1)
     tokens = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     inside = tokens < size
@@ -130,7 +130,7 @@ def _of_blocks(
 def _of_rows(
     best: tl.tensor, out: tl.tensor, rows: tl.tensor, count: tl.tensor, number: tl.tensor, WIDTH: tl.constexpr
 ) -> None:
-    """Write a row's own token, runner-ups and bits of their gaps, given the ``count`` first of its blocks."""
+    """Write a row's own token, runner-ups and bits of their gaps, from the ``count`` best tokens of its blocks."""
     row = tl.program_id(0)
     places = tl.arange(0, WIDTH)
     orders = tl.load(best + row.to(tl.int64) * count + places, mask=places < count, other=LEAST)

@@ -6,7 +6,7 @@
 sample of softmax(logits') (Gumbel 1954). Tiers that share the noise pick the same token more often than independent ones
 could: Daliri, Musco, Suresh, "Coupling without communication and drafter-invariant speculative decoding", arXiv 2408.07978.
 
-The next tokens by ``logits' + G`` are *runner-ups*: what a verifier with the same noise most likely says if it says another.
+The next tokens by ``logits' + G`` are *runner-ups*: most likely one of them is the own token of a verifier that disagrees.
 """
 
 import logging
@@ -31,14 +31,14 @@ from cascade.splitmix import GOLDEN, mix, signed
 log = logging.getLogger(__name__)
 
 TOGETHER = 2**18  # scores that are filtered at once, so that they stay in the processor's cache
-UNSURE = 2.0**-20  # more than a sum of probabilities is rounded by, see `cascade.cpu.leading`
+UNSURE = 2.0**-20  # more than the rounding error of a sum of probabilities, see `cascade.cpu.leading`
 Choice: TypeAlias = tuple[SamplingParams, int, int]  # parameters, first position, and number of own tokens
 Sampled: TypeAlias = tuple[int, SamplingParams, tuple[int, int]]  # index in logits, parameters, position and mixed seed
 Kernel: TypeAlias = Callable[[Tensor, Sequence[tuple[int, int, float]], int], Tensor]
 
 
 def own_tokens(logits: Tensor, rows: Sequence[Choice]) -> Tensor:
-    """Own tokens ``[N]`` int64 for ``logits`` ``[N, V]``, on their device, without a host read if that is no CPU.
+    """Own tokens ``[N]`` int64 for ``logits`` ``[N, V]``, on their device; on a GPU without a host read.
 
     Each of ``rows`` is ``(params, position, n)``: the next ``n`` rows of logits are for ``position, position + 1, ...`` of a
     request with these parameters, which must have a seed.
@@ -75,11 +75,11 @@ def by_operations(logits: Tensor, noisy: Sequence[Sampled], number: int) -> Tens
 
 @cache
 def find_kernel(device: torch.device) -> Kernel | None:
-    """`cascade.engine.sampling.kernel.own_tokens` on a GPU where it can be compiled; elsewhere PyTorch's operations choose."""
+    """`cascade.engine.sampling.kernel.own_tokens` on a GPU if it can be compiled; otherwise PyTorch's operations are used."""
     if device.type != "cuda":
         return None
     try:
-        from cascade.engine.sampling.kernel import own_tokens  # Triton is not everywhere
+        from cascade.engine.sampling.kernel import own_tokens  # Triton may be missing
 
         own_tokens(torch.zeros(1, 1, device=device), [(0, 0, 1.0)], 0)
     except Exception as error:  # a compiler may raise anything
@@ -89,15 +89,15 @@ def find_kernel(device: torch.device) -> Kernel | None:
 
 
 def prepare(device: torch.device, dtype: torch.dtype, vocab_size: int) -> None:
-    """Choose once how own tokens are chosen on ``device``, and compile what passes of such a model will take."""
+    """Decide once how own tokens are chosen on ``device``, and compile what passes of such a model need."""
     if (kernel := find_kernel(device)) is not None:
-        for each in {dtype, torch.float32}:  # logits as they are, and after penalties or filters
+        for each in {dtype, torch.float32}:  # raw logits, and those after penalties or filters
             for number in (0, 1, RUNNER_UPS):
                 kernel(torch.zeros(1, vocab_size, dtype=each, device=device), [(0, 0, 1.0)], number)
 
 
 def by_kernel(kernel: Kernel, logits: Tensor, noisy: Sequence[Sampled], number: int) -> Tensor:
-    """`own_tokens_and_next` by a ``kernel``, which does all but filter."""
+    """`own_tokens_and_next` by a ``kernel``, which does all but the filters."""
     noises = [(0, 0, 0.0)] * len(logits)
     for place, params, noise in noisy:
         noises[place] = (*noise, params.temperature)
@@ -127,7 +127,7 @@ def sampled(rows: Sequence[Choice]) -> Iterator[Sampled]:
 
 
 def _best(scores: Tensor, number: int) -> Tensor:
-    """`own_tokens_and_next` of scores ``[n, V]`` to which noise is added already."""
+    """`own_tokens_and_next` of scores ``[n, V]`` that already include noise."""
     own = scores.argmax(-1)
     return with_runner_ups(own, scores.float(), number) if number else own[None]
 
@@ -146,7 +146,7 @@ def _best_by_bounds(scores: Tensor, noises: Sequence[tuple[int, int]], number: i
     gaps = (values[:, :1] - values[:, 1:]).view(torch.int32).long()
     best = torch.cat([tokens.gather(1, order), gaps], 1).T
     for row, count in enumerate(counts):
-        if not 0 < count <= tokens.shape[1]:  # too many are close, or the scores are not numbers
+        if not 0 < count <= tokens.shape[1]:  # too many are close, or scores are NaN
             position, seed = noises[row]
             noise = gumbel(noise_bits(seed, torch.tensor([position]), scores.shape[-1]))
             best[:, row] = _best(scores[row : row + 1] + noise, number)[:, 0]
@@ -174,7 +174,7 @@ def with_runner_ups(own: Tensor, scores: Tensor, number: int) -> Tensor:
 
 
 def runner_ups(packed: Sequence[Sequence[int]], number: int) -> list[tuple[RunnerUp, ...]]:
-    """The first ``number`` of those in ``packed`` ``[1 + 2 * k, n]``, see `with_runner_ups`, without filtered tokens."""
+    """The first ``number`` runner-ups in ``packed`` ``[1 + 2 * k, n]``, see `with_runner_ups`, without filtered tokens."""
     k = len(packed) // 2
     gaps = np.array(packed[1 + k : 1 + k + number], dtype=np.int32).view(np.float32).tolist()
     pairs_of = (zip(*both, strict=True) for both in zip(packed[1 : 1 + number], gaps, strict=True))
@@ -184,7 +184,7 @@ def runner_ups(packed: Sequence[Sequence[int]], number: int) -> list[tuple[Runne
 def adjust(logits: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
     """Logits ``[n, V]`` after temperature, top-k, top-p and min-p, in that order; float32, removed tokens are -inf.
 
-    ``rows`` are parameters of each, with temperatures above 0. The likeliest token always stays.
+    ``rows`` has the parameters of each, with temperatures above 0. The likeliest token always stays.
     """
     out = torch.empty(logits.shape, device=logits.device)
     together = max(1, TOGETHER // logits.shape[-1]) if logits.device.type == "cpu" else len(rows)
@@ -213,9 +213,9 @@ def _column(numbers: Sequence[float], device: torch.device, dtype: torch.dtype =
 
 
 def filtered(scores: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
-    """`ordered` on a CPU, to the bit, without ordering the whole vocabulary, for rows with a top-p or a top-k below its size.
+    """The same bits as `ordered` on a CPU without sorting the whole vocabulary; for rows with top-p or a smaller top-k.
 
-    Where a token is so near to the border that rounding could decide, its row is ordered.
+    A row is sorted if a token is so near to the border that rounding could decide.
     """
     size = scores.shape[-1]
     numbers = torch.tensor([params.top_k if 0 < params.top_k < size else 0 for params in rows])
@@ -230,7 +230,7 @@ def filtered(scores: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
     before, limit = probabilities.cumsum(-1) - probabilities, limits[:, None]
     beyond = (before >= limit) & (limit < 1)
     unsure = ((before - limit).abs() < UNSURE) & (limit < 1) & held.isfinite()
-    unsure[:, 1:] |= (held[:, 1:] == held[:, :-1]) & (beyond[:, 1:] != beyond[:, :-1])  # chance decides which of them is in
+    unsure[:, 1:] |= (held[:, 1:] == held[:, :-1]) & (beyond[:, 1:] != beyond[:, :-1])  # which of them is kept is arbitrary
     out = scores.new_full((len(scores), size + 1), -torch.inf)
     out.scatter_(1, likeliest.tokens.gather(1, order), held.masked_fill(beyond, -torch.inf))
     out = out[:, :size]
@@ -245,21 +245,21 @@ def ordered(scores: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
     Top-p keeps the smallest set of likeliest tokens whose probability reaches it (Holtzman et al., arXiv 1904.09751).
     """
     size, device = scores.shape[-1], scores.device
-    exact = torch.float64 if device.type == "cpu" else torch.float32  # there a token more or less costs little
+    exact = torch.float64 if device.type == "cpu" else torch.float32  # on a GPU one token more or less matters little
     numbers = _column([min(params.top_k or size, size) for params in rows], device, torch.int64)
     limits = _column([params.top_p for params in rows], device, exact)
     values, order = scores.sort(-1, descending=True)
     least = values.gather(1, numbers - 1)
     probabilities = values.masked_fill(values < least, -torch.inf).softmax(-1, dtype=exact)
     before = probabilities.cumsum(-1) - probabilities
-    beyond = (before >= limits) & (limits < 1)  # never the likeliest, before which there is nothing
+    beyond = (before >= limits) & (limits < 1)  # never the likeliest, which has none before it
     return scores.masked_fill((scores < least) | torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)
 
 
 def gumbel(bits: Tensor) -> Tensor:
     """Standard Gumbel noise float32 of `noise_bits`."""
     uniform = bits.to(torch.float32) * 2.0**-53
-    # -log(uniform) has its precision where uniform is near 1; the tokens that win have it near 0
+    # -log(uniform) is precise where uniform is near 1; the tokens that win have it near 0
     exponential = -torch.log1p(-uniform.clamp(2.0**-54, 1 - 2.0**-24))
     return -exponential.log()
 
@@ -267,8 +267,8 @@ def gumbel(bits: Tensor) -> Tensor:
 def noise_bits(seeds: int | Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Uniform integers ``[n, vocab_size]`` from 0 to 2^53 - 1, int64, the same on every device.
 
-    ``seeds`` are one or ``[n]``, and `mixed`. A counter-based generator: SplitMix64 (Steele, Lea, Flood 2014) started at a hash
-    of seed and position and read at the token id.
+    ``seeds`` is one `mixed` seed or ``[n]``. The generator is counter-based: SplitMix64 (Steele, Lea, Flood 2014) started at a
+    hash of seed and position and read at the token id.
     """
     key = _mix(_mix(positions + signed(GOLDEN)) ^ seeds)
     ids = torch.arange(1, vocab_size + 1, device=positions.device)
@@ -283,13 +283,13 @@ def _mix(z: Tensor) -> Tensor:
 
 
 def mixed(z: int) -> int:
-    """The same for one Python integer, such as a seed."""
+    """SplitMix64's finaliser on one Python integer, such as a seed."""
     return signed(mix(z))
 
 
 @lru_cache(1024)
 def _log(share: float) -> float:
-    """In float32, as scores are."""
+    """The logarithm in float32, like scores."""
     return torch.tensor(share).log().item()
 
 

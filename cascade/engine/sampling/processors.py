@@ -1,7 +1,7 @@
-"""Sampling parameters that need a state: bias, penalties, `min_tokens` and grammars; log-probabilities of own tokens.
+"""Sampling parameters that need a state (bias, penalties, `min_tokens`, grammars), and log-probabilities of own tokens.
 
-A position is scored before it is known whether the guesses before it are right. Its own token is that of the text *with* these
-guesses, so each position of a row sees the row's tokens before it, and nothing of what comes later.
+A position is scored before it is known whether the guesses before it are right. Its own token follows the text *with* these
+guesses, so each position of a row sees the row's earlier tokens, and no later ones.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ from cascade.scorer import Row
 
 
 def shape(logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, list[int]]:
-    """Logits ``[sum of num_scored, V]`` after bias, penalties and masks; the same tensor if no row asks for them.
+    """Logits ``[sum of num_scored, V]`` after bias, penalties and masks; the same tensor if no row needs them.
 
-    Beside them: how many of each row's own tokens are valid; fewer than all if its grammar could not follow a guess. Rows
+    Also returns how many of each row's own tokens are valid: fewer than all if its grammar could not follow a guess. Rows
     without a state keep their values, so that other rows of a pass do not change a text.
     """
     counts = [row.num_scored for row in rows]
@@ -39,9 +39,9 @@ def shape(logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, list[int]]:
 
 
 def _shape(scores: Tensor, params: SamplingParams, state: SequenceState, position: int, guesses: Sequence[int]) -> int:
-    """Change scores ``[1 + guesses, V]`` from ``position`` on in place, in the order of vLLM: bias, penalties, then what masks.
+    """Change scores ``[1 + guesses, V]`` from ``position`` on in place, in vLLM's order: bias, penalties, then masks.
 
-    Returns at how many of these positions it is known what the grammar allows.
+    Returns the number of positions for which the grammar's allowed tokens are known.
     """
     if params.biases:
         ids, bias = state.bias(scores)
@@ -64,9 +64,9 @@ def _penalise(scores: Tensor, params: SamplingParams, counts: Tensor, state: Seq
 
 
 def _mask(scores: Tensor, params: SamplingParams, state: SequenceState, position: int, guesses: Sequence[int]) -> int:
-    """Remove ending tokens before `min_tokens`, and what the grammar forbids; where nothing else is left, ending tokens stay.
+    """Remove ending tokens before `min_tokens`, and tokens that the grammar forbids; if no other is left, ending tokens stay.
 
-    Returns for how many positions, from the first on, the grammar could tell.
+    Returns the number of positions, from the first on, for which the grammar's allowed tokens are known.
     """
     num_early = min(max(0, params.min_tokens - (position - state.prompt_len)), len(scores))
     if state.constraint is None:
@@ -83,10 +83,10 @@ def _mask(scores: Tensor, params: SamplingParams, state: SequenceState, position
 
 
 def report(logits: Tensor, rows: Sequence[Row], own: Sequence[Sequence[int]]) -> None:
-    """Write the log-probabilities of ``own`` tokens, or of the prompt's, into the states of the rows that ask for them.
+    """Write the log-probabilities of ``own`` tokens, or of the prompt's, into the states of the rows that request them.
 
-    They are those of ``logits`` ``[sum of num_scored, V]`` as the model gave them, before any sampling parameter. A row may
-    have fewer own tokens than it asked for, or none: then nothing is reported of it.
+    They are computed from the raw ``logits`` ``[sum of num_scored, V]``, before any sampling parameter. A row may
+    have fewer own tokens than it requested; if it has none, nothing is reported for it.
     """
     begin = 0
     for row, tokens in zip(rows, own, strict=True):

@@ -1,8 +1,8 @@
-"""What the own tokens of a session depend on besides the logits of their pass: the text before them.
+"""The state of a session's text on which own tokens depend besides the logits of their pass.
 
-One `SequenceState` belongs to one session at one tier, beside its keys and values. Like these it learns from every row from
+One `SequenceState` belongs to one session at one tier, like its keys and values. Like for these, every row tells it from
 which position on the text may have changed. It counts the tokens of the output and follows the grammar, each up to the last
-token of the text; the guesses after it count for one pass only.
+token of the text; guesses after it count only for one pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class SequenceState:
     """The output of a session so far, and the log-probabilities of its tokens.
 
-    ``text`` is the session's own list, which grows and is cut while this history looks at it.
+    ``text`` is the session's own list, which grows and is cut while this object refers to it.
     """
 
     def __init__(self, spec: SessionSpec, text: Sequence[int], constraint: "Matcher | None" = None) -> None:
@@ -44,7 +44,7 @@ class SequenceState:
         self._ends: Tensor | None = None
 
     def rewind(self, position: int) -> None:
-        """The text from ``position`` on may be another one than before."""
+        """Note that the text from ``position`` on may have changed."""
         num_tokens = max(0, position - self.prompt_len)
         if self.constraint is not None:
             self.constraint.rewind(num_tokens)
@@ -54,7 +54,7 @@ class SequenceState:
             del self._counted[num_tokens:]
 
     def counts(self, end: int, guesses: Sequence[int], like: Tensor) -> Tensor:
-        """How often the output up to ``end``, and then each guess more, has each token: float32, as ``like`` ``[n, V]``."""
+        """Counts of each token in the output up to ``end``, then with one guess more each: float32, as ``like`` ``[n, V]``."""
         if self._counts is None:
             self._counts = torch.zeros(like.shape[-1], device=like.device)
         new = self.text[self.prompt_len + len(self._counted) : end]
@@ -68,14 +68,14 @@ class SequenceState:
         return counts
 
     def in_prompt(self, like: Tensor) -> Tensor:
-        """Which tokens the prompt has: bool ``[V]``."""
+        """A mask of the tokens in the prompt: bool ``[V]``."""
         if self._in_prompt is None:
             self._in_prompt = torch.zeros(like.shape[-1], dtype=torch.bool, device=like.device)
             self._in_prompt[torch.tensor(self.text[: self.prompt_len], device=like.device)] = True
         return self._in_prompt
 
     def bias(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Token ids ``[k]`` and what is added to their logits, float32 ``[k]``."""
+        """Token ids ``[k]`` and the bias added to their logits, float32 ``[k]``."""
         if self._bias is None:
             pairs = [pair for pair in self._params.biases if pair[0] < like.shape[-1]]
             ids = torch.tensor([token for token, _ in pairs], dtype=torch.long, device=like.device)
@@ -90,7 +90,7 @@ class SequenceState:
         return self._ends
 
     def scores_prompt(self, position: int) -> bool:
-        """A row whose first own token is that of ``position`` is there for the log-probabilities of the prompt."""
+        """Whether a row with its first own token at ``position`` serves only the prompt's log-probabilities."""
         return position < self.prompt_len
 
     def note(self, position: int, logprobs: Sequence[Logprobs]) -> None:
@@ -102,11 +102,11 @@ class SequenceState:
 
     @property
     def prompt_logprobs(self) -> tuple[Logprobs, ...]:
-        """Of the prompt's tokens but the first."""
+        """Log-probabilities of the prompt's tokens except the first."""
         return tuple(self._prompt)
 
     def logprobs(self, start: int, num_tokens: int) -> tuple[Logprobs, ...]:
-        """Of ``num_tokens`` own tokens from ``start`` on."""
+        """Log-probabilities of ``num_tokens`` own tokens from ``start`` on."""
         begin = start - self._begin
         return tuple(self._logprobs[begin : begin + num_tokens])
 
@@ -120,7 +120,7 @@ def _add(counts: Tensor, tokens: Sequence[int], what: float) -> None:
 def state_maker(
     matcher: Callable[[Structured], "Matcher"] | None = None,
 ) -> Callable[[SessionSpec, Sequence[int]], SequenceState]:
-    """What makes the states of a tier's sessions; ``matcher`` compiles what texts have to be, and raises `InvalidRequest`."""
+    """A factory of the states of a tier's sessions; ``matcher`` compiles grammars, and raises `InvalidRequest`."""
 
     def make(spec: SessionSpec, text: Sequence[int]) -> SequenceState:
         structured = spec.params.structured

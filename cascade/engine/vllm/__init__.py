@@ -1,4 +1,4 @@
-"""A tier's pass on vLLM: its models, attention backends, quantisation and parallel ranks, driven pass by pass."""
+"""A tier's passes on vLLM, with its models, attention backends, quantisation and parallel ranks."""
 
 import importlib.util
 import os
@@ -9,18 +9,18 @@ from cascade.engine.layers import cut_config
 
 
 def installed() -> bool:
-    """Whether vLLM can be imported here. Imports nothing."""
+    """Whether vLLM is installed; does not import it."""
     return importlib.util.find_spec("vllm") is not None
 
 
 def batch_invariant() -> bool:
-    """Whether vLLM is told to give a text's logits the same bits in every pass."""
+    """Whether vLLM is set to give a text's logits the same bits in every pass."""
     return bool(int(os.environ.get("VLLM_BATCH_INVARIANT", "0")))
 
 
 def with_layers(config: Any, layers: Sequence[int]) -> Any:
-    """See `cut_config`; vLLM asks about an empty configuration first, which stays as it is.
+    """See `cut_config`; vLLM first passes an empty configuration, which stays unchanged.
 
-    It stands here since workers import it before vLLM has bound its kernels, which it could not do after `cascade.cpu`.
+    It is in this module since workers import it before vLLM has bound its kernels, which fails once `cascade.cpu` is imported.
     """
     return cut_config(config, layers) if hasattr(config.get_text_config(), "num_hidden_layers") else config

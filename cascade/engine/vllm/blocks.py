@@ -1,4 +1,4 @@
-"""vLLM's blocks of keys and values, shared by sessions: reference counts, block tables, copy on write. Knows nothing of tokens.
+"""vLLM's blocks of keys and values, shared by sessions: reference counts, block tables, copy on write.
 
 A session's positions lie in the blocks of its table, in that order. Sessions share the blocks of a common beginning; a session
 that writes into a shared block gets a copy of it first. Rolling back needs no code: the next pass starts at a smaller position.
@@ -9,8 +9,8 @@ from typing import Self
 
 from cascade.errors import ModelError
 
-SCRATCH = 0  # vLLM's null block, which no session holds
-RESERVED = 2  # blocks that no session of a tier can have: the null block, and one for a copy while all others are held
+SCRATCH = 0  # vLLM's null block, which belongs to no session
+RESERVED = 2  # blocks that sessions cannot have: the null block, and one for a copy while all others are in use
 
 
 class Blocks:
@@ -19,12 +19,12 @@ class Blocks:
     def __init__(self, num_blocks: int, block: int) -> None:
         self.block = block
         self.total = num_blocks
-        self.copies: dict[int, int] = {}  # by block: whose contents it gets at once with all others, before the next pass
+        self.copies: dict[int, int] = {}  # source blocks by target; all copied at once before the next pass
         self._free = list(range(num_blocks - 1, SCRATCH, -1))
         self._users = [0] * num_blocks
 
     def allocate(self, number: int) -> list[int]:
-        """Take ``number`` free blocks for one user; raises `ModelError` if there are fewer."""
+        """Allocate ``number`` free blocks with one user; raises `ModelError` if there are fewer."""
         if number > self.num_free:
             raise ModelError(f"{number} blocks of keys and values are wanted and {self.num_free} of {self.total} are free")
         allocated = [self._free.pop() for _ in range(number)]
@@ -74,13 +74,13 @@ class PagedCache:
         return len(self.table) * self._blocks.block
 
     def reserve(self, positions: int) -> None:
-        """Make room for ``positions`` in all, and keep what is written."""
+        """Make room for ``positions`` in total, without changing what is written."""
         missing = -(-positions // self._blocks.block) - len(self.table)
         if missing > 0:
             self.table += self._blocks.allocate(missing)
 
     def reuse(self, source: "PagedCache", positions: int) -> None:
-        """Hold the first ``positions`` of ``source``: whole blocks together with it, the rest as a copy."""
+        """Take the first ``positions`` of ``source``: whole blocks are shared with it, the rest is copied."""
         whole, rest = divmod(positions, self._blocks.block)
         common = source.table[:whole]
         self._blocks.share(common)
@@ -92,13 +92,13 @@ class PagedCache:
             self._blocks.copy(source.table[whole], self.table[whole])
 
     def fork(self, position: int) -> Self:
-        """A store that shares the positions before ``position``, with blocks of its own from there."""
+        """A store that shares the positions before ``position``, and has its own blocks from there on."""
         fork = type(self)(self._blocks)
         fork.reuse(self, position)
         return fork
 
     def join(self, fork: "PagedCache") -> None:
-        """Take over the blocks of ``fork``, which has none afterwards; this store's blocks behind them stay."""
+        """Take over the blocks of ``fork``, which then has none; this store's blocks after them stay."""
         self._blocks.release(self.table[: len(fork.table)])
         self.table[: len(fork.table)] = fork.table
         fork.table.clear()
@@ -116,7 +116,7 @@ class PagedCache:
                 self.table[index] = own
 
     def guessing(self, end: int, until: int) -> list[int]:
-        """Blocks of the positions before ``until``, of which those behind a text's ``end`` may be written: its own or null."""
+        """Blocks of the positions before ``until``; those after a text's ``end`` may be written: they are its own or null."""
         size = self._blocks.block
         whole, all_ = -(-end // size), -(-until // size)
         own = [SCRATCH if self._blocks.shared(block) else block for block in self.table[whole:all_]]

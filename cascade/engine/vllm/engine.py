@@ -1,4 +1,4 @@
-"""vLLM's engine, of which only the workers are used: its arguments, its memory, its start and its end."""
+"""Starts and stops vLLM's engine, of which a tier uses only the workers; its arguments and its memory."""
 
 import contextlib
 import math
@@ -25,7 +25,7 @@ from cascade.params import MAX_BRANCHES
 
 _running: list[Any] = []  # engines of this process
 _closed: list[Any] = []  # engines that wait until all are closed, see `shut_down`
-CHOSEN = {  # engine arguments that a tier sets
+CHOSEN = {  # engine arguments set by a tier
     "skip_tokenizer_init": True,
     "worker_extension_cls": "cascade.engine.vllm.worker.CascadeWorker",
     "enable_prefix_caching": False,
@@ -33,16 +33,16 @@ CHOSEN = {  # engine arguments that a tier sets
     "language_model_only": True,
     "disable_log_stats": True,
 }
-LOADING_LAYERS = "cascade.engine.vllm.loader.CascadeWorker"  # the same worker, where layers are read
-BESIDE = 2 * GIB  # what each of several models on a GPU needs for its context, passes and graphs
-LEAST_CACHE = GIB // 4  # the least memory for keys and values: with less a tier is of no use
-ROOM_TOKENS = 2048  # the least that a pass may have
-GRAPH_TOKENS = 512  # with more tokens a pass computes for longer than it takes to be launched
+LOADING_LAYERS = "cascade.engine.vllm.loader.CascadeWorker"  # the same worker, for a model of some layers
+BESIDE = 2 * GIB  # memory that each of several models on a GPU needs for its context, passes and graphs
+LEAST_CACHE = GIB // 4  # the least useful memory for keys and values
+ROOM_TOKENS = 2048  # vLLM's limit of tokens per pass, at least
+GRAPH_TOKENS = 512  # a longer pass computes for longer than its launch takes
 CAPTURED = {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}  # arguments that say which graphs there are
 OURS = {*CHOSEN, "model", "tokenizer", "enable_lora", "max_loras"}
 OURS |= {"speculative_config", "pipeline_parallel_size", "data_parallel_size"}  # the cascade drafts; a tier has neither
 OURS |= {"decode_context_parallel_size", "prefill_context_parallel_size"}  # slots would lie on other ranks
-# Environment variables for vLLM: its engine runs in this process, and its workers do not bind threads.
+# environment variables: vLLM's engine runs in this process, and its workers do not bind threads
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
@@ -84,7 +84,7 @@ def start(
     layers: Sequence[int],
     drafter: DrafterSpec | None,
 ) -> Any:
-    """vLLM's engine with ``options``, and what else a `cascade.engine.vllm.model.VllmModel` is made of; raises `ModelError`."""
+    """Start vLLM with ``options``; returns parts of a `cascade.engine.vllm.model.VllmModel`, or raises `ModelError`."""
     options = dict(options)
     if drafter is not None:
         options["speculative_config"] = speculative_config(drafter, source, layers)
@@ -102,7 +102,7 @@ def start(
             weights = weight_bytes(source, options, layers, drafter)
             options["kv_cache_memory_bytes"] = cache_bytes(current_platform.get_device_total_memory(), share, weights)
         if num_adapters:
-            # on a CPU, rows without an adapter get the last one: it is empty, and adds nothing
+            # on a CPU, rows without an adapter get the last one, which is empty
             options |= {"enable_lora": True, "max_loras": num_adapters + current_platform.is_cpu()}
         if layers:
             options |= {"load_format": LAYERS, "model_loader_extra_config": {LAYERS: [*layers]}}
@@ -122,12 +122,12 @@ def start(
 
 
 def shut_down(engine: Any) -> None:
-    """Shut an engine down, its groups of ranks only once no engine runs: vLLM shares these within a process."""
+    """Shut an engine down; its rank groups, which a process shares, are shut down when no engine is left."""
     _running.remove(engine)
     _closed.append(engine)
     core = engine.engine_core.engine_core  # in this process
     if core.vllm_config.parallel_config.world_size > 1:
-        core.model_executor.shutdown()  # its ranks are processes, and end at once
+        core.model_executor.shutdown()  # its ranks are processes, which end at once
     if not _running:
         for each in _closed:
             each.engine_core.shutdown()
@@ -135,11 +135,11 @@ def shut_down(engine: Any) -> None:
 
 
 def pass_options(max_pass_tokens: int, max_sessions: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's engine arguments for passes of a tier, unless ``options`` say otherwise.
+    """vLLM's engine arguments for passes of a tier; ``options`` take precedence.
 
-    A row is a session's text with its guesses, or one of `MAX_BRANCHES` branches beside them all. A pass with more rows, or
-    more tokens than `GRAPH_TOKENS`, replays no graph. Trees whose branches are scored as lines of their own may make a pass
-    longer than ``max_pass_tokens``: vLLM makes room for `ROOM_TOKENS` in any case.
+    A row is a session's text with its guesses, or one of `MAX_BRANCHES` branches. A pass with more rows, or
+    more tokens than `GRAPH_TOKENS`, replays no graph. Trees whose branches are scored as separate rows may make a pass
+    longer than ``max_pass_tokens``, so vLLM's limit is at least `ROOM_TOKENS`.
     """
     tokens = options.get("max_num_batched_tokens", max(ROOM_TOKENS, max_pass_tokens))
     made: dict[str, Any] = {"max_num_batched_tokens": tokens, "max_num_seqs": min(max_sessions + MAX_BRANCHES, tokens)}
@@ -152,7 +152,7 @@ def pass_options(max_pass_tokens: int, max_sessions: int, options: Mapping[str, 
 
 
 def weight_bytes(source: str, options: Mapping[str, Any], layers: Sequence[int], drafter: DrafterSpec | None) -> int:
-    """Bytes of the weights on each rank, those of a head among them, told from headers of files. Raises `ModelError`."""
+    """Bytes of weights on each rank, including a head's, by the headers of the files. Raises `ModelError`."""
     dtype = options["dtype"] if options.get("dtype") in DTYPES else None  # "auto" is the checkpoint's
     sizes = anatomy(source, sizes_only=True, dtype=dtype, quantization=options.get("quantization"), layers=layers)
     head = 0
@@ -164,7 +164,8 @@ def weight_bytes(source: str, options: Mapping[str, Any], layers: Sequence[int],
 def cache_bytes(total: int, share: float, weights: int) -> int:
     """Bytes for keys and values of a model that may hold a ``share`` of a GPU's ``total`` bytes, ``weights`` included.
 
-    By arithmetic: vLLM measures a GPU while its other models start, and takes their memory for its own. Raises `ModelError`.
+    Computed, since vLLM measures the GPU while other models start on it, and counts their memory as its own. Raises
+    `ModelError`.
     """
     left = int(share * total) - weights - BESIDE
     if left < LEAST_CACHE:
@@ -178,7 +179,7 @@ def cache_bytes(total: int, share: float, weights: int) -> int:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Undo what vLLM 0.32 does to a process on a CPU.
+    """Undo changes that vLLM 0.32 makes to a process on a CPU.
 
     Its worker replaces `torch.set_num_threads`, and looks for kernels in all modules by ``vars(value).get``, which llvmlite's
     lazy library answers with a function.

@@ -1,7 +1,7 @@
-"""Which of vLLM's CUDA graphs a pass replays, and the buffers that a graph of a whole pass reads.
+"""Chooses which of vLLM's CUDA graphs a pass replays, and fills the buffers that a graph of a whole pass reads.
 
-vLLM's ``cudagraph_mode`` decides. With ``FULL`` a pass is one graph, which reads block tables, lengths and bounds of rows where
-they lay when it was captured. With any other mode passes replay pieces between attention layers: those have run on a GPU.
+It depends on vLLM's ``cudagraph_mode``. With ``FULL`` a pass is one graph, which reads block tables, lengths and row bounds
+where they were at capture. With other modes passes replay pieces between attention layers; only these have run on a GPU.
 """
 
 from itertools import accumulate
@@ -25,9 +25,9 @@ def dispatched(dispatcher: Any, num_tokens: int, num_rows: int, num_adapters: in
 
 
 def held(runner: Any, batch: Batch, slots: Tensor, num_rows: int) -> dict[str, Any]:
-    """Write what attention knows of a pass into the buffers of vLLM's runner, and return it for `CommonAttentionMetadata`.
+    """Write the attention metadata of a pass into the buffers of vLLM's runner; returns it for `CommonAttentionMetadata`.
 
-    ``slots`` int64 are those of all tokens with which the pass is filled up. Rows up to ``num_rows`` are empty. The buffers are
+    ``slots`` int64 are those of all tokens, padding included. Rows up to ``num_rows`` are empty. The buffers are
     pinned: they may be written again once the pass has ended.
     """
     table, bounds, number = runner.input_batch.block_table[0], runner.query_start_loc, len(batch.starts)

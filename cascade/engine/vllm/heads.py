@@ -1,9 +1,9 @@
-"""Heads in the passes of a tier on vLLM: vLLM's own proposers run them, and say own tokens in place of their argmax.
+"""Heads in the passes of a tier on vLLM: vLLM's proposers run them, but pick own tokens instead of the argmax.
 
-What a head keeps are further layers of the same blocks: rollback, forks, copies and prefix reuse need no code. It is fed what a
-pass has read of each text, with the token after it; after the last one it guesses. Where that token is not known yet, at the
-end of a chunk, or changes, after a correction from above, one entry of the head is made with another token. It then guesses
-a little worse.
+A head's keys and values are further layers of the same blocks, so rollback, forks, copies and prefix reuse need no code. It
+reads what a pass has read of each text, each token with its next one, and guesses after the last. If the next token is unknown,
+at the end of a chunk, or changes later, by a correction from above, one entry of the head is made with another token. The head
+then guesses a little worse.
 """
 
 import re
@@ -27,35 +27,35 @@ from cascade.engine.weights import num_weights, shapes
 from cascade.errors import ConfigError, ModelError
 from cascade.scorer import UNREAD, Row, Scored, gap_byte
 
-FARTHEST = 15.9  # nats: the gap of a guess beside which nothing is possible
+FARTHEST = 15.9  # nats: the gap of a guess without a possible alternative
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 LAYER = (*ATTENTION, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "post_attention_layernorm")
-NEEDED: Mapping[str, tuple[str, ...]] = {  # tensors that a head must have, without ".weight" and what is before its layer
+NEEDED: Mapping[str, tuple[str, ...]] = {  # tensors that a head must have, without ".weight" and the prefix before its layer
     "eagle": ("fc", *LAYER),
     "eagle3": ("fc", *LAYER, "input_layernorm", "hidden_norm", "norm", "lm_head"),
     "medusa": (),
 }
 NO_FURTHER = "the model's files hold no layers that predict further tokens (MTP)"
-FURTHER = re.compile(r"(^|\.)mtp|\.layers\.(\d+)\.")  # names of layers that predict further tokens, or numbers of layers
+FURTHER = re.compile(r"(^|\.)mtp|\.layers\.(\d+)\.")  # names of MTP layers, or numbers of layers
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a head reads of a pass, and how it guesses after it; plain lists, which travel to the worker."""
+    """What a head reads of a pass, and how it guesses after it; plain lists, which are sent to the worker."""
 
-    tokens: list[int]  # all texts' tokens, one text after the other: at each position the token after it
-    starts: list[int]  # the first position that the pass read, of each text
-    lengths: list[int]  # how many positions are read, of each text
-    tables: list[list[int]]  # each text's blocks, with room for guesses: the null block where it has none of its own
+    tokens: list[int]  # for all texts, one after the other: at each position the next token
+    starts: list[int]  # each text's first position in the pass
+    lengths: list[int]  # each text's number of positions in the pass
+    tables: list[list[int]]  # each text's blocks, with room for guesses; the null block if it has none of its own
     choices: list[Choice]  # the position of each text's first guess, and how it is chosen
-    guesses: int  # wanted after each text
+    guesses: int  # number of guesses after each text
 
 
 class Reader(NamedTuple):
     """A text of a pass that a head reads."""
 
     row: Row
-    new: list[int]  # own tokens that the pass gave, as far as they are the text's
+    new: list[int]  # own tokens of the pass that became the text's
 
     @property
     def length(self) -> int:
@@ -67,13 +67,13 @@ class Reader(NamedTuple):
 
     @property
     def tokens(self) -> list[int]:
-        """At each position that is read, the token after it; the last one again where that is not known."""
+        """The next token at each position that is read; if that is unknown, the last one again."""
         text = [*self.row.tokens, *self.new]
         return [*text[1:], *([] if self.new else text[-1:])]
 
     @property
     def wanted(self) -> int:
-        """Guesses that are made: those that are asked for, as far as there is room for what they write."""
+        """The number of guesses to make: as many as requested, if there is room for their keys and values."""
         return min(self.row.guesses, 1 + max(0, self.row.cache.capacity - self.end)) if self.new else 0
 
 
@@ -87,7 +87,7 @@ def readers(rows: Sequence[Row], results: Sequence[Scored]) -> dict[int, Reader]
 
 
 def reading(texts: Sequence[Reader]) -> Reading:
-    """``texts`` as the worker takes them."""
+    """``texts`` in the form that the worker takes."""
     guesses = max(text.wanted for text in texts)
     return Reading(
         tokens=[token for text in texts for token in text.tokens],
@@ -102,7 +102,7 @@ def reading(texts: Sequence[Reader]) -> Reading:
 def with_drafts(
     results: Sequence[Scored], texts: Mapping[int, Reader], steps: Sequence[Sequence[Sequence[int]]]
 ) -> list[Scored]:
-    """``results`` with the guesses after each text; each of ``steps`` has one of each, as `own_tokens_and_next` returns it."""
+    """``results`` with the guesses after each text; each of ``steps`` has one guess per text, see `own_tokens_and_next`."""
     drafted = list(results)
     gaps = [[others[0].gap if others else FARTHEST for others in runner_ups(step, 1)] for step in steps]
     for place, (index, text) in enumerate(texts.items()):
@@ -119,7 +119,7 @@ def with_drafts(
 def speculative_config(drafter: DrafterSpec, source: str, layers: Sequence[int] = ()) -> dict[str, Any]:
     """vLLM's argument for a head of the model at ``source``; raises `ModelError` if the head does not fit it.
 
-    Raises `ConfigError` beside ``layers`` of the model, for a head reads all.
+    Raises `ConfigError` together with ``layers`` of the model, since a head needs all layers.
     """
     if layers:
         raise ConfigError(f"layers are {shown(layers)} and drafter is {drafter.kind!r}, which reads all: remove one of the two")
@@ -143,9 +143,9 @@ def _config(source: str) -> dict[str, Any]:
 
 
 def head_weights(drafter: DrafterSpec, source: str, num_layers: int) -> int | None:
-    """Numbers that a head adds to the model at ``source``, which has ``num_layers``, told from headers of files.
+    """The number of weights that a head adds to the model at ``source``, which has ``num_layers``, by headers of files.
 
-    None where a hub cannot tell. Raises `ModelError` if there are none.
+    None if a hub does not provide it. Raises `ModelError` if there are no such weights.
     """
     if drafter.kind != WITHIN:
         return num_weights(drafter.source)
@@ -156,20 +156,20 @@ def head_weights(drafter: DrafterSpec, source: str, num_layers: int) -> int | No
 
 
 def _further(name: str, num_layers: int) -> bool:
-    """Whether a tensor belongs to layers that predict further tokens."""
+    """Whether a tensor belongs to MTP layers."""
     match = FURTHER.search(name)
     return match is not None and (match[2] is None or int(match[2]) >= num_layers)
 
 
 def _missing(kind: str, sizes: Mapping[str, Any]) -> str:
-    """Which tensor a head lacks, in words; "" if none."""
+    """A message about the first tensor that a head lacks, or ""."""
     names = [name.removesuffix(".weight").removesuffix(".qweight") for name in sizes]
     lacking = next((part for part in NEEDED[kind] if not any(f".{name}".endswith(f".{part}") for name in names)), None)
     return "" if lacking is None else f"it lacks the tensor {lacking}.weight of the kind {kind!r}"
 
 
 def _unlike(kind: str, sizes: Mapping[str, list[int]], head: Mapping[str, Any], model: Mapping[str, Any]) -> str:
-    """Why a head is not for a model, in words; "" if it may be."""
+    """A message why a head does not fit a model, or ""."""
     size, vocab = model.get("hidden_size"), model.get("vocab_size")
     lengths = (shape[0] for end in ("t2d", "embed_tokens.weight") for name, shape in sizes.items() if name.endswith(end))
     tokens = next(lengths, head.get("vocab_size"))
@@ -187,7 +187,7 @@ def _unlike(kind: str, sizes: Mapping[str, list[int]], head: Mapping[str, Any], 
 
 @dataclass(slots=True)
 class Guesses:
-    """The guesses after several texts, step by step; vLLM hands it through to `_own_tokens` as its sampling metadata."""
+    """The guesses after several texts, step by step; vLLM passes it to `_own_tokens` as sampling metadata."""
 
     choices: Sequence[Choice]
     steps: list[Tensor] = field(default_factory=list)  # one for each step, see `own_tokens_and_next`
@@ -206,14 +206,14 @@ class Guesses:
 
 
 def _own_tokens(model: Any, hidden: Tensor, guesses: Guesses) -> tuple[Tensor, None]:
-    """What vLLM's proposers call to choose a guess for each text, ``[texts]`` of ``[texts, hidden_size]``."""
+    """Chooses a guess for each text, called by vLLM's proposers: ``[texts]`` from ``[texts, hidden_size]``."""
     return guesses.choose(model.compute_logits(hidden)), None
 
 
 def propose(drafter: Any, reading: Reading, hidden: Tensor, metadata: Any) -> Tensor:
     """Let a head read ``hidden`` ``[sum of lengths, width]`` of texts, and guess after them: `own_tokens_and_next` by step.
 
-    ``metadata`` is vLLM's of these texts, and is changed.
+    ``metadata`` is vLLM's for these texts; it is modified.
     """
     guesses = Guesses(reading.choices)
     ends = sent([end - 1 for end in accumulate(reading.lengths)], hidden.device)
@@ -226,7 +226,7 @@ def propose(drafter: Any, reading: Reading, hidden: Tensor, metadata: Any) -> Te
     tokens = sent(reading.tokens, hidden.device, torch.int32)
     drafter.propose(
         num_speculative_tokens=reading.guesses,
-        target_token_ids=tokens.roll(1),  # the proposer moves them back by one
+        target_token_ids=tokens.roll(1),  # the proposer shifts them back by one
         target_positions=metadata.positions,
         target_hidden_states=hidden,
         next_token_ids=tokens[ends],

@@ -1,4 +1,4 @@
-"""Reads some layers of a checkpoint for vLLM. Workers import it in place of `cascade.engine.vllm.worker`, for it needs vLLM."""
+"""Reads some layers of a checkpoint for vLLM. Workers import it instead of `cascade.engine.vllm.worker`, as it needs vLLM."""
 
 import copy
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ __all__ = ["CascadeWorker", "LayersLoader"]
 
 
 @register_model_loader(LAYERS)
-class LayersLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM may not be there
-    """vLLM's own, for a model of some layers of its checkpoint; weights of others stay unread in their mapped files."""
+class LayersLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM may be missing
+    """vLLM's loader for a model of some layers of a checkpoint; weights of other layers are not read."""
 
     def __init__(self, load_config: Any) -> None:
         load_config = copy.copy(load_config)
@@ -26,7 +26,7 @@ class LayersLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM may not be
         super().__init__(load_config)
 
     def get_all_weights(self, model_config: Any, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Names, as the model of these layers has them, and weights."""
+        """Weights, with their names in the model of these layers."""
         for name, weight in super().get_all_weights(model_config, model):
             if (place := renamed(name, self._layers)) is not None:
                 yield place, weight

@@ -1,4 +1,4 @@
-"""A model on vLLM as a tier sees it: a `cascade.scorer.Scorer` over vLLM's blocks."""
+"""A model on vLLM for a tier: a `cascade.scorer.Scorer` over vLLM's blocks."""
 
 import threading
 from collections import defaultdict
@@ -29,7 +29,7 @@ from cascade.scorer import Row, Runs, Scored
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A pass under way, or one that `VllmModel.collect` begins."""
+    """A running pass, or one that `VllmModel.collect` begins."""
 
     rows: Sequence[Row]
     output: Any = None  # logits, own tokens, or a `HostCopy` of them
@@ -38,8 +38,8 @@ class Launched:
 class VllmModel(Runs):
     """A causal language model that vLLM runs; see `cascade.scorer.Scorer`.
 
-    Logits of a text depend in their last bits on what shares its pass, unless vLLM runs batch-invariant
-    (``VLLM_BATCH_INVARIANT=1``): `same_bits` says which.
+    The last bits of a text's logits depend on the other rows of its pass, unless vLLM runs batch-invariant
+    (``VLLM_BATCH_INVARIANT=1``); see `same_bits`.
     """
 
     def __init__(
@@ -59,25 +59,25 @@ class VllmModel(Runs):
     ) -> None:
         """Load from a path or the hub; raises `ModelError` if vLLM cannot, and `ConfigError` if it is not installed.
 
-        ``cache_tokens`` positions of keys and values fit into memory; if ``None``, as many as vLLM finds room for. ``adapters``
-        are paths or hub ids of LoRA adapters, by the names that `SamplingParams.adapter` has. Those of ``folder`` are loaded by
-        the first pass that needs them, ``most`` at a time, from the folder's copies. A ``draft`` model predicts only its
-        draft vocabulary, and scores rows of an adapter that it has not without one. ``drafter`` is a head that guesses after
-        its texts. Weights of other layers than ``layers`` are not read. Graphs are captured for passes of ``max_pass_tokens``
-        and ``max_sessions``, see `pass_options`. ``options`` are vLLM's engine arguments by their own names (``dtype``,
+        ``cache_tokens`` is the number of positions of keys and values; if ``None``, as many as vLLM finds room for.
+        ``adapters`` are paths or hub ids of LoRA adapters, by the names that `SamplingParams.adapter` has. Those of ``folder``
+        are loaded by the first pass that needs them, ``most`` at a time, from the folder's copies. A ``draft`` model predicts
+        only its draft vocabulary, and scores rows of adapters that it lacks without an adapter. ``drafter`` is a head that
+        guesses after its texts. Only weights of ``layers`` are read. Graphs are captured for passes of ``max_pass_tokens`` and
+        ``max_sessions``, see `pass_options`. ``options`` are vLLM's engine arguments by their own names (``dtype``,
         ``quantization``, ``max_model_len``, ...), see `check_options`.
         """
         options = dict(options or {})
         check_options(options)
         self._folder, self._draft, self._source = folder, draft, converted(source)
-        self._draft_ids: Tensor | None = None  # int64, if the model predicts no others
+        self._draft_ids: Tensor | None = None  # int64, if the model predicts only these
         self._most = len(adapters or ()) if folder is None else most
         self.drafter = "" if drafter is None else drafter.kind
         options = pass_options(max_pass_tokens, max_sessions, options) | options
         self._engine = start(
             self._source, options, cache_tokens=cache_tokens, num_adapters=self._most, layers=layers, drafter=drafter
         )
-        self._busy = threading.Lock()  # workers answer one call after the other
+        self._busy = threading.Lock()  # workers process one call after the other
         self._stream: torch.cuda.Stream | None = None
         facts: Facts = self._call("cascade_facts")[0]
         self._numbers: dict[str, int] = {}  # adapters' numbers by name, the least recently used first
@@ -95,14 +95,14 @@ class VllmModel(Runs):
         self._blocks = Blocks(facts.num_blocks, facts.block)
         self.cache_tokens = (facts.num_blocks - RESERVED) * facts.block
         self.healthy = True
-        # with several ranks results come through pipes, which `launch` would wait for, and no GPU is this process's
+        # with several ranks, results come through pipes, for which `launch` would wait, and no GPU is this process's
         self._ahead = self.device.type == "cuda" and self._ranks == 1
         if self._ahead:  # tiers of one process do not wait for each other's passes
             self._stream = torch.cuda.Stream(self.device)
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))  # weights and caches are there then
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))  # weights and caches exist from then on
 
     def _prepare(self, source: str, facts: Facts, adapters: Mapping[str, str], options: Mapping[str, Any]) -> None:
-        """Make what was loaded a tier; raises `ModelError` if it cannot be one."""
+        """Prepare the loaded model; raises `ModelError` if it cannot be a tier."""
         if facts.problem is not None:
             raise ModelError(f"{source!r} cannot be a tier on vLLM: {facts.problem}; set engine to 'cascade'")
         if self._draft:
@@ -118,7 +118,7 @@ class VllmModel(Runs):
             self._call("cascade_restrict", self._draft_ids.tolist())
 
     def _add(self, name: str, source: str) -> None:
-        """Load an adapter, in place of the one that was not used for longest; raises `ModelError`."""
+        """Load an adapter, which replaces the least recently used one; raises `ModelError`."""
         from vllm.lora.request import LoRARequest
 
         if len(self._numbers) >= self._most:
@@ -142,7 +142,7 @@ class VllmModel(Runs):
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Names of those that are loaded."""
+        """Names of the loaded adapters."""
         return tuple(self._numbers)
 
     @property
@@ -157,10 +157,10 @@ class VllmModel(Runs):
         return PagedCache(self._blocks)
 
     def renew(self, source: str) -> None:
-        """Go on with the weights of ``source`` from the next pass on, see `cascade.engine.model.Model.renew`.
+        """Use the weights of ``source`` from the next pass on, see `cascade.engine.model.Model.renew`.
 
-        vLLM writes them over the old ones while no pass runs. Raises `ModelError` if their shapes differ, before anything is
-        changed; or if vLLM cannot read them: some may be changed then, and the tier drafts worse until it gets whole weights.
+        vLLM overwrites the old ones while no pass runs. Raises `ModelError` if their shapes differ, before anything is changed,
+        or if vLLM cannot read them: some may be changed then, and the tier drafts worse until it gets complete weights.
         """
         source = converted(source)
         check_replaces(source, shapes(self._source), shapes(source), {HEAD})
@@ -169,7 +169,7 @@ class VllmModel(Runs):
             self._call("reload_weights", weights_path=source)
 
     def launch(self, rows: Sequence[Row]) -> Launched:
-        """See `cascade.scorer.Scorer`. A GPU works by itself from here on, processors in `collect`."""
+        """See `cascade.scorer.Scorer`. A GPU computes from here on; a CPU computes in `collect`."""
         if not self._ahead or self._several(rows) or any(row.draft.parents for row in rows):
             return Launched(rows)
         with torch.cuda.stream(self._stream):
@@ -183,7 +183,7 @@ class VllmModel(Runs):
             fitting = iter(self.run([row for row in rows if row.params.adapter in first]))
             others = iter(self.run([row for row in rows if row.params.adapter not in first]))
             return [next(fitting if row.params.adapter in first else others) for row in rows]
-        with torch.cuda.stream(self._stream):  # nothing on a CPU
+        with torch.cuda.stream(self._stream):  # does nothing on a CPU
             if any(row.draft.parents for row in rows):
                 results = run_trees(rows, lambda lines, seen: self._end(self._begin(lines), seen), shares_pass=False)
             else:
@@ -195,7 +195,7 @@ class VllmModel(Runs):
         return self._folder is not None and len({row.params.adapter for row in rows} - {""}) > self._most
 
     def _begin(self, rows: Sequence[Row]) -> Launched:
-        """Begin a pass; unless they depend on a state, which `settle` of a tier may still read, own tokens are chosen, too."""
+        """Begin a pass. It also chooses own tokens, unless they depend on a state, which `settle` of a tier may still read."""
         if self._folder is not None:
             self._need(rows)
         return Launched(rows, self._run(rows, choose=not any(row.state is not None and row.num_scored for row in rows)))
@@ -209,7 +209,7 @@ class VllmModel(Runs):
         return list(unpacked(packed, rows, [row.num_scored for row in rows]))
 
     def _guess(self, rows: Sequence[Row], results: list[Scored]) -> list[Scored]:
-        """Let the head read what a pass has read, and guess after rows that ask for it."""
+        """Let the head read the tokens of a pass, and guess after rows that request it."""
         if not (texts := readers(rows, results)):
             return results
         [steps] = self._call("cascade_propose", reading([*texts.values()]))
@@ -238,7 +238,7 @@ class VllmModel(Runs):
             choices=choices(rows) if choose else None,
             runner_ups=max((row.runner_ups for row in rows), default=0),
         )
-        if self._blocks.copies:  # once, even if the pass is tried again: it may write into their sources
+        if self._blocks.copies:  # only once, even if the pass is repeated: it may write into their sources
             self._call("cascade_copy", self._blocks.copies)
             self._blocks.copies.clear()
         return next(output for output in self._call("cascade_score", batch) if output is not None)
@@ -253,7 +253,7 @@ class VllmModel(Runs):
         return list(answers)
 
     def close(self) -> None:
-        """End the other ranks; give memory back, once all models of this process are closed."""
+        """End the other ranks; memory is released once all models of this process are closed."""
         if self.healthy:
             self.healthy = False
             shut_down(self._engine)

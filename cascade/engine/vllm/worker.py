@@ -1,7 +1,7 @@
-"""What runs inside a vLLM worker: one forward over rows of any sessions from any positions.
+"""Code that runs inside a vLLM worker: one forward pass over rows of any sessions from any positions.
 
 vLLM adds `CascadeWorker` to the class of every worker (``worker_extension_cls``), and `collective_rpc` calls its methods on
-all ranks. Neither vLLM's scheduler nor its sampler takes part. Tried with vLLM 0.32 on CPUs, and 0.26 on an H100.
+all ranks. vLLM's scheduler and sampler are not used. Tried with vLLM 0.32 on CPUs, and 0.26 on an H100.
 """
 
 import threading
@@ -21,20 +21,20 @@ from cascade.engine.vllm.heads import Reading, propose
 from cascade.errors import reason
 from cascade.scorer import BLOCK
 
-# vLLM's forward context is a global of the process, as is what its kernels for CPUs write to meanwhile: tiers that share a
-# process launch their passes one after the other. On a GPU they overlap all the same.
+# vLLM's forward context and the buffers of its CPU kernels are globals of the process: tiers that share a
+# process launch their passes one after the other. On a GPU the passes still overlap.
 _PASSING = threading.Lock()
 LAYERS = "cascade_layers"  # vLLM's name of `cascade.engine.vllm.loader.LayersLoader`, and of the layers in its options
-PADDING_SLOT = -1  # tokens that only fill a pass up are written nowhere
+PADDING_SLOT = -1  # keys and values of padding are not stored
 
 
 class CascadeWorker:
     """Methods that every vLLM worker gets."""
 
-    model_runner: Any  # vLLM's ``GPUModelRunner``, or the one for CPUs that derives from it
+    model_runner: Any  # vLLM's ``GPUModelRunner``, or its subclass for CPUs
     vllm_config: Any
     _excluded: Tensor | None = None  # bool ``[vocab_size]``: the tokens that the model never predicts
-    _read: tuple[Tensor, dict[int, int]]  # hidden states of the last pass, and which of them is whose: by slot
+    _read: tuple[Tensor, dict[int, int]]  # hidden states of the last pass, and their places by slot
     _scratch: Any  # vLLM's ``WorkspaceManager`` of this model
 
     def cascade_call(self, method: str, *args: Any, **options: Any) -> Any:
@@ -49,7 +49,7 @@ class CascadeWorker:
             return Failure(error if alone else RuntimeError(reason(error)))  # not all can travel
 
     def cascade_facts(self) -> Facts:
-        """What a tier must know before its first pass, for which all is compiled afterwards."""
+        """Facts that a tier needs before its first pass, for which everything is compiled afterwards."""
         from vllm.v1.worker import workspace
 
         runner, self._scratch = self.model_runner, workspace._manager
@@ -77,12 +77,12 @@ class CascadeWorker:
         runner = self.model_runner
         to, of = sent([[*sources], [*sources.values()]], runner.device)
         for cache in {cache.data_ptr(): cache for cache in runner.kv_caches}.values():
-            blocks = cache.unflatten(0, (runner.kv_cache_config.num_blocks, -1))  # a kernel may see a block as several
+            blocks = cache.unflatten(0, (runner.kv_cache_config.num_blocks, -1))  # a kernel may split a block into several
             blocks[to] = blocks[of]
 
     @torch.inference_mode()
     def cascade_score(self, batch: Batch) -> Tensor | HostCopy | list[list[int]] | None:
-        """One forward: logits ``[len(keep), vocab_size]``, or what `own_tokens_and_next` says of them; None on other ranks.
+        """One forward: logits ``[len(keep), vocab_size]``, or the result of `own_tokens_and_next`; None on other ranks.
 
         With one rank this does not wait for a GPU.
         """
@@ -98,7 +98,7 @@ class CascadeWorker:
 
     @torch.inference_mode()
     def cascade_propose(self, reading: Reading) -> list[list[list[int]]]:
-        """Let the model's head read texts of the last pass and guess after them, see `cascade.engine.vllm.heads.propose`."""
+        """Let the head read texts of the last pass and guess after them, see `cascade.engine.vllm.heads.propose`."""
         runner, (hidden, places_of) = self.model_runner, self._read
         block = runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         positions, slots = _places(reading, block)
@@ -129,11 +129,11 @@ class CascadeWorker:
         padded = max(n, descriptor.num_tokens) if descriptor is not None else n
         positions, slots = _places(batch, runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         fill = [0] * (padded - n)
-        # one copy to the device for all four
+        # one copy to the device for all four tensors
         whole = [*batch.tokens, *fill, *positions, *fill, *slots, *[PADDING_SLOT] * len(fill), *batch.keep]
         ids, places, slot_mapping, keep = sent(whole, runner.device).split([padded, padded, padded, len(batch.keep)])
         ids = ids.to(torch.int32)
-        if fill or mode.value:  # graphs read where they were captured
+        if fill or mode.value:  # graphs read the buffers of their capture
             runner.input_ids.gpu[:padded].copy_(ids)
             runner.positions[:padded].copy_(places)
             ids, places = runner.input_ids.gpu[:padded], runner.positions[:padded]
@@ -162,9 +162,9 @@ class CascadeWorker:
         return dispatched(runner.cudagraph_dispatcher, len(batch.tokens), len(batch.starts), len({*batch.adapters} - {0}))
 
     def _metadata(self, batch: Batch, slots: Tensor, positions: Tensor, whole: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """By layer, what its attention backend needs to know of the rows, and where tokens are written.
+        """Metadata of the rows for each layer's attention backend, and the slots of tokens.
 
-        ``slots`` and ``positions`` are those of all tokens with which the pass is filled up. ``whole`` is the descriptor of a
+        ``slots`` and ``positions`` are those of all tokens, padding included. ``whole`` is the descriptor of a
         graph of the whole pass, see `held`; None if it replays none.
         """
         if whole is None:
@@ -184,7 +184,7 @@ class CascadeWorker:
         return metadata, dict.fromkeys(metadata, slots)
 
     def _common(self, batch: Batch | Reading, slots: Tensor, positions: Tensor) -> Any:
-        """What all attention backends need to know of the rows."""
+        """Metadata of the rows that all attention backends need."""
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
         runner, rows = self.model_runner, len(batch.starts)
@@ -210,7 +210,7 @@ class CascadeWorker:
 
 
 def _problem(runner: Any) -> str | None:
-    """Why a model cannot be a tier, if so: text that was rolled back must be gone once it is written over."""
+    """A message why a model cannot be a tier, or None: rolled back text must vanish once it is overwritten."""
     groups = runner.kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         return f"its layers keep {len(groups)} kinds of state, and only keys and values can be rolled back"
@@ -225,7 +225,7 @@ def _problem(runner: Any) -> str | None:
 
 
 def _places(batch: Batch | Reading, block: int) -> tuple[list[int], list[int]]:
-    """Positions of all tokens, and where their keys and values are written: ``block id * block + place in it``."""
+    """Positions of all tokens, and the slots of their keys and values: ``block id * block + place in it``."""
     positions, slots = [], []
     for start, length, table in zip(batch.starts, batch.lengths, batch.tables, strict=True):
         for position in range(start, start + length):

@@ -11,17 +11,17 @@ from safetensors.torch import load as load_bytes
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from cascade import Cascade, ConfigError, ModelError, SamplingParams
+from cascade import Cascade, ConfigError, ModelError
 from cascade.engine.checkpoint import anatomy
 from cascade.engine.draft_vocab import FILE
 from cascade.engine.layers import numbers, shown
 from cascade.engine.loading import load
 from cascade.engine.model import Model
-from cascade.scorer import Row
 from tests import small
 from tests.architectures import VOCAB, build
+from tests.engine.test_bits import whole as logits
 
-TEXT = tuple(range(3, 33))
+TEXT = [*range(3, 33)]
 KEPT = (0, 2, 3)
 FOUR: dict[str, dict[str, Any]] = {  # of each kind of network: ours, Transformers' with windows, experts, other names
     "llama-untied-bias": {},
@@ -34,11 +34,6 @@ FOUR: dict[str, dict[str, Any]] = {  # of each kind of network: ours, Transforme
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "drafter": None}
 
 
-def logits(model: Model) -> Tensor:
-    params = SamplingParams(temperature=0, seed=0)
-    return model.logits([Row(model.new_cache(), 0, TEXT, len(TEXT), params)])
-
-
 @pytest.mark.parametrize("name", FOUR)
 def test_a_model_of_some_layers_is_the_model_without_the_others(name: str, tmp_path: Path) -> None:
     """Guards which layers run, their numbers, windows and weights: read alone from a checkpoint, or shared with the whole."""
@@ -46,15 +41,15 @@ def test_a_model_of_some_layers_is_the_model_without_the_others(name: str, tmp_p
     network.save_pretrained(tmp_path)
     alone = Model(load(str(tmp_path), dtype="float32", device="cpu", layers=KEPT))
     whole = Model.from_pretrained(str(tmp_path), dtype="float32", device="cpu")
-    before, shared = logits(whole), whole.cut(KEPT)
+    before, shared = logits(whole, TEXT), whole.cut(KEPT)
     [stack] = [part for part in network.modules() if isinstance(part, nn.ModuleList) and len(part) == 4]
     for place in {*range(4)} - {*KEPT}:
         stack[place].register_forward_hook(lambda layer, inputs, out: inputs[0])  # as if it were not there
     with torch.inference_mode():
         expected = network(input_ids=torch.tensor([TEXT]), use_cache=False).logits[0]
     for model in (alone, shared):
-        torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
-    assert torch.equal(logits(whole), before)
+        torch.testing.assert_close(logits(model, TEXT), expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(logits(whole, TEXT), before)
     assert anatomy(str(tmp_path), layers=KEPT).parameters == alone.num_parameters == shared.num_parameters
     assert shared.bytes_per_token == alone.bytes_per_token < whole.bytes_per_token
 
@@ -137,9 +132,7 @@ def test_a_draft_says_what_the_whole_model_says_of_its_tokens(architecture: str,
     """Guards logits against the place of another token, in our own networks and in those of Transformers."""
     source, text = saved(architecture, tmp_path), [5, 9, 40, 41, 42]
     whole, draft = (Model(load(source, draft=draft, dtype="float32")) for draft in (False, True))
-    expected, narrow = (
-        model.logits([Row(model.new_cache(), 0, text, len(text), SamplingParams())]) for model in (whole, draft)
-    )
+    expected, narrow = (logits(model, text) for model in (whole, draft))
     assert narrow.shape == expected.shape
     torch.testing.assert_close(narrow[:, SAID], expected[:, SAID])
     others = sorted({*range(VOCAB)} - {*SAID})
@@ -154,10 +147,8 @@ def test_renewed_weights_are_said_of_the_same_tokens(tmp_path: Path) -> None:
     network.save_pretrained(new)
     renewed, expected = (Model(load(source, draft=True, dtype="float32")) for source in (old, new))
     renewed.renew(new)
-    logits, wanted = (
-        model.logits([Row(model.new_cache(), 0, [5, 9, 40], 3, SamplingParams())]) for model in (renewed, expected)
-    )
-    torch.testing.assert_close(logits, wanted)
+    found, wanted = (logits(model, [5, 9, 40]) for model in (renewed, expected))
+    torch.testing.assert_close(found, wanted)
     (Path(new) / FILE).write_text(json.dumps([*SAID[1:], 1]))
     with pytest.raises(ModelError, match="they predict other tokens"):
         renewed.renew(new)

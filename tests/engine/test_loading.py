@@ -27,13 +27,10 @@ from cascade.errors import InvalidRequest
 from cascade.scorer import Row
 from tests import small
 from tests.architectures import CONTEXT, VOCAB, build, config, each
+from tests.engine.test_bits import whole as logits
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
-TEXT = tuple(range(3, 33))
-
-
-def logits(model: Model) -> Tensor:
-    return model.logits([Row(model.new_cache(), 0, TEXT, len(TEXT), GREEDY)])
+TEXT = [*range(3, 33)]
 
 
 @pytest.fixture
@@ -51,7 +48,7 @@ def test_checkpoint_becomes_the_same_model(checkpoint: Path, tmp_path: Path) -> 
     """Guards loading: one file or several, dtype as asked or as saved, sizes from the configuration, weights untouched."""
     assert len(shards(checkpoint)) > 2
     loaded, built = Model.from_pretrained(str(checkpoint), device="cpu"), Model(build("llama"))
-    assert torch.equal(logits(loaded), logits(built))
+    assert torch.equal(logits(loaded, TEXT), logits(built, TEXT))
     assert (loaded.vocab_size, loaded.context_len, loaded.dtype) == (VOCAB, CONTEXT, torch.float32)
     build("llama").save_pretrained(tmp_path / "one")
     half = Model.from_pretrained(str(tmp_path / "one"), dtype="bfloat16", device="cpu")
@@ -172,7 +169,7 @@ def test_models_come_from_the_hub_at_a_revision(
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     model = Model.from_pretrained("some/model", revision=revision, device="cpu", num_threads=1)
-    assert torch.equal(logits(model), logits(Model(build("llama", seed=seed), num_threads=1)))
+    assert torch.equal(logits(model, TEXT), logits(Model(build("llama", seed=seed), num_threads=1), TEXT))
 
 
 def test_a_hub_out_of_reach_is_told_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cascade.engine.gguf import described
-from cascade.errors import InvalidRequest, ModelError, reason
+from cascade.errors import InvalidRequest, ModelError, model_errors, reason
 from cascade.params import SamplingParams
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
@@ -62,15 +62,15 @@ def _ends(source: str, name: str, values: Mapping[str, Any]) -> Iterator[int]:
 def read_json(source: str, name: str, revision: str | None = None) -> dict[str, Any]:
     """The JSON object in a file of a model; empty if there is no such file. Raises `ModelError`."""
     folder = described(source)
-    try:
+    with model_errors(f"{name} of {source!r} cannot be read"):
         path = Path(folder, name) if Path(folder).is_dir() else _downloaded(folder, name, revision)
         if path is None or not path.exists():
             return {}
-        values = json.loads(path.read_text(encoding="utf-8"))
+        content = path.read_bytes()
+    try:
+        values = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{name} of {source!r} is not JSON ({reason(error)}): fix it or download it again") from None
-    except Exception as error:  # network, hub or disk
-        raise ModelError(f"{name} of {source!r} cannot be read: {reason(error)}") from error
     if not isinstance(values, dict):
         raise ModelError(f"{name} of {source!r} must hold a JSON object: fix it or download it again")
     return values
@@ -78,10 +78,14 @@ def read_json(source: str, name: str, revision: str | None = None) -> dict[str, 
 
 def _downloaded(source: str, name: str, revision: str | None) -> Path | None:
     """The path of a file on the hub, from its cache if it is there; ``None`` if there is no such file."""
-    from huggingface_hub import hf_hub_download  # imported late, since it takes half a second
-    from huggingface_hub.errors import EntryNotFoundError
+    # imported late, since it takes half a second
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
         return Path(hf_hub_download(source, name, revision=revision))
-    except EntryNotFoundError:
+    except EntryNotFoundError as error:
+        known = constants.HF_HUB_OFFLINE or try_to_load_from_cache(source, name, revision=revision) is not None
+        if isinstance(error, LocalEntryNotFoundError) and not known:
+            raise  # the hub was not reached, and may have it
         return None

@@ -10,6 +10,7 @@ import torch
 import yaml
 from click.testing import CliRunner
 from huggingface_hub import constants
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load, save
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaConfig
@@ -19,6 +20,7 @@ from cascade.cli.main import main
 from cascade.engine import adapter_folder
 from cascade.engine.adapter_folder import CONFIG, AdapterFolder
 from cascade.engine.checkpoint import anatomy
+from cascade.engine.generation import sampling_defaults
 from cascade.engine.model import Model
 from cascade.engine.model_config import read_config
 from cascade.engine.tokenizer import Tokenizer, check_source
@@ -183,6 +185,22 @@ def test_a_hub_out_of_reach_is_told_at_once(monkeypatch: pytest.MonkeyPatch, tmp
         read_config("Qwen/Qwne3-0.6B")
     (tmp_path / "models--Qwen--Qwne3-0.6B").mkdir()
     check_source("Qwen/Qwne3-0.6B")  # the cache may have all that is needed
+
+
+def test_a_file_that_the_hub_may_have_is_not_taken_for_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards end tokens and sampling defaults against a hub that is out of reach: the model had none, without a word."""
+
+    def unreached(*names: str, **options: Any) -> str:
+        raise LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", unreached)
+    with pytest.raises(ModelError, match=r"^generation_config.json of 'some/model' cannot be read: no connection$"):
+        sampling_defaults("some/model")
+    with monkeypatch.context() as patch:
+        patch.setattr(constants, "HF_HUB_OFFLINE", True)  # what is cached is all that there is
+        assert sampling_defaults("some/model") == {}
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *names, **options: object())  # known to be absent
+    assert sampling_defaults("some/model") == {}
 
 
 def test_quantised_checkpoints_are_served(tmp_path: Path) -> None:

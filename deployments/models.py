@@ -13,7 +13,7 @@ from cascade.settings.router import RequestLimits
 from deployments.gateway.admission.status import refusal
 from deployments.gateway.http.events import ClientLeft
 from deployments.gateway.http.middleware import CODING, authorization, read_body, refused_response, replay, route_of
-from deployments.replica import join_serves, starting
+from deployments.replica import starting
 from deployments.router import Router
 
 LIST = "/v1/models"
@@ -105,7 +105,6 @@ class ModelsReplica:
 
     @starting()
     async def __init__(self, arguments: Mapping[str, Sequence[Any]]) -> None:  # type: ignore[misc]  # Serve awaits it
-        join_serves()
         self._routers = {name: Router() for name in arguments}
         for name, router in self._routers.items():
             await router.start(*arguments[name])

@@ -25,7 +25,7 @@ from deployments.ops.collector import Collector
 from deployments.ops.metrics.export import report
 from deployments.ops.metrics.series import ROUTER
 from deployments.ops.tracing import flush
-from deployments.replica import join_serves, starting
+from deployments.replica import starting
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,8 @@ CLOSE_GRACE_S = 1.0  # time for running answers when the servers close
 
 class Router(GrpcApi):
     """Serves `cascade.v1.Cascade`, and the HTTP API as the ASGI application ``http``, from `start` to `close`."""
+
+    _started = False
 
     def __init__(self) -> None:
         """Does nothing; see `start`."""
@@ -65,6 +67,7 @@ class Router(GrpcApi):
         self.api = HttpApi(model, assistant, admission, self._full)
         self.http = self.api.application()
         await self._listen()
+        self._started = True
 
     async def _listen(self) -> None:
         """Start the router's own servers, if configured; otherwise clients come through Ray Serve's proxies."""
@@ -86,7 +89,9 @@ class Router(GrpcApi):
             self.admission.abort_all()
 
     async def close(self) -> None:
-        """Drain, then close everything."""
+        """Drain, then close everything; nothing if it has not started."""
+        if not self._started:
+            return
         for task in self._background:
             task.cancel()
         if self._collector is not None:
@@ -102,7 +107,6 @@ class RouterReplica(Router):
 
     @starting()
     async def __init__(self, *arguments: Any) -> None:  # type: ignore[misc]
-        join_serves()
         await self.start(*arguments)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

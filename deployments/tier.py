@@ -36,7 +36,7 @@ from deployments.ops.learner import Weights
 from deployments.ops.metrics.export import report
 from deployments.ops.metrics.series import Reading
 from deployments.ops.tracing import flush, tracing
-from deployments.replica import join_serves, replica_name, starting
+from deployments.replica import replica_name, starting
 from deployments.versions import check_alike
 
 T = TypeVar("T")
@@ -52,6 +52,8 @@ class TierReplica:
     versions that all nodes must have.
     """
 
+    _started = False
+
     @starting()
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -61,7 +63,6 @@ class TierReplica:
         shared: Sequence[str],
         packages: Mapping[str, str],
     ) -> None:
-        join_serves()
         check_alike(packages)
         cascade = CascadeConfig.model_validate(config)
         self._config = cascade.tier(name)
@@ -106,6 +107,7 @@ class TierReplica:
         await self._server.start(host)
         source = partial(replica_readings, self._tier, self._profile, self._server, self._downlink)
         self._reporting = asyncio.create_task(report(model, name, source))
+        self._started = True
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """Metadata for `PreferringRouter`; called by Serve."""
@@ -162,6 +164,8 @@ class TierReplica:
             raise RuntimeError(f"the loop of tier {self._config.name} has stopped, or its passes fail or do not end")
 
     async def __del__(self) -> None:
+        if not self._started:
+            return
         await self._server.stop()
         await self._downlink.close()
         await asyncio.to_thread(flush)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cascade.client import AsyncClient, Client
-from cascade.errors import InvalidRequest, Unavailable
+from cascade.errors import ConfigError, InvalidRequest, Unavailable
 from cascade.messages import SessionSpec
 from cascade.params import SamplingParams, Speculation, Structured
 from cascade.scorer import Row
@@ -19,7 +19,9 @@ from cascade.v1 import serving_pb2 as pb
 from deployments.full_tier import MAX_FRUITLESS, MAX_FRUITLESS_LEAVING, RetryBudget, held_lease_s
 from deployments.links import replica_status
 from deployments.links.leases import Lease
+from deployments.replica import starting
 from deployments.router import Router
+from deployments.tier import TierReplica
 from tests import small
 from tests.http.test_http import ask
 from tests.in_process import Handle, House, house, serving
@@ -83,6 +85,16 @@ async def test_sleeping_tiers_are_not_woken(monkeypatch: pytest.MonkeyPatch) -> 
     router.admission.metrics.text()
     await router.close()
     assert [handle.num_calls for handle in handles.values()] == [0, 0, 0]
+
+
+async def test_replicas_that_do_not_start_say_why(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards who reads a replica's log: it named an attribute that the replica lacked at its end, and not why that came."""
+    with pytest.raises(ConfigError, match="no core"):
+        async with starting():
+            raise ConfigError("no core")
+    assert "no core" in caplog.text
+    await Router().close()
+    await TierReplica.__del__(TierReplica)  # type: ignore[arg-type]  # as good as one whose start has failed
 
 
 def test_held_leases_leave_room() -> None:

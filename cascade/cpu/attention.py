@@ -49,7 +49,7 @@ _BASE_CAPACITY, _KEYS, _VALUES, _BASE_KEYS, _BASE_VALUES = range(6, 11)
 FIELDS = 11
 LEAST = -87.0  # the exponential of a smaller number is denormal
 LOWEST = -3.4028235e38
-LARGEST = 3.3895314e38  # the largest bfloat16
+LARGEST = 3.3895314e38  # largest bfloat16
 _LOG2E, _LN2_HIGH, _LN2_LOW = 1.44269504, 0.693359375, -2.12194440e-4
 
 
@@ -79,13 +79,13 @@ def _tanh(x: float) -> Any:
 
 @inlined
 def _finite(x: float) -> Any:
-    """Clamp what overflowed in a wrong draft: hidden positions are multiplied by 0, which must give 0."""
+    """Clamp overflows of wrong drafts, since hidden positions are multiplied by 0, which must give 0."""
     return x if abs(x) <= float32(LARGEST) else float32(0.0)
 
 
 @inlined
 def _put(address: int, place: int, number: float, short: int) -> None:
-    """Store a number, clamped as `_finite` does, among float32 or, if ``short``, bfloat16."""
+    """Store a number, clamped by `_finite`, as float32 or, if ``short``, as bfloat16."""
     if short:
         halves(address)[place] = rounded(_finite(number))
     else:
@@ -291,7 +291,7 @@ class Sizes(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """The address of queries, keys or values, and their strides between heads and tokens in elements."""
+    """Address of queries, keys or values, and strides between heads and tokens in elements."""
 
     address: int
     stride: int
@@ -299,7 +299,7 @@ class Heads(NamedTuple):
 
 
 def heads_of(part: Tensor) -> Heads:
-    """Those of ``[heads, total_tokens, size]``."""
+    """The `Heads` of ``[heads, total_tokens, size]``."""
     return Heads(part.data_ptr(), *part.stride()[:2])
 
 
@@ -310,12 +310,12 @@ def scratch_of(spans: Spans, sizes: Sizes) -> int:
 
 
 def of_pass(spans: Spans, window: int | None, scratch: int, size: int) -> tuple[int, ...]:
-    """The arguments at `OF_PASS`, in which passes with the same number of tokens may differ."""
+    """The arguments at `OF_PASS`, which may differ between passes with the same number of tokens."""
     return len(spans.table), window or 0, spans.address, scratch, 4 * size
 
 
 def attend_step(given: Sequence[Heads], out: int, scratch: int, spans: Spans, sizes: Sizes, kind: Kind) -> Step:
-    """The step that does what `attend` does, to ``[total_tokens, heads * value_size]`` at the address ``out``.
+    """The step of `attend`, which writes ``[total_tokens, heads * value_size]`` to the address ``out``.
 
     Its `store_step` must run before.
     """

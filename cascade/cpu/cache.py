@@ -17,22 +17,22 @@ from cascade.scorer import TILE, grown_capacity, tiled
 class BlockedCache:
     """Keys and values of one session, float32 or bfloat16, finite everywhere.
 
-    `reserve` makes room ahead of a pass; else it is made as needed.
+    `reserve` allocates memory ahead of a pass; otherwise it is allocated as needed.
     """
 
     __slots__ = ("_layers", "_memory", "addresses", "capacity", "dtype", "shapes")
     block = TILE
-    position = 0  # first one that it holds
+    position = 0  # its first position
     origin = 0  # position of its first block
 
     def __init__(self, shapes: Mapping[int, Sizes], dtype: torch.dtype = torch.float32) -> None:
-        """``shapes`` by layer, in the order of layers."""
+        """``shapes`` has the sizes of each layer, in the order of layers."""
         self.shapes = shapes
         self.dtype = dtype
         self.capacity = 0  # positions from the origin on
         self._memory = torch.zeros(0)  # one buffer for all layers
         self._layers: list[tuple[Tensor, Tensor]] = []  # views of it, see `layers`
-        self.addresses: npt.NDArray[np.int64] = np.zeros((len(shapes), 2), dtype=np.int64)  # one row a layer: keys, values
+        self.addresses: npt.NDArray[np.int64] = np.zeros((len(shapes), 2), dtype=np.int64)  # by layer: keys, values
 
     def prepare(self, positions: int) -> None:
         """Make room for ``positions``, with some to spare."""
@@ -40,7 +40,7 @@ class BlockedCache:
             self.reserve(grown_capacity(positions, self.capacity))
 
     def reserve(self, positions: int) -> None:
-        """Make room for exactly ``positions``, rounded up to whole tiles; contents stay."""
+        """Make room for exactly ``positions``, rounded up to whole tiles; keeps the contents."""
         if positions > self.capacity:
             self._grow(tiled(positions))
 
@@ -48,7 +48,7 @@ class BlockedCache:
     def _grow(self, capacity: int) -> None:
         before = self.layers()
         *begins, size = accumulate(self._sizes(capacity), initial=0)
-        self._memory = torch.zeros(size, dtype=self.dtype)  # where it raises, nothing has changed
+        self._memory = torch.zeros(size, dtype=self.dtype)  # if this raises, nothing has changed
         self._layers, self.capacity = [], capacity
         self.addresses = self._memory.data_ptr() + self._memory.itemsize * np.array(begins).reshape(-1, 2)
         for (old_keys, old_values), (keys, values) in zip(before, self.layers() if before else (), strict=True):
@@ -83,7 +83,7 @@ class BlockedCache:
             values[:, :, :positions] = other_values[:, :, :positions]
 
     def fork(self, position: int) -> "BlockedFork":
-        """An alternative end of this text from ``position`` on; it takes memory as it grows."""
+        """A continuation of this text from ``position`` on, which takes memory as it grows."""
         return BlockedFork(self, position)
 
     @torch.inference_mode()
@@ -112,7 +112,7 @@ class BlockedCache:
 
 
 class BlockedFork(BlockedCache):
-    """Keys and values of one session from ``position`` on; those before it are its base's."""
+    """Keys and values of one session from ``position`` on; the earlier ones belong to its base."""
 
     __slots__ = ("base", "end", "origin", "position")
 
@@ -145,7 +145,7 @@ class Span(NamedTuple):
 def tables(rows: Sequence[Span], shapes: Mapping[int, Sizes]) -> dict[int, Spans]:
     """The `Spans` of a pass by layer."""
     ends = [start + end - begin for _, begin, end, start in rows]
-    for row, end in zip(rows, ends, strict=True):  # before any address is read, for spans of forks have those of their bases
+    for row, end in zip(rows, ends, strict=True):  # before any address is read: spans of forks contain addresses of their bases
         row.cache.prepare(end)
     table = np.empty((len(shapes), len(rows), FIELDS), dtype=np.int64)
     table[:, :, :7] = [(begin, end - begin, start, *cache.place) for cache, begin, end, start in rows]

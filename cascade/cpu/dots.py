@@ -16,7 +16,7 @@ CHAIN = 256  # pairs that are summed in one chain
 
 
 class _BFloat16(ir.Type):  # type: ignore[misc]
-    """LLVM's type of that name, which llvmlite lacks."""
+    """LLVM's type ``bfloat``, which llvmlite lacks."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _BFloat16)
@@ -32,7 +32,7 @@ PAIRS = ir.VectorType(_BFloat16(), 2 * LANES)
 
 
 class _Dots(Loop):
-    """Takes a pair of each row at each place of the depth."""
+    """A loop that takes a pair of each row at each step of the depth."""
 
     def _step(self, x: Any, w: Any, block_stride: Any, place: Any, chains: list[Any]) -> list[Any]:
         b = self._b
@@ -49,7 +49,7 @@ _blocks = tile_blocks(32, _Dots)
 
 @kernel
 def prepare(given: int) -> None:
-    """Round rows to bfloat16, fill them up with zeros, and transpose each group of them to ``[pairs, rows]``."""
+    """Round rows to bfloat16, pad them with zeros, and transpose each group of them to ``[pairs, rows]``."""
     rows, size, x, out = integer(given, 0), integer(given, 1), integer(given, 2), integer(given, 3)
     pairs, group, here, threads = integer(given, 4) // 2, integer(given, 5), thread_num(), num_threads()
     for row in range(rows * here // threads, rows * (here + 1) // threads):

@@ -1,4 +1,4 @@
-"""What kernels are made of: Numba's compiler, numbers at addresses, and the threads of PyTorch's OpenMP.
+"""Tools for kernels: Numba's compiler, access to numbers at addresses, and the threads of PyTorch's OpenMP.
 
 A kernel takes one address, that of its arguments as 64-bit integers (`arguments`), as OpenMP hands one pointer to its threads.
 Kernels are compiled on import, for the instructions that PyTorch uses, and cached on disk by Numba.
@@ -43,8 +43,8 @@ class Step(NamedTuple):
 
 F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _OPTIONS: dict[str, Any] = {"error_model": "numpy", "fastmath": {"contract", "nsz", "arcp"}}  # no checks for zero; fused sums
-BRIEF = 2**15  # elements of work that take a few microseconds
-WITHOUT_AVX512 = "haswell"  # as LLVM calls the first processors that have AVX2 and fused multiply-add
+BRIEF = 2**15  # elements that take a few microseconds
+WITHOUT_AVX512 = "haswell"  # LLVM's name of the first processors with AVX2 and fused multiply-add
 
 
 # compile for no more than PyTorch uses
@@ -64,7 +64,7 @@ def _openmp() -> ctypes.CDLL | None:
             library = ctypes.CDLL(name)
             if all(hasattr(library, symbol) for symbol in ("GOMP_parallel", *_ASKED)):
                 return library
-        except (OSError, TypeError):  # it is not there, or this system has no such names
+        except (OSError, TypeError):  # OpenMP or these functions are missing
             continue
     return None
 
@@ -73,7 +73,7 @@ _ASKED = ("omp_get_thread_num", "omp_get_num_threads")
 _alone = [ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0), ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 1)]  # without OpenMP
 
 
-for _name, _function in zip(_ASKED, _alone, strict=True):  # tell the compiler where OpenMP is
+for _name, _function in zip(_ASKED, _alone, strict=True):  # so that the compiler finds OpenMP
     _found = _function if _openmp() is None else getattr(_openmp(), _name)
     llvm.add_symbol(_name, ctypes.cast(_found, ctypes.c_void_p).value)
 thread_num = types.ExternalFunction(_ASKED[0], types.int32())
@@ -82,7 +82,7 @@ num_threads = types.ExternalFunction(_ASKED[1], types.int32())
 
 @lru_cache
 def _sources() -> str:
-    """A hash that changes with any kernel."""
+    """A hash of the sources of all kernels."""
     texts = (path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     return hashlib.sha256(b"".join(texts)).hexdigest()[:16]
 
@@ -93,7 +93,7 @@ def kernel(function: Callable[[int], None]) -> Worker:
     signature = types.void(types.int64)
     try:
         address = numba.cfunc(signature, cache=True, **_OPTIONS)(function).address
-    except RuntimeError:  # there is no folder that could be written to
+    except RuntimeError:  # there is no writable folder
         address = numba.cfunc(signature, **_OPTIONS)(function).address
     letting_go, holding = (make(None, ctypes.c_char_p) for make in (ctypes.CFUNCTYPE, ctypes.PYFUNCTYPE))
     return Worker(letting_go(address), holding(address), address)
@@ -113,7 +113,7 @@ def swept(function: Callable[..., Any]) -> Any:
 
 
 def arguments(*numbers: int) -> bytes:
-    """Pack integers as a worker takes them."""
+    """Pack integers for a worker."""
     return struct.pack(f"{len(numbers)}q", *numbers)
 
 
@@ -141,7 +141,7 @@ def run_step(step: Step, work: int) -> None:
 
 
 def _unary(result: types.Type, given: types.Type, build: Callable[[Any, Any], Any]) -> Any:
-    """A function of one number, whose LLVM code ``build`` writes."""
+    """A function of one number, with LLVM code from ``build``."""
 
     @intrinsic
     def function(_: Any, number: Any) -> Any:

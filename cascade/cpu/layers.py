@@ -1,4 +1,4 @@
-"""What stands between products: norms, rotary positions, gated activations, sums."""
+"""Kernels between products: norms, rotary embeddings, gated activations, sums."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class Rows(NamedTuple):
         return cls(x.data_ptr(), x.stride(0))
 
     def behind(self, place: int) -> "Rows":
-        """The same rows from element ``place`` on."""
+        """The rows from element ``place`` on."""
         return Rows(self.address + 4 * place, self.stride)
 
 
@@ -85,7 +85,7 @@ def rotate_step(x: Rows, shape: Sequence[int], size: int, cos: Tensor, sin: Tens
     """Rotate heads of ``size`` by the angles of their token, in place; a pair has one number of each half of a head (RoFormer).
 
     ``x`` ``[tokens, heads * size]``, ``cos`` and ``sin`` ``[tokens, turned]`` float32 without gaps, ``turned <= size``: the
-    rest of a head stays.
+    rest of a head is unchanged.
     """
     tokens, width = shape
     return Step(_rotate, (tokens, width // size, size, cos.shape[1], *x, cos.data_ptr(), sin.data_ptr()))

@@ -1,6 +1,6 @@
-"""The likeliest tokens of a row, as many as have a share of the probability or as are asked for, without ordering all.
+"""The likeliest tokens of a row, up to a share of the probability or a number, without sorting the vocabulary.
 
-A bound is sought among powers of two, by how much lies above it. So a few more tokens are told than were asked for.
+A bound is searched among powers of two, by the probability above it. So a few more tokens than necessary are returned.
 """
 
 from collections.abc import Sequence
@@ -29,11 +29,11 @@ from cascade.cpu.jit import (
 )
 
 ROOM = 4096  # tokens of a row
-_BLOCK = 64  # tokens that are looked at together
-_CHAIN = 128  # terms that are added up in float32
-_LOWEST = 31  # powers of two below the likeliest token that a bound may lie
+_BLOCK = 64  # tokens examined together
+_CHAIN = 128  # terms that are summed in float32
+_LOWEST = 31  # powers of two by which a bound may lie below the likeliest token
 _FIELDS = 8  # arguments before those of rows
-_MARGIN = 2.0**-12  # part of a share; sums of float32 are rounded by less
+_MARGIN = 2.0**-12  # relative margin of a share; the rounding errors of float32 sums are smaller
 
 
 @swept
@@ -54,7 +54,7 @@ def _count(shares: Any, begin: int, end: int, bound: float) -> Any:
 
 @inlined
 def _total(shares: Any, size: int, bound: float) -> Any:
-    """Of shares that are no less, block by block: long chains in float32 would lose digits."""
+    """The sum of all shares from a bound up, block by block, since long sums in float32 would lose digits."""
     sum = float64(0.0)
     for begin in range(0, size, _CHAIN):
         sum += float64(_above(shares, begin, min(size, begin + _CHAIN), bound))
@@ -104,19 +104,19 @@ def _find(given: int) -> None:
 
 
 class Leading(NamedTuple):
-    """Tokens of rows, in the order of their ids."""
+    """The likeliest tokens of rows, ordered by id."""
 
-    tokens: Tensor  # int64 [n, most], ``V`` where there are no more
-    scores: Tensor  # float32 [n, most], -inf where there are no more
-    counts: list[int]  # more than ``most`` for a row that has none: they would be too many, or its scores are not numbers
+    tokens: Tensor  # int64 [n, most], padded with ``V``
+    scores: Tensor  # float32 [n, most], padded with -inf
+    counts: list[int]  # more than ``most`` for a row without tokens here: there are too many, or its scores are NaN
     totals: Tensor  # float64 [n], sums of exp(score) over the vocabulary, to some 1e-7 of them
 
 
 def leading(scores: Tensor, shares: Sequence[float], numbers: Sequence[int]) -> Leading:
-    """Of each row of ``scores`` ``[n, V]`` float32, whose likeliest token has 0, the tokens that count.
+    """The likeliest tokens of each row of ``scores`` ``[n, V]`` float32, whose likeliest token has 0.
 
-    Among them are the likeliest ones that have a share of the probability together, and a number of the likeliest ones with all
-    that are as likely as the last.
+    They include the likeliest ones that together have a share of the probability, and a number of the likeliest ones, with all
+    tokens that are as likely as the last.
     """
     rows, size = scores.shape
     most = min(ROOM, size)

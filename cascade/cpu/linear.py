@@ -1,10 +1,10 @@
-"""Linear layers on a CPU, as fast as memory delivers their weights; the bits of a row depend on no other row of the pass.
+"""Linear layers on a CPU at the speed of memory; the bits of a row do not depend on other rows of the pass.
 
-A matrix lies in blocks of sixteen columns, each read from beginning to end. Weights that bfloat16 holds exactly, such as those
-of a checkpoint saved in it, are stored in it and widened on the way: the same result with half the memory traffic.
+A matrix is stored in blocks of sixteen columns, each read from beginning to end. Weights that bfloat16 represents exactly, as
+in checkpoints saved in bfloat16, are stored in it and widened in registers: the same result with half the memory traffic.
 
-A pass reads every weight, and misses the TLB less often where pages are huge. Linux gives huge pages to few programs by itself:
-replicas ask the C library for them before they start (`GLIBC_TUNABLES`). For a program that only imports cascade,
+A pass reads every weight; with huge pages it misses the TLB less often. Linux gives huge pages to few programs by default:
+replicas request them from the C library before they start (`GLIBC_TUNABLES`). For a program that only imports cascade,
 ``madvise(MADV_COLLAPSE)`` (Linux 6.1) turns pages that are in use into huge ones.
 """
 
@@ -61,7 +61,7 @@ def _interleave(given: int) -> None:
 
 @lru_cache
 def _kernels(pairs: bool) -> tuple[Worker, Worker]:
-    """What prepares rows and what multiplies them on this processor; kernels of ``pairs`` are compiled when first imported."""
+    """The functions that prepare and multiply rows on this processor; kernels of ``pairs`` are compiled when first imported."""
     if not pairs:
         return _interleave, _multiply
     if has_matrix_tiles():
@@ -126,9 +126,9 @@ class Linear:
 
 
 def collapse(address: int, nbytes: int) -> int:
-    """Move memory of this process, and what shares its pages, into huge pages; returns how many succeeded.
+    """Move memory of this process, and anything that shares its pages, into huge pages; returns how many succeeded.
 
-    Contents stay. A system without huge pages, or with none to spare, is no error.
+    Keeps the contents. It is no error if the system has no huge pages, or none free.
     """
     size = _page_size()
     if not size:

@@ -1,8 +1,8 @@
 """Products of pairs of bfloat16 by the matrix tiles of processors with AMX.
 
 A tile has up to sixteen rows times sixteen columns, and takes thirty-two places of the depth at a time. Each number of the
-outcome is added up over the depth in its order, whatever rows and columns are computed beside it, so its bits depend on its row
-alone. For up to sixteen rows a product takes little longer than reading the matrix.
+result is summed in the order of the depth, independently of the rows and columns computed beside it, so its bits depend on its
+row alone. For up to sixteen rows a product takes little longer than reading the matrix.
 
 Compiled on import, for processors that have such tiles.
 """
@@ -41,7 +41,7 @@ def _call(b: Any, name: str, *given: Any) -> None:
 
 @intrinsic
 def configure(_: Any, first: Any, second: Any) -> Any:
-    """Tiles for ``first`` rows, and for as many as ``second`` more; a second of 0 is `one_tile`'s, else `two_tiles`'."""
+    """Configure tiles for ``first`` rows (`one_tile`) and, unless it is 0, for ``second`` more (`two_tiles`)."""
 
     def build(context: Any, b: Any, signature: Any, given: Any) -> Any:
         first, second = (b.trunc(value, I8) for value in given)
@@ -68,7 +68,7 @@ def configure(_: Any, first: Any, second: Any) -> Any:
 
 @intrinsic
 def release(_: Any) -> Any:
-    """Give the registers back: the system need not save them any more."""
+    """Release the registers, so that the system need not save them."""
 
     def build(context: Any, b: Any, signature: Any, given: Any) -> Any:
         _call(b, "tilerelease")
@@ -82,7 +82,7 @@ class _Loop:
 
     def __init__(self, b: Any, rows: int, blocks: int) -> None:
         self._b = b
-        # sums by row and block; of two tiles of rows the second one's are in registers that are configured for it
+        # sums by row and block; with two tiles of rows, those of the second are in registers configured for it
         self._sums = {(row, block): _SECOND * row + block for row in range(rows) for block in range(blocks)}
         self._rows, self._blocks = range(rows), range(blocks)
 
@@ -179,7 +179,7 @@ def multiply(given: int) -> None:
 
 @kernel
 def prepare(given: int) -> None:
-    """Round rows to bfloat16, and fill them up with zeros."""
+    """Round rows to bfloat16, and pad them with zeros."""
     rows, size, x, out, depth = integer(given, 0), integer(given, 1), integer(given, 2), integer(given, 3), integer(given, 4)
     here, threads = thread_num(), num_threads()
     for row in range(rows * here // threads, rows * (here + 1) // threads):

@@ -1,12 +1,12 @@
-"""Which tokens can be the best by ``scores + G``, found without a logarithm for every token of the vocabulary.
+"""Finds the tokens that can be the best by ``scores + G``, without a logarithm for every token of the vocabulary.
 
 ``G`` is the Gumbel noise of `cascade.engine.sampling.own_tokens`, ``-ln(-ln(1 - u))`` for a ``u`` of random bits; its bound is:
 
     G(u) <= -ln u - u / 2          for -ln(1 - u) = u (1 + u / 2 + u^2 / 3 + ...) >= u exp(u / 2)
 
-and the exponent and mantissa of ``u`` bound its logarithm. A token whose bound is below what the best ones have in any case
-cannot win, however numbers are rounded: the sum of a score and a larger number is rounded to no less. The few that are left
-are computed by the caller; so what is chosen does not depend on how the bounds came about.
+and the exponent and mantissa of ``u`` bound its logarithm. A token whose upper bound is below the lower bounds of the best ones
+cannot win, also after rounding, which is monotonic. The caller computes the few tokens that are left,
+so the choice does not depend on the bounds.
 """
 
 import math
@@ -20,11 +20,11 @@ from torch import Tensor
 from cascade.cpu.jit import arguments, bits_of, floats, inlined, integer, integers, kernel, num_threads, run, thread_num
 from cascade.splitmix import GOLDEN
 
-ROOM = 64  # contenders of a row; usually there are fewer than ten
-_BLOCK = 64  # tokens that are looked at together
+ROOM = 64  # contenders of a row at most; usually there are fewer than ten
+_BLOCK = 64  # tokens examined together
 _FIELDS = 9  # arguments before those of rows
 _LEAST = -3.4028235e38  # the lowest score that is not filtered
-_MARGIN = 2.0**-9  # hundreds of times what logarithms in float32, here and by the caller, are rounded by
+_MARGIN = 2.0**-9  # hundreds of times the rounding errors of float32 logarithms, here and in the caller
 _PER_BIT = math.log(2) * 2.0**-23  # the bits of a float32 are its logarithm to base 2, up to 0.09
 _NO_BITS = (127 + 31) * math.log(2) + _MARGIN  # `_bound` of bits that are all 0
 
@@ -44,7 +44,7 @@ def _random(key: int, token: int) -> Any:
 
 @inlined
 def _bound(scores: Any, bounds: Any, size: int, key: int) -> None:
-    """No less than scores and noise are together, of each token; there are whole blocks of bounds."""
+    """Write an upper bound of score plus noise for each token, in whole blocks."""
     for token in range(size):
         share = float32(int32(_random(key, token) >> uint64(33)))  # u * 2^31, no more than it is but for rounding
         noise = float32(_NO_BITS) - float32(bits_of(share)) * float32(_PER_BIT) - share * float32(2.0**-32)
@@ -55,7 +55,7 @@ def _bound(scores: Any, bounds: Any, size: int, key: int) -> None:
 
 @inlined
 def _reached(score: float, random: int) -> Any:
-    """No more than score and noise are together."""
+    """A lower bound of score plus noise."""
     share = float32(int64(random >> uint64(11))) * float32(2.0**-53)  # rounded as the caller does: it counts near 1
     share = min(max(share, float32(2.0**-54)), float32(1 - 2.0**-24))
     return score + float32(-math.log(-math.log1p(-float64(share))) - _MARGIN)
@@ -63,7 +63,7 @@ def _reached(score: float, random: int) -> Any:
 
 @inlined
 def _any(bounds: Any, begin: int, least: float) -> Any:
-    """Whether a block has a bound that is no less."""
+    """Whether a block has an upper bound that is not below a limit."""
     count = int32(0)
     for token in range(begin, begin + _BLOCK):
         count += int32(1) if bounds[token] >= least else int32(0)
@@ -91,7 +91,7 @@ def _lead(bounds: Any, size: int, tokens: Any, number: int) -> Any:
 
 @inlined
 def _least(scores: Any, bounds: Any, size: int, tokens: Any, number: int, key: int) -> Any:
-    """What the best ``number`` have in any case."""
+    """A lower bound of score plus noise of the best ``number`` tokens."""
     held, least = _lead(bounds, size, tokens, number), float32(math.inf)
     for place in range(held):
         least = min(least, _reached(scores[tokens[place]], _random(key, tokens[place])))
@@ -100,7 +100,7 @@ def _least(scores: Any, bounds: Any, size: int, tokens: Any, number: int, key: i
 
 @inlined
 def _contend(given: int, row: int, place: int) -> Any:
-    """Write down a row's contenders; returns how many there are, of which those without room are not written."""
+    """Write a row's contenders, as far as there is room; returns how many there are."""
     size, room, number, from_here = integer(given, 1), integer(given, 2), integer(given, 3), row * integer(given, 2)
     scores, bounds, tokens = (
         floats(integer(given, 4) + row * size * 4),
@@ -139,8 +139,8 @@ def contenders(scores: Tensor, noises: Sequence[tuple[int, int]], number: int) -
     """The tokens of rows that can be one of the best ``number`` by ``scores + G``: ids, bits of the noise, scores, how many.
 
     ``scores`` ``[n, V]`` float32, without gaps; ``noises`` are positions and seeds that are mixed; ``number`` is no more than
-    ``V`` and `ROOM`. Returns ``[n, room]``: ids in order (int64), 53 bits (int64) and float32; what is left of a row is
-    filtered tokens 0. All that a row has is there unless it counts more than ``room``, or none: its scores are not numbers.
+    ``V`` and `ROOM`. Returns ``[n, room]``: ids in order (int64), 53 bits (int64) and float32; the rest of a row is
+    filtered tokens 0. A row is complete unless its count is more than ``room``, or 0: then its scores are NaN.
     """
     rows, size = scores.shape
     room = min(ROOM, -(-size // 16) * 16)

@@ -1,7 +1,7 @@
-"""What this processor can do, as far as PyTorch is allowed to use it. Everything that depends on it asks here.
+"""Features of this processor that PyTorch may use. All code that depends on them uses this module.
 
-PyTorch, and with it all of this, can be told to do without AVX-512 (``ATEN_CPU_CAPABILITY=avx2``), oneDNN likewise
-(``ONEDNN_MAX_CPU_ISA=AVX2``): that imitates a processor that has AVX2 alone.
+``ATEN_CPU_CAPABILITY=avx2`` makes PyTorch, and thereby this module, do without AVX-512; oneDNN does so with
+``ONEDNN_MAX_CPU_ISA=AVX2``. Together they imitate a processor with only AVX2.
 """
 
 from functools import lru_cache
@@ -19,14 +19,14 @@ def has_avx512() -> bool:
 
 
 def hides_avx512() -> bool:
-    """Whether the processor has AVX-512, and PyTorch is told to do without it."""
-    import llvmlite.binding as llvm  # only those who compile need it
+    """Whether the processor has AVX-512, but PyTorch is set to do without it."""
+    import llvmlite.binding as llvm  # needed only to compile
 
     return bool(llvm.get_host_cpu_features().get("avx512f")) and not has_avx512()
 
 
 def has_matrix_tiles() -> bool:
-    """Whether the processor has AMX for bfloat16, and the system lets this process have it."""
+    """Whether the processor has AMX for bfloat16, and the system lets this process use it."""
     return has_avx512() and bool(torch.cpu._is_amx_tile_supported()) and _init_amx()
 
 
@@ -36,14 +36,14 @@ def _init_amx() -> bool:
 
 
 def has_pairs() -> bool:
-    """Whether the processor multiplies pairs of bfloat16: with AVX-512's instructions for that, or matrix tiles."""
+    """Whether the processor multiplies pairs of bfloat16, by AVX-512 BF16 or matrix tiles."""
     return has_avx512() and (bool(torch.cpu._is_avx512_bf16_supported()) or has_matrix_tiles())
 
 
 def has_bfloat16() -> bool:
-    """Whether the processor has instructions for products in bfloat16, and oneDNN takes them.
+    """Whether the processor has instructions for products in bfloat16, and oneDNN uses them.
 
-    oneDNN also takes AVX-512 without such instructions, and is half as fast there as in float32.
+    oneDNN also multiplies bfloat16 by plain AVX-512, but half as fast as float32.
     """
     if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return False

@@ -1,4 +1,4 @@
-"""Many kernels in one call from Python, which costs more than a kernel of a small pass.
+"""Runs many kernels in one call from Python, since a call costs more than a kernel of a small pass.
 
 All threads meet after each kernel, several hundred times a pass, in a spin barrier of our own: OpenMP's puts threads to sleep
 at once where a process has more of them than cores, as a process with several models has, and waking one takes longer than most
@@ -18,8 +18,8 @@ from numba.extending import intrinsic
 
 from cascade.cpu.jit import I64, Step, Worker, function_of, inlined, integer, kernel, num_threads, run
 
-SPINS = 4096  # looks at the others before a thread lets the system run something else on its core: some ten microseconds
-HEADER = 2  # numbers before those of steps: arrivals at all meetings so far, and steps
+SPINS = 4096  # checks of the others before a thread yields its core: some ten microseconds
+HEADER = 2  # numbers before those of steps: arrivals at all barriers so far, and the number of steps
 PAUSE = "llvm.x86.sse2.pause" if platform.machine() in ("x86_64", "AMD64") else ""
 
 sched_yield = types.ExternalFunction("sched_yield", types.int32())
@@ -82,10 +82,10 @@ def _run_all(given: int) -> None:
 
 
 class Program:
-    """Steps that run one after another. It can run again with some arguments changed."""
+    """Steps that run one after another. It can run again after changes of some arguments."""
 
     def __init__(self, steps: Sequence[Step], work: int) -> None:
-        """``work`` is that of `cascade.cpu.jit.run`."""
+        """``work`` as in `cascade.cpu.jit.run`."""
         self._work = work
         self._workers = [step.worker for step in steps]
         self._begins = np.cumsum([HEADER + 2 * len(steps), *(len(step.numbers) for step in steps)])

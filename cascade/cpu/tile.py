@@ -20,9 +20,9 @@ LANES = 16  # columns of a block
 STEP = 32  # places of the depth that one instruction of matrix tiles takes
 _MANY_REGISTERS = has_avx512()
 ROWS = 12 if _MANY_REGISTERS else 6  # the most rows of a tile: their sums stay in registers
-# Blocks side by side in a tile of 1, 2, 3, ... rows; a tile of more rows has one. All its sums stay in registers.
+# blocks side by side in a tile of 1, 2, 3, ... rows, so that all its sums stay in registers; a tile of more rows has one block
 WIDE = (4, 4, 4, 4, 4, 4, 2, 2, 2, 2, 2, 2) if _MANY_REGISTERS else (4, 2, 2)
-AT_ONCE = max(WIDE)  # blocks that all rows are multiplied with before the next ones are read
+AT_ONCE = max(WIDE)  # blocks that are multiplied with all rows before the next ones are read
 
 VECTOR = ir.VectorType(F32, LANES)
 HALVES, WORDS = ir.VectorType(I16, LANES), ir.VectorType(I32, LANES)
@@ -30,7 +30,7 @@ UNDEFINED = ir.Constant(VECTOR, ir.Undefined)
 
 
 def _everywhere(b: Any, number: Any) -> Any:
-    """A vector of one number."""
+    """A vector with the same number in each lane."""
     first = b.insert_element(UNDEFINED, number, ir.Constant(I32, 0))
     return b.shuffle_vector(first, UNDEFINED, ir.Constant(WORDS, [0] * LANES))
 
@@ -94,7 +94,7 @@ class Loop:
         return [_everywhere(b, b.load(b.gep(given, [ir.Constant(I64, row)]))) for row in range(self._rows)]
 
     def _starts(self, w: Any, block_stride: Any, place: Any) -> list[Any]:
-        """Where the weights of each block are at a place of the depth."""
+        """Addresses of the weights of each block at a place of the depth."""
         b = self._b
         here = b.mul(place, ir.Constant(I64, LANES))
         starts = [here, *(b.add(here, b.mul(block_stride, ir.Constant(I64, block))) for block in range(1, self._blocks))]
@@ -193,8 +193,8 @@ def multiply_onward(halves: int, rows: int, x: int, w: int, out: int, stride: in
 def _fold(join: Callable[[Any, Any, Any], Any]) -> Any:
     """A fold by ``join`` over ``length`` float32, a multiple of `LANES`; every lane begins with ``start``.
 
-    Sixteen lanes in registers, then the lanes in order: LLVM folds numbers in vectors only where it may take them in any order,
-    and then in another one on each processor.
+    It folds sixteen lanes in registers, then the lanes in order: LLVM vectorises a fold only if it may choose the order,
+    which then differs between processors.
     """
 
     @intrinsic

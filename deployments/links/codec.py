@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import fields, replace
 
+from google.protobuf.unknown_fields import UnknownFieldSet
+
 from cascade.client import wire
 from cascade.draft import Draft
 from cascade.messages import Close, Commit, Failed, Logprobs, Message, Open, Proposal, Routing, SessionSpec
@@ -92,11 +94,14 @@ def _decode(message: pb.Message) -> Message:
     raise ValueError("a message has no kind")
 
 
-def _decode_open(session: str, opening: pb.Open) -> Open:
+def _decode_open(session: str, opening: pb.Open) -> Open | Failed:
+    """The session to begin; or that it has failed, since it asks for what only newer versions know: others may serve it."""
     if not 0 < opening.prompt_len <= len(opening.tokens):
         raise ValueError("a text begins with its prompt")
     if not opening.sampling.HasField("seed"):
         raise ValueError("every tier must know the seed")
+    if len(UnknownFieldSet(opening.sampling)):
+        return Failed(session, "the request has parameters that this replica does not know: it is older than the router")
     plain = {name: getattr(opening, name) for name in OF_SPEC}
     plain |= {name: tuple(plain[name]) for name in LISTS} | {"ends": frozenset(opening.ends)}
     spec = SessionSpec(params=wire.decode_sampling(opening.sampling), **plain)

@@ -220,6 +220,9 @@ class LinkServer:
                 return False
             lease.session, sessions[session] = session, lease
             return True
+        if isinstance(message, Failed):  # it cannot be opened here
+            mailbox.put([message])
+            return False
         admitted = session in sessions
         if isinstance(message, Close):
             self._end(session, sessions, keep=message.keep)

@@ -207,6 +207,19 @@ async def test_large_batches_are_taken(net: Net) -> None:
         assert "lease" in (await peer.answer()).reason
 
 
+async def test_what_a_newer_router_asks_is_honoured_or_left_to_newer_replicas(net: Net) -> None:
+    """Guards texts during an update: a replica of before left out a parameter that it did not know, without a word."""
+    async with Peer(net.nodes["full"], net) as peer:
+        await peer.lease("newer")
+        batch = encode([replace(opening(chain=()), session="newer")])
+        batch.messages[0].open.sampling.MergeFromString(b"\xf8\x07\x01")  # field 127
+        await peer.call.write(batch)
+        failed = await peer.answer()
+        assert isinstance(failed, Failed)
+        assert (failed.session, failed.fault) == ("newer", False)
+        assert "parameters that this replica does not know" in failed.reason
+
+
 # peers that do not keep the protocol, and strangers
 
 

@@ -1,4 +1,4 @@
-"""What differs on GPUs, as far as CPUs can show it: kernels' blocks, streams, ranks, and what models of a process share."""
+"""What differs on GPUs, as far as CPUs can show it: kernels' blocks, streams, and what models of a process share."""
 
 import contextlib
 from collections.abc import Iterator
@@ -71,18 +71,6 @@ def test_models_of_a_process_share_no_scratch_memory(source: str, monkeypatch: p
             store.free()
     assert pools[0] is not pools[1]
     assert used[0] is used[2] is not used[1] is used[3]
-
-
-def test_ranks_answer_what_they_are_asked(source: str) -> None:
-    """Guards the pass after one that failed on several ranks: it took a later rank's old answer, failed, and lost a session."""
-    with closing(started(source, tensor_parallel_size=2)) as model:
-        store = model.new_cache()
-        row = Row(store, 0, [3, 4, 5], 1, GREEDY)
-        expected = model.run([row])
-        with pytest.raises(RuntimeError, match="LoRA is not enabled"):
-            model._call("list_loras")
-        assert model.run([row]) == expected
-        store.free()
 
 
 def test_all_that_workers_do_is_in_the_order_of_passes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

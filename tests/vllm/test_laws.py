@@ -204,8 +204,11 @@ def others(folder: Path) -> str:
 
 
 def test_two_ranks_write_what_one_writes(tmp_path: Path, pair: Pair) -> None:
-    """Guards tensor parallelism: rows and new weights reach all ranks, logits come from the first, sampled there or here."""
+    """Guards tensor parallelism: rows and new weights reach all ranks, logits come from the first, sampled there or here, and
+    an error of the second rank is not its answer to the next call."""
     with closing(started(saved("llama", tmp_path / "first"), tensor_parallel_size=2)) as model:
+        with pytest.raises(RuntimeError, match="LoRA is not enabled"):
+            model._call("list_loras")
         scores_alike(Pair(model, pair.own), seed=5, passes=4)  # which take long on as few cores as ranks
         for params in (GREEDY, SamplingParams(temperature=0.8, seed=5, top_p=0.9)):
             said = []

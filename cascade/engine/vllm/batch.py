@@ -1,5 +1,6 @@
 """Data sent to vLLM's workers and back: the rows of a pass, facts about a model, own tokens copied from a GPU."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -11,12 +12,12 @@ from cascade.engine.sampling.own_tokens import Choice
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The rows of a pass as plain lists, which are sent to every rank."""
+    """The rows of a pass as plain lists and arrays, which are sent to every rank."""
 
     tokens: list[int]  # all rows' tokens, one row after the other
     starts: list[int]  # the position of each row's first token
     lengths: list[int]  # each row's number of tokens
-    tables: list[list[int]]  # each row's blocks
+    tables: list[Sequence[int]]  # each row's blocks
     keep: list[int]  # places in ``tokens`` whose logits are needed
     adapters: list[int]  # each row's LoRA adapter, 0 for none; empty if the model has no adapters
     choices: list[Choice] | None = None  # how own tokens are chosen, see `own_tokens`; None to return logits

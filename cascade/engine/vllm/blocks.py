@@ -4,6 +4,7 @@ A session's positions lie in the blocks of its table, in that order. Sessions sh
 that writes into a shared block gets a copy of it first. Rolling back needs no code: the next pass starts at a smaller position.
 """
 
+from array import array
 from collections.abc import Sequence
 from typing import Self
 
@@ -63,7 +64,7 @@ class PagedCache:
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
-        self.table: list[int] = []
+        self.table = array("i")  # many rows' become one tensor in each pass, several times faster than lists would
 
     @property
     def block(self) -> int:
@@ -77,7 +78,7 @@ class PagedCache:
         """Make room for ``positions`` in total, without changing what is written."""
         missing = -(-positions // self._blocks.block) - len(self.table)
         if missing > 0:
-            self.table += self._blocks.allocate(missing)
+            self.table.extend(self._blocks.allocate(missing))
 
     def reuse(self, source: "PagedCache", positions: int) -> None:
         """Take the first ``positions`` of ``source``: whole blocks are shared with it, the rest is copied."""
@@ -101,7 +102,7 @@ class PagedCache:
         """Take over the blocks of ``fork``, which then has none; this store's blocks after them stay."""
         self._blocks.release(self.table[: len(fork.table)])
         self.table[: len(fork.table)] = fork.table
-        fork.table.clear()
+        del fork.table[:]
 
     def prepare(self, start: int, end: int) -> None:
         """Make room up to ``end``, and copy shared blocks from ``start`` on."""
@@ -115,16 +116,19 @@ class PagedCache:
                 self._blocks.release([self.table[index]])
                 self.table[index] = own
 
-    def guessing(self, end: int, until: int) -> list[int]:
+    def guessing(self, end: int, until: int) -> Sequence[int]:
         """Blocks of the positions before ``until``; those after a text's ``end`` may be written: they are its own or null."""
-        size = self._blocks.block
-        whole, all_ = -(-end // size), -(-until // size)
-        own = [SCRATCH if self._blocks.shared(block) else block for block in self.table[whole:all_]]
-        return [*self.table[:whole], *own, *[SCRATCH] * (all_ - whole - len(own))]
+        whole, all_ = (-(-position // self._blocks.block) for position in (end, until))
+        table = self.table[:all_]
+        for index in range(whole, len(table)):
+            if self._blocks.shared(table[index]):
+                table[index] = SCRATCH
+        table.extend([SCRATCH] * (all_ - len(table)))
+        return table
 
     def free(self) -> None:
         self._blocks.release(self.table)
-        self.table.clear()
+        del self.table[:]
 
     def __del__(self) -> None:
         self.free()

@@ -41,12 +41,12 @@ FURTHER = re.compile(r"(^|\.)mtp|\.layers\.(\d+)\.")  # names of MTP layers, or 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a head reads of a pass, and how it guesses after it; plain lists, which are sent to the worker."""
+    """What a head reads of a pass, and how it guesses after it; it is sent to the worker."""
 
     tokens: list[int]  # for all texts, one after the other: at each position the next token
     starts: list[int]  # each text's first position in the pass
     lengths: list[int]  # each text's number of positions in the pass
-    tables: list[list[int]]  # each text's blocks, with room for guesses; the null block if it has none of its own
+    tables: list[Sequence[int]]  # each text's blocks, with room for guesses; the null block if it has none of its own
     choices: list[Choice]  # the position of each text's first guess, and how it is chosen
     guesses: int  # number of guesses after each text
 

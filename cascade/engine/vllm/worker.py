@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -190,8 +191,9 @@ class CascadeWorker:
         runner, rows = self.model_runner, len(batch.starts)
         ends = [start + length for start, length in zip(batch.starts, batch.lengths, strict=True)]
         bounds = [0, *accumulate(batch.lengths)]
-        width = max(map(len, batch.tables))
-        tables = [table + [0] * (width - len(table)) for table in batch.tables]
+        tables: Any = np.zeros((rows, max(map(len, batch.tables))), np.int32)
+        for row, table in zip(tables, batch.tables, strict=True):
+            row[: len(table)] = table
         return CommonAttentionMetadata(
             query_start_loc=sent(bounds, runner.device, torch.int32),
             query_start_loc_cpu=torch.tensor(bounds, dtype=torch.int32),

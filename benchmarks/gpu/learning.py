@@ -19,7 +19,7 @@ from cascade.training.recipe import SPENT, Distillation, Plan
 from cascade.training.text import SHARD_TOKENS, Shard, Text, score
 from cascade.training.writing import Turns, own_prompts, write
 
-ROWS, LONGEST = 512, 512  # texts at a time, and tokens of one
+ROWS, LONGEST = 448, 512  # texts at a time, which leave room in the largest graph for prompts of others; tokens of one
 FILE_TOKENS = 4_000_000  # 8 MB
 LEAST = 5_000_000  # tokens that are wanted
 

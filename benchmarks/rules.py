@@ -31,7 +31,7 @@ from cascade import SamplingParams, family
 from cascade.agreement import record
 from cascade.engine.loading import load
 from cascade.engine.model import Model
-from cascade.engine.sampling.own_tokens import adjust, own_tokens, own_tokens_and_next
+from cascade.engine.sampling.own_tokens import adjust, own_tokens_and_next
 from cascade.scorer import Row
 from cascade.simulation.recording import RecordedText
 
@@ -154,7 +154,7 @@ class Pair:
         forks = _forks(self.verifier, tokens, starts)
         rows = [Row(fork, start - 1, path, len(path), params) for fork, start, path in zip(forks, starts, paths, strict=True)]
         logits = self.verifier.logits(rows)
-        own = own_tokens(logits, [(params, start, WINDOW + 1) for start in starts]).view(len(starts), -1)
+        own = own_tokens_and_next(logits, [(params, start, WINDOW + 1) for start in starts])[0].view(len(starts), -1)
         drawn = torch.tensor(paths)[:, 1:]
         p = _probabilities(logits, params).view(len(starts), WINDOW + 1, -1)
         return Drafts(p, torch.stack(q, 1), drawn, torch.tensor(seconds).T), own[:, :-1] == drawn

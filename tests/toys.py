@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from cascade.draft import Draft
-from cascade.engine.sampling.own_tokens import own_tokens
+from cascade.engine.sampling.own_tokens import own_tokens_and_next
 from cascade.engine.sampling.processors import report, shape
 from cascade.engine.sampling.state import SequenceState
 from cascade.messages import SessionSpec
@@ -217,7 +217,7 @@ class ToyModel(ToyTier):
         logits = torch.from_numpy(np.array([self.logits(context) for context in contexts])).float().reshape(-1, self.vocab_size)
         position = row.start + len(row.input_ids) - row.num_scored + 1
         shaped, [num_known] = shape(logits, [row])
-        own: list[int] = own_tokens(shaped, [(row.params, position, row.num_scored)]).tolist()[:num_known]
+        own: list[int] = own_tokens_and_next(shaped, [(row.params, position, row.num_scored)])[0].tolist()[:num_known]
         report(logits, [row], [own])
         return own
 

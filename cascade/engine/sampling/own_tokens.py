@@ -37,17 +37,12 @@ Sampled: TypeAlias = tuple[int, SamplingParams, tuple[int, int]]  # index in log
 Kernel: TypeAlias = Callable[[Tensor, Sequence[tuple[int, int, float]], int], Tensor]
 
 
-def own_tokens(logits: Tensor, rows: Sequence[Choice]) -> Tensor:
-    """Own tokens ``[N]`` int64 for ``logits`` ``[N, V]``, on their device; on a GPU without a host read.
+def own_tokens_and_next(logits: Tensor, rows: Sequence[Choice], number: int = 0) -> Tensor:
+    """Own tokens and ``number`` runner-ups for ``logits`` ``[N, V]``: int64 ``[1 + 2 * number, N]``, see `with_runner_ups`.
 
-    Each of ``rows`` is ``(params, position, n)``: the next ``n`` rows of logits are for ``position, position + 1, ...`` of a
-    request with these parameters, which must have a seed.
+    They stay on the device, without a host read if that is no CPU. Each of ``rows`` is ``(params, position, n)``: the next
+    ``n`` rows of logits are for ``position, position + 1, ...`` of a request with these parameters, which must have a seed.
     """
-    return own_tokens_and_next(logits, rows, 0)[0]
-
-
-def own_tokens_and_next(logits: Tensor, rows: Sequence[Choice], number: int) -> Tensor:
-    """`own_tokens`, and ``number`` runner-ups of each: int64 ``[1 + 2 * number, N]``, see `with_runner_ups`."""
     noisy = list(sampled(rows))
     if (kernel := find_kernel(logits.device)) is not None:
         return by_kernel(kernel, logits, noisy, number)

@@ -18,7 +18,6 @@ from cascade.engine.sampling.own_tokens import (
     mixed,
     noise_bits,
     ordered,
-    own_tokens,
     own_tokens_and_next,
     runner_ups,
 )
@@ -97,7 +96,7 @@ def test_noise_is_uniform_and_independent_along(axis: str) -> None:
 )
 def test_own_tokens_follow_the_distribution(params: SamplingParams) -> None:
     """Guards the law of the output: a bias in noise or filters shows in the counts of 1e5 tokens."""
-    own = own_tokens(LOGITS.expand(SAMPLES, -1), [(params, 9, SAMPLES)])
+    [own] = own_tokens_and_next(LOGITS.expand(SAMPLES, -1), [(params, 9, SAMPLES)])
     expected = adjust(LOGITS[None], [params])[0].softmax(-1) * SAMPLES
     assert p_value(torch.bincount(own, minlength=len(LOGITS)).float(), expected) > ALPHA
 
@@ -108,7 +107,7 @@ def test_coupled_acceptance_matches_theory() -> None:
     p, q = p_logits.softmax(-1), q_logits.softmax(-1)
     expected = sum(1 / torch.maximum(p / p[i], q / q[i]).sum() for i in range(len(p)))
     params = SamplingParams(seed=1)
-    first, second = (own_tokens(x.expand(SAMPLES, -1), [(params, 0, SAMPLES)]) for x in (p_logits, q_logits))
+    first, second = (own_tokens_and_next(x.expand(SAMPLES, -1), [(params, 0, SAMPLES)]) for x in (p_logits, q_logits))
     assert (first == second).float().mean().item() == pytest.approx(float(expected), abs=0.005)
 
 
@@ -177,7 +176,7 @@ def test_own_tokens_of_a_seed_stay_the_same() -> None:
     logits = torch.tensor([[((7919 * token + 31 * row) % 1009) / 250 for token in range(500)] for row in range(6)])
     rows = [(SamplingParams(seed=11), 3, 2), (SamplingParams(seed=2**62, temperature=0.7, top_p=0.9), 700, 2)]
     rows += [(SamplingParams(seed=5, temperature=1.3, top_k=40, min_p=0.1), 2**33, 2)]
-    assert own_tokens(logits, rows).tolist() == KNOWN
+    assert own_tokens_and_next(logits, rows).tolist() == [KNOWN]
 
 
 @settings(max_examples=examples(2))
@@ -218,7 +217,7 @@ def test_bounds_change_no_bit(
     logits = SHAPES[shape](drawn).to(dtype)
     tokens = own_tokens_and_next(logits, rows, number)
     expected, others = of_the_whole_vocabulary(logits, rows, number)
-    assert tokens[0].tolist() == own_tokens(logits, rows).tolist() == expected
+    assert [tokens[0].tolist()] == own_tokens_and_next(logits, rows).tolist() == [expected]
     for fewer in range(1, number + 1):
         assert runner_ups(tokens.tolist(), fewer) == [ups[:fewer] for ups in others]
 

@@ -3,7 +3,7 @@
 import asyncio
 import queue
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Integral
 from types import MappingProxyType, TracebackType
@@ -23,7 +23,7 @@ from cascade.engine.threads import apart
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ConfigError, InvalidRequest
 from cascade.messages import Link, Message
-from cascade.params import DEFAULT_WINDOW, Handling, SamplingParams, Speculation
+from cascade.params import DEFAULT_WINDOW, MAX_WINDOW, Handling, SamplingParams, Speculation
 from cascade.planner.chains import Planner
 from cascade.planner.choice import Policy
 from cascade.scorer import Drafter, Scorer
@@ -43,6 +43,7 @@ TIER_NAMES = {
     4: ("tiny", "small", "medium", "full"),
     5: ("tiny", "small", "medium", "large", "full"),
 }
+LOADERS: dict[str, Callable[..., Sequence[Loaded]]] = {"cascade": load_all, "vllm": load_on_vllm}  # by engine
 ANSWER_WINDOW = 4096  # tokens that the full tier may write before the caller takes them
 
 
@@ -79,6 +80,8 @@ class Cascade:
         Raises `ConfigError` if there are too few or too many models, or not one name for each.
         """
         names = tier_names(models, names)
+        if not isinstance(window, int) or not 1 <= window <= MAX_WINDOW:
+            raise ConfigError(f"window is {window!r}: it must be an integer from 1 to {MAX_WINDOW}")
         kinds, drafters = _drafters(models, drafter, tokenizer)
         check_drafters(kinds, names)
         self.names = (*kinds, *names)  # bottom to top
@@ -147,11 +150,13 @@ class Cascade:
         """
         names, inner = tier_names(models, names), specs(drafter)
         check_drafters([drafter.kind for drafter in inner], names)
+        if engine not in LOADERS:
+            raise ConfigError(f"engine is {engine!r}: it must be one of {', '.join(LOADERS)}")
         tokenizer = _common_tokenizer(models, trust_remote_code)
         default_params = SamplingParams(**generation.sampling_defaults(models[-1], generation_config))
         options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
         parts = list(zip(models, _kept(layers, names), strict=True))
-        loaded = (load_on_vllm if engine == "vllm" else load_all)(parts, head_of(inner), options)
+        loaded = LOADERS[engine](parts, head_of(inner), options)
         cascade = cls(
             loaded, tokenizer, names=names, window=window, policy=policy, drafter=inner, default_params=default_params
         )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from cascade import LLM, ConfigError, InvalidRequest, SamplingParams
+from cascade import LLM, Cascade, ConfigError, InvalidRequest, SamplingParams
 from cascade.chat.template import ChatTemplate
 from cascade.engine.published_tokenizer import pretrained
 from cascade.llm import prompt_of
@@ -107,6 +107,8 @@ SURROGATE = "\ud800"
     [
         (lambda llm: LLM("full", draft_models="tiny"), "draft_models is 'tiny': give a list"),
         (lambda llm: LLM("full", dtyp="float32"), r"LLM has no option 'dtyp'; did you mean 'dtype'\?"),
+        (lambda llm: LLM("full", engine="VLLM"), "engine is 'VLLM': it must be one of cascade, vllm"),
+        (lambda llm: Cascade([llm], llm.cascade.tokenizer, window=0), "window is 0: it must be an integer from 1 to 256"),
         (lambda llm: llm.cascade.generate("", PARAMS), "empty"),
         (lambda llm: llm.cascade.generate([1, 99999], PARAMS), "99999"),
         (lambda llm: llm.cascade.generate("x" * 5000, PARAMS), "1024"),

@@ -49,8 +49,7 @@ class Store(Protocol):
         """A store that shares the positions before ``position``, and has its own, still empty, from there on.
 
         Rows over a fork start at ``position`` or after, and end at most `MAX_FORKED` positions after it. Neither store sees
-        what the other one writes from ``position`` on, even in the same pass. A fork is void once this store is written before
-        ``position``.
+        what the other one writes from ``position`` on, even in the same pass. A write before ``position`` voids the fork.
         """
 
     def join(self, fork: Any) -> None:

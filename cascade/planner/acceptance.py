@@ -1,7 +1,6 @@
 """How likely a guess is right, and how fast a drafter is, learned by comparing guesses with the text that follows.
 
-A guess is right iff it equals the verifier's own token. Own tokens are computed anyway, so guesses that no pass scores are
-judged too.
+A guess is right iff it equals the verifier's own token. Own tokens are computed anyway, so unscored guesses are judged, too.
 
 Under shared noise two tiers disagree mostly where the best tokens of one are close. The *gap* of an own token is how far its
 perturbed logit is above the second best; the gap of a runner-up is how far it is below the own token's. On trained models an

@@ -220,9 +220,7 @@ class Planner:
     def __init__(self, shared: Collection[str] = ()) -> None:
         """``shared`` names tiers below that may compute on the processors of this one; see `locate`."""
         self.shared = self._sharing = frozenset(shared)
-        self._explorations: defaultdict[tuple[Chain, bool], Exploration] = defaultdict(
-            Exploration
-        )  # by kind of request, each with a budget of its own
+        self._explorations: defaultdict[tuple[Chain, bool], Exploration] = defaultdict(Exploration)  # by kind of request
         self._choices: dict[tuple[Chain, bool], dict[int, Choice]] = {}  # by kind and load
 
     def chain(self, allowed: Chain, num_sessions: int, *, sampled: bool = False, scouts: bool = False) -> Chain:

@@ -2,8 +2,7 @@
 
 Where the tier above corrects a token, the right one was often this tier's runner-up. So a tier offers its runner-ups to the
 tier above. While that tier verifies, this one generates tokens after the likeliest runner-ups, each in a branch. If a
-correction is the first token of a branch, the branch becomes the text, with its keys and values, and the tier continues without
-a pause.
+correction is the first token of a branch, the branch becomes the text, with its keys and values, and the tier goes on at once.
 """
 
 from collections.abc import Iterator, Sequence, Set

@@ -2,8 +2,7 @@
 
 A session's positions are one *allocation*, in a store that is contiguous or has a table of blocks. A prefix that two sessions
 share is copied from store to store, or held by both; each allocation counts all of its blocks. Allocations of ended sessions
-are kept until their memory is needed, and are looked up by the tokens of their blocks; the least recently used are evicted
-first.
+are kept until their memory is needed, and are looked up by the tokens of their blocks; the least recently used go first.
 """
 
 import logging

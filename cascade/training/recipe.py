@@ -3,8 +3,7 @@
 Each phase has a share of the given hours. The teacher writes text, and its distribution at each position is kept. The student
 is cut out of the teacher and learns these distributions. Then the student itself answers prompts of the text, the teacher's
 distributions along these answers are kept, and it learns from both, so that it sees its own mistakes. At last it is exported.
-Text and checkpoints are in a work folder, so that an interrupted run can continue, and several students of one teacher can
-share its text.
+Text and checkpoints are in a work folder, so an interrupted run can continue, and students of one teacher can share its text.
 """
 
 import copy

@@ -96,8 +96,7 @@ class LeasePool:
         """A lease for a session: an unused one, on a preferred replica if there is one, or a new one.
 
         Raises `TimeoutError`, or what Serve raises if there is no replica. Serve may choose a replica that it cannot reach,
-        without noticing. So every `PATIENCE_S` a second lease is requested, on any replica; the first request keeps its place
-        in the queue.
+        without noticing. So every `PATIENCE_S` it requests a second lease, on any replica, and waits for both.
         """
         preferred = () if self.prefixes is None else self.prefixes.find(spec, affinity)
         anywhere = not preferred and (self.prefixes is None or not affinity)

@@ -20,8 +20,7 @@ class Drift:
     An observation covers at least `BATCH_TOKENS` tokens and `BATCH_S` seconds. The alarm is raised when the recent mean is both
     `SIGMAS` of its standard deviations and `LEAST_FALL` below the long-run mean. It ends when the mean has recovered by half.
     The variance of observations is estimated from their successive differences (von Neumann 1941), in which a fall counts only
-    once. The long-run mean keeps learning during an alarm, so that a permanent fall becomes the new level, after an hour at the
-    earliest.
+    once. The long-run mean keeps learning during an alarm, so a permanent fall becomes the new level, after an hour or more.
     """
 
     recent: float = math.nan  # recent mean share; NaN before the first observation

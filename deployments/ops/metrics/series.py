@@ -123,7 +123,7 @@ CASCADE = (
 )
 ALIGNMENT = (
     _gauge("alignment_answers", "Answers that the learner keeps."),
-    _gauge("alignment_rounds", "Rounds in which a drafter learnt, by whether its weights were kept.", "drafter", "outcome"),
+    _gauge("alignment_rounds", "Rounds of training of a drafter, by whether its weights were kept.", "drafter", "outcome"),
     _gauge(
         "alignment_agreement",
         "Agreement of a drafter with its verifier on held-out answers, before and after its last round.",
@@ -131,18 +131,18 @@ ALIGNMENT = (
         "when",
     ),
     _gauge("alignment_progress", "Share of the round that runs; 0 if none does.", "drafter"),
-    _gauge("alignment_swaps", "Times that a replica went on with other weights.", "drafter"),
+    _gauge("alignment_swaps", "Times that a replica changed to other weights.", "drafter"),
 )
 BETWEEN = (
     _gauge("sessions_below", "Sessions that this process holds a lease for at tiers below.", places=ALL),
     _counter("leases_taken", "Leases taken on replicas of a tier below.", "below", places=ALL),
     _counter("lease_wait_seconds", "Time that sessions waited for leases.", "below", places=ALL),
-    _counter("failovers", "Sessions lost at a tier below: answers go on elsewhere or without.", "below", places=ALL),
+    _counter("failovers", "Sessions lost at a tier below: answers continue elsewhere or without it.", "below", places=ALL),
 )
 REPLICAS = (
     _gauge("healthy", "1 while a replica's loop runs and its model works.", places=TIER),
     _gauge("sessions", "Sessions that a replica serves.", places=TIER),
-    _gauge("leases", "Leases that are held on a replica.", places=TIER),
+    _gauge("leases", "Leases on a replica.", places=TIER),
     _counter("tier_passes", "Passes of a replica.", places=TIER),
     _counter("tier_busy_seconds", "Time in passes.", places=TIER),
     _counter("tier_scored_tokens", "Positions scored.", places=TIER),
@@ -156,13 +156,13 @@ REPLICAS = (
         places=TIER,
         vllm="kv_cache_usage_perc",
     ),
-    _gauge("kv_cache_tokens", "Positions that there is room for.", places=TIER),
+    _gauge("kv_cache_tokens", "Positions for which there is room.", places=TIER),
     _counter("prefix_cache_queries", "Positions looked up for reuse.", places=TIER, vllm="prefix_cache_queries"),
     _counter("prefix_cache_hits", "Positions reused.", places=TIER, vllm="prefix_cache_hits"),
     _counter("num_preemptions", "Times that a session lost its place in memory.", places=TIER, vllm="num_preemptions"),
     _gauge(
         "tier_worth",
-        "What a tier below was measured to be worth: tokens per second with it over without, at so many sessions.",
+        "Measured tokens per second with a tier below over those without, at so many sessions.",
         "drafter",
         "sampling",
         "sessions",

@@ -8,10 +8,12 @@ Text and checkpoints are in a work folder, so an interrupted run can continue, a
 
 import copy
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -129,15 +131,16 @@ class Distillation:
 
     def _write(self, tell: Tell) -> None:
         """Let the teacher write text, or read it from files; and score it."""
-        number = len(self._files(self._texts))
-        first = number * 1009  # far from the seeds of an earlier run
-        if not self.plan.data:
+        first = len(self._files(self._texts)) * 1009  # far from the seeds of an earlier run
+        texts: Iterator[Text]
+        if self.plan.data:
+            done = sum(shard.num_texts for shard in self._shards(self._texts))
+            phase, texts = "reading", islice(self._given(), done, None)
+        else:
             given = self.plan.prompts is not None
             beginnings = given_prompts(self._prompts(), first) if given else own_prompts(self.turns, first)
-            texts = self._written(self.teacher, beginnings, seed=first)
-            self._store(self._texts, texts, "writing", WRITING, 0.0, tell)
-        elif not number:
-            self._store(self._texts, self._given(), "reading", WRITING, 0.0, tell)
+            phase, texts = "writing", self._written(self.teacher, beginnings, seed=first)
+        self._store(self._texts, texts, phase, WRITING, 0.0, tell)
 
     def _prompts(self) -> list[list[int]]:
         """Different prompts of the file. Raises `ConfigError` if too few are short enough for training and judging."""
@@ -199,6 +202,8 @@ class Distillation:
                 number, kept = number + 1, []
                 if number >= MAX_SHARDS:
                     break
+        else:
+            begin = -math.inf  # there are no more: a later run need not look
         if kept:
             self._keep(folder / f"{number:05d}.npz", kept)
         self._spend(folder, time.monotonic() - begin)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaC
 
 from cascade.cli.main import main
 from cascade.engine.draft_vocab import FILE
-from cascade.training.recipe import FORM
+from cascade.training import recipe
 from cascade.training.text import Shard
 from tests import small
 from tests.training.teacher import CHAT
@@ -121,6 +121,24 @@ def test_layers_are_healed(teacher: str, tmp_path: Path, data: str) -> None:
         assert not torch.equal(own, original)
 
 
+def test_files_are_read_on_where_a_run_was_killed(
+    teacher: str, tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards text behind the place where a run was interrupted: it was never read."""
+    monkeypatch.setattr(recipe, "SHARD_TOKENS", 500)
+    plan, texts = recipe.Plan(cost=0.6, max_len=64, data=(Path(data),)), tmp_path / "work" / "text"
+    for phase in ("reading", "learning"):
+
+        def kill(now: recipe.Progress, phase: str = phase) -> None:
+            if now.phase == phase and list(texts.glob("*.npz")):
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            recipe.Distillation(teacher, tmp_path / "s", plan, work=tmp_path / "work").run(kill)
+    whole = AutoTokenizer.from_pretrained(teacher).encode(Path(data).read_text())
+    assert 0 <= len(whole) - sum(len(Shard.load(path).tokens) for path in texts.glob("*.npz")) < 5
+
+
 def test_what_cannot_be_meant_is_refused(teacher: str, tmp_path: Path, data: str) -> None:
     """Guards hours of writing before a mistake is told, a cost that layers overrule, and text that nobody asked for."""
     (tmp_path / "teacher.json").write_text(json.dumps({"model": "other"}))
@@ -134,6 +152,6 @@ def test_what_cannot_be_meant_is_refused(teacher: str, tmp_path: Path, data: str
     assert "not of gpt2" in distill(str(tmp_path / "gpt2"), tmp_path / "s", code=1)
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "00000.npz").touch()
-    about = {"model": teacher, "vocab_size": small.VOCAB, "form": FORM, "text": "that the teacher wrote itself"}
+    about = {"model": teacher, "vocab_size": small.VOCAB, "form": recipe.FORM, "text": "that the teacher wrote itself"}
     (tmp_path / "teacher.json").write_text(json.dumps(about))
     assert "wrote itself, or" in distill(teacher, tmp_path / "s", "--work", str(tmp_path), "--data", data, code=1)

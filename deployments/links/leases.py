@@ -88,10 +88,6 @@ class LeasePool:
         self.prefixes = prefixes
         self._held: list[HeldLease] = []
 
-    @property
-    def num_held(self) -> int:
-        return len(self._held)
-
     async def take(self, spec: SessionSpec, affinity: str = "") -> HeldLease:
         """A lease for a session: an unused one, on a preferred replica if there is one, or a new one.
 

@@ -209,7 +209,7 @@ class HoldingNet(Net):
 
     @property
     def num_held(self) -> int:
-        return self.router.leases.num_held
+        return len(self.router.leases._held)
 
     async def run(self, seed: int) -> None:
         """A short request."""

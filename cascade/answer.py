@@ -160,7 +160,7 @@ class Answer:
 
     @property
     def delivered(self) -> Chunk:
-        """What the client already has, as one piece without history; with a completion if that is the whole answer."""
+        """The text that the client already has, as one piece without history; with a completion if that is the whole answer."""
         text, ids = self._text[: self._num_delivered_chars], tuple(self.tokens[: self._num_delivered])
         ends = tuple(min(end, len(text)) for end in self._ends[: self._num_delivered])
         return Chunk(text, ids, ends, bytes(len(ids)), self._completion(self._num_delivered), self.index)

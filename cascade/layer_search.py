@@ -25,9 +25,9 @@ class Found:
     """Layers of a model as a tier."""
 
     layers: tuple[int, ...]
-    num_layers: int  # of the whole model
-    share: float  # of the weights that a pass of the whole model reads
-    agreement: float  # as a share of positions of the answers that are not read in the search
+    num_layers: int  # layers of the whole model
+    share: float  # share of the weights that a pass of the whole model reads
+    agreement: float  # share of equal positions in the answers that the search did not use
 
 
 def search(

@@ -88,7 +88,7 @@ class Cascade:
         self.tokenizer = tokenizer
         self.default_params = default_params or SamplingParams()
         self._loaded: Sequence[Loaded] = ()  # models that `from_pretrained` has loaded, and `close` must close
-        self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}  # of event loops that wait for answers
+        self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}  # mailboxes of event loops that wait for answers
         grammars = Grammars(tokenizer)
         self.tiers = tuple(
             Tier(

@@ -91,7 +91,7 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class SessionSpec:
-    """What a session shall do: continue ``tokens``, the first ``prompt_len`` of which are the prompt."""
+    """The task of a session: continue ``tokens``, the first ``prompt_len`` of which are the prompt."""
 
     tokens: tuple[int, ...]
     prompt_len: int
@@ -107,7 +107,7 @@ class SessionSpec:
     branches: int = 0  # branches that this session may offer and extend, see `cascade.session.branches`
     draft_branches: int = 0  # the same for the sessions below
     drafters: tuple[str, ...] = ()  # drafters inside tiers that may guess, here and below, see `cascade.drafters`
-    in_turns: bool = False  # it shares processors with the tier above: it drafts only after a commit, and as far as that asks
+    in_turns: bool = False  # shares processors with the tier above, so it drafts only after a commit, and as far as that allows
 
     def __post_init__(self) -> None:
         assert 0 < self.prompt_len <= len(self.tokens), "a text begins with its prompt"

@@ -155,7 +155,7 @@ class ChatTemplate:
         given = self._tokenizer.chat_template
         return [] if given is None else list(given.values()) if isinstance(given, dict) else [given]
 
-    # what the template writes, found out by probes
+    # properties of the template, found by probes
 
     @cached_property
     def shows_tools(self) -> bool:

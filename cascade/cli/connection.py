@@ -1,4 +1,4 @@
-"""What answers the requests of a command: a server, or models in this process."""
+"""Backends that answer the requests of a command: a server, or models in this process."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 
 
 class Backend(NamedTuple):
-    """What answers requests."""
+    """A server, or models in this process."""
 
     names: tuple[str, ...]  # drafters and tiers, bottom to top
     default_params: SamplingParams

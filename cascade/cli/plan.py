@@ -233,7 +233,7 @@ def _show(prediction: "Prediction", alone_devices: int, all_devices: int) -> Non
     console.print(table)
     best = prediction.best
     gain = prediction.over_alone(best)
-    if gain < 1.005:  # it is shown as 1.00
+    if gain < 1.005:  # displayed as 1.00
         console.print("No draft pays at this load: serve the full model alone.")
         return
     console.print(f"Fastest: {best}, {gain:.2f} times the full model alone.")

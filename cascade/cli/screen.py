@@ -123,7 +123,7 @@ def acceptance(edges: Iterable[Edge]) -> Table:
 
 
 def needs(tiers: Iterable[Need]) -> Table:
-    """What each tier needs of its device; at most 80 columns wide."""
+    """A table of what each tier needs from its device; at most 80 columns wide."""
     columns = ("tier", "size", "weights", "dtype", "device", "fits", "context")
     table = Table(*columns, title="Tiers", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for need in tiers:

@@ -81,7 +81,7 @@ class Calls(Connection, ABC, Generic[Text, Texts, Reply, ReplyPieces, Info]):
         return self._pieces(ChatExchange(encode_chat(messages, params, speculation, handling, options)))
 
     def describe(self) -> Info:
-        """What is served. Fails at once if no server has ever answered this client."""
+        """Describe the server. Fails at once if no server has ever answered this client."""
         return self._whole(Description(pb.DescribeRequest()))
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What a server serves, as `Describe` reports it."""
+"""The description of a server that `Describe` returns."""
 
 from dataclasses import dataclass, field
 
@@ -43,7 +43,7 @@ class KeyInfo:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What a server serves; ``tiers`` are listed bottom to top."""
+    """Description of a server; ``tiers`` are listed bottom to top."""
 
     tiers: tuple[TierInfo, ...]
     max_model_len: int  # longest prompt and output together, tokens

@@ -187,7 +187,7 @@ def _by_transformers(source: str, reader: Any) -> contextlib.AbstractContextMana
 
 
 def _unread(reader: Any, config: Any) -> str | None:
-    """What the file says, if Transformers would ignore that and so write another text."""
+    """A property of the file that Transformers would ignore, so that the model would give another text."""
     for tensor in reader.tensors:
         if tensor.name.startswith("rope_"):  # frequencies in the file, as for Llama 3.1 and Phi 3
             return f"it scales positions by the tensor {tensor.name}"

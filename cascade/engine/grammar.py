@@ -114,7 +114,7 @@ class Grammars:
             if self._vocabulary is None:
                 try:
                     self._vocabulary = LLTokenizer(self._tokenizer.backend.to_str(), eos_token=end_ids)
-                except Exception as error:  # it does not support all kinds of tokenizers
+                except Exception as error:  # some kinds of tokenizers are not supported
                     reason = _one_line(str(error))
                     raise InvalidRequest(
                         f"structured cannot be honoured with the tokenizer of this model: {reason}", "structured"
@@ -144,7 +144,7 @@ class Matcher:
         self._num_same = min(self._num_same, num_tokens)
 
     def allowed(self, output: Sequence[int], guesses: Sequence[int], vocab_size: int) -> NDArray[np.bool_]:
-        """Which tokens may come after ``output``, and after each of ``guesses``: bool ``[1 + guesses, vocab_size]``.
+        """The tokens that may follow ``output``, and each of ``guesses``: bool ``[1 + guesses, vocab_size]``.
 
         After a forbidden guess everything is allowed, since that row is not used. There are fewer rows if a step after a guess
         takes too much work. Raises `InvalidRequest` if the step after the output does.

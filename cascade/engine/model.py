@@ -150,7 +150,7 @@ class Model(Runs):
         alone = self.logits([Row(caches[0], n, texts[0][n:], 1, params)])
         if not together.isfinite().all():
             raise ModelError(f"A {self.network.config.model_type} model cannot be served: its logits are not finite numbers")
-        self.bytes_per_token = int(caches[0].nbytes // max(1, caches[0].capacity))  # of keys and values
+        self.bytes_per_token = int(caches[0].nbytes // max(1, caches[0].capacity))  # bytes of keys and values
         for cache in caches:
             cache.free()
         return torch.equal(together[n], alone[0])

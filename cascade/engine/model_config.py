@@ -62,7 +62,7 @@ class FamilyConfig:
 
     @property
     def windows(self) -> list[int | None]:
-        """By layer: how many positions a query sees, its own included; None for all."""
+        """The number of positions that a query sees in each layer, its own included; None for all."""
         if self.model_type in ("llama", "mistral"):
             window = self.sliding_window if self.model_type == "mistral" else None
             return [window] * self.num_hidden_layers
@@ -80,7 +80,7 @@ class FamilyConfig:
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         fields = self.to_dict()
-        fields.pop("rope_scaling", None)  # it would take the place of `rope_parameters`, without a theta
+        fields.pop("rope_scaling", None)  # would replace `rope_parameters`, without a theta
         frequencies, factor = ROPE_INIT_FUNCTIONS[kind](PreTrainedConfig(**fields))
         return frequencies, factor
 

@@ -29,7 +29,7 @@ class Spelling:
         return self._names.get(token) or f"token_id:{token}"
 
     def bytes(self, token: int) -> bytes:
-        """What a token adds to a text."""
+        """The bytes that a token adds to a text."""
         return self._bytes[token] if token < len(self._bytes) else b""
 
 

@@ -21,7 +21,7 @@ from cascade.params import LONE_SURROGATE, is_text
 
 CONNECT_S = 5.0  # timeout for the hub
 PRIMING_TOKENS = 8  # last tokens of the prompt that a decoder reads first, so that leading spaces are right
-HALF = "\ufffd"  # what the bytes of an unfinished character are decoded to
+HALF = "\ufffd"  # decoded from the bytes of an unfinished character
 PROBE_ANSWER = "probe_answer"  # an assistant's text, after which the template writes the end of the turn
 
 
@@ -115,9 +115,9 @@ class Decoder:
 
     def __init__(self, backend: FastTokenizer, prompt: Sequence[int]) -> None:
         self._backend = backend
-        self._ids = list(prompt[-PRIMING_TOKENS:])  # of the last piece, and those after it
+        self._ids = list(prompt[-PRIMING_TOKENS:])  # token ids of the last piece, and later ones
         self._num_old = len(self._ids)
-        self._old = self._text()  # of the last piece
+        self._old = self._text()  # text of the last piece
 
     def step(self, token: int) -> str:
         """The text that ``token`` completes, "" while a character is unfinished."""
@@ -132,7 +132,7 @@ class Decoder:
         return str(self._backend.decode(self._ids, skip_special_tokens=True))
 
     def _after(self, text: str) -> str:
-        """What of ``text`` comes after the last piece; a prompt may have ended in the middle of a character."""
+        """The part of ``text`` after the last piece; a prompt may have ended in the middle of a character."""
         old = self._old if text.startswith(self._old) else self._old.rstrip(HALF)
         if len(text) <= len(old):
             return ""

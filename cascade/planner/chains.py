@@ -1,4 +1,4 @@
-"""Which of the tiers below draft: the chain that gives a session most tokens per second.
+"""Chooses which of the tiers below draft: the chain that gives a session most tokens per second.
 
 This module decides which tiers are attached; `cascade.planner.choice` decides how many of their guesses a pass scores. A tier
 with processors of its own costs next to nothing while its guesses are not scored. So it drafts from the first token on, until
@@ -66,7 +66,7 @@ class Estimate:
 
 
 class Seen(NamedTuple):
-    """What rows of one kind gained in a pass: sums of their own tokens, and of the seconds since their last passes."""
+    """Gains of a pass's rows of one kind: sums of their own tokens, and of the seconds since their last passes."""
 
     rows: int
     tokens: int
@@ -106,10 +106,10 @@ class Choice:
     used: Chain
     apart: Chain  # all tiers with processors of their own: scouts draft with them even while others do not
     exploration: Exploration
-    price_s: dict[Chain, float] = field(default_factory=dict)  # of the next exploration, after one was cut short
+    price_s: dict[Chain, float] = field(default_factory=dict)  # price of the next exploration, after one was cut short
     passes: int = 0  # settled passes with the chain in use
-    cost_s: float = 0.0  # what this exploration has cost so far
-    may_cost_s: float = 0.0  # what this exploration may cost at most
+    cost_s: float = 0.0  # cost of this exploration so far
+    may_cost_s: float = 0.0  # limit of this exploration's cost
 
     def relocate(self, apart: Chain) -> None:
         """``apart`` turns out to be the tiers with processors of their own. If they were never tried, begin with them."""
@@ -249,7 +249,7 @@ class Planner:
         return "low_acceptance" if any(chain != ALONE for chain in tried) else "short"
 
     def worths(self) -> list["Worth"]:
-        """What each tier below is worth, where chains with it and without it were measured.
+        """The gain of each tier below, where chains with it and without it were measured.
 
         Kinds of requests that may use more tiers take precedence. Safe to call from any thread.
         """

@@ -32,7 +32,7 @@ def affordable(chances: Floats, sizes: Ints, own: float, tokens: int, cost: Floa
         return 0
     alone_s = max(float(cost[tokens]), LEAST_S)
     rates = (own + np.cumsum(chances[: len(read)])) / np.maximum(alone_s + GUESS_PRICE * (cost[read] - alone_s), LEAST_S)
-    best = len(rates) - 1 - int(rates[::-1].argmax())  # of equal rates the last
+    best = len(rates) - 1 - int(rates[::-1].argmax())  # the last of equal rates
     return best + 1 if not tokens or rates[best] >= own / alone_s else 0
 
 

@@ -1,4 +1,4 @@
-"""What a pass of a tier costs: timed at the start, then updated by every pass."""
+"""Predicts the time of a tier's pass: timed at the start, then updated by every pass."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence

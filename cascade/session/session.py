@@ -69,7 +69,7 @@ class Work:
 
 
 class Correction(NamedTuple):
-    """What a commit of the tier above has changed."""
+    """The change that a commit of the tier above has made."""
 
     start: int  # the text differs from here on
     branch: Branch | None  # the branch that is now the text; its keys and values are still in its fork
@@ -98,7 +98,7 @@ class Session:
         self.skip_reason = ""  # why it has no drafter, if the planner left them out
         self.changed_from = 0  # position from which on the text differs from that at the last hint
         self.run_ahead = RunAhead()
-        self._least_chance = NO_GUESS if spec.in_turns else 0.0  # it drafts on while its text is right with this chance
+        self._least_chance = NO_GUESS if spec.in_turns else 0.0  # drafts while its text is right with this chance
         self._most = 0  # tokens that it drafts in its turn at most; 0: as many as there is room for
         self.totals = EdgeTotals(tier)
         self.guesses = Guesses(vocab_size, spec.draft_window, self.totals)

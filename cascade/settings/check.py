@@ -34,7 +34,7 @@ MIN_TOKENS = 4096  # the fewest useful cache positions of a tier; its model's co
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a replica of a tier needs, and what its device offers."""
+    """The needs of a tier's replica, and what its device has."""
 
     tier: str
     anatomy: Anatomy
@@ -70,7 +70,7 @@ class Need:
 
 
 def needs(config: CascadeConfig) -> list[Need]:
-    """What every tier needs, bottom to top; raises `ConfigError` if a model cannot be served at all."""
+    """The needs of every tier, bottom to top; raises `ConfigError` if a model cannot be served at all."""
     return [_need(tier) for tier in config.tiers]
 
 
@@ -158,9 +158,9 @@ def verify(config: CascadeConfig) -> None:
 
 
 def limits(config: CascadeConfig) -> dict[str, dict[str, int]]:
-    """By tier, the positions and token ids that it takes; tiers whose model's configuration cannot be read here are left out.
+    """Positions and token ids that each tier takes, without tiers whose model's configuration cannot be read here.
 
-    The hub is not asked if ``config`` says not to verify.
+    Does not query the hub if ``verify`` is off in ``config``.
     """
     facts = {}
     for tier in config.tiers:

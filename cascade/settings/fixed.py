@@ -1,4 +1,4 @@
-"""Which changes of a configuration replace which replicas.
+"""Decides which replicas a change of the configuration replaces.
 
 Ray Serve replaces the replicas of a deployment when its version changes. The version is a digest of the values that are
 *fixed*.

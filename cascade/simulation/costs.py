@@ -46,7 +46,7 @@ H100 = ACCELERATORS["H100"]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a pass of a model reads and computes."""
+    """The amounts that a pass of a model reads and computes."""
 
     read_bytes: int  # weights that every pass reads
     parameters: int  # parameters that multiply each token

@@ -36,7 +36,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """By mode, at ``load`` requests at once: total tokens per second, and prepared corrections."""
+    """Total tokens per second and prepared corrections of each mode, at ``load`` requests at once."""
 
     load: int
     speeds: Mapping[str, float]

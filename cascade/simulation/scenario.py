@@ -93,7 +93,7 @@ class Outcome:
     texts: tuple[tuple[int, ...], ...]  # output tokens per request
     times: tuple[tuple[float, ...], ...]  # when the router had each token, per request
     edges: tuple[Edge, ...]  # totals over all requests, the full tier's first
-    passes: tuple[int, ...]  # of each tier, bottom to top
+    passes: tuple[int, ...]  # number of passes of each tier, bottom to top
 
     @property
     def finish_s(self) -> tuple[float, ...]:

@@ -135,7 +135,7 @@ def with_runner_ups(
     The tier agrees with the next one in the share ``agreed``; ``draws`` are the random numbers.
     """
     next_ = above[0].token
-    scale = max(0.01, (WRONG / max(1e-3, 1 - agreed) - 1) / FADE)  # of gaps in nats, which fall off exponentially
+    scale = max(0.01, (WRONG / max(1e-3, 1 - agreed) - 1) / FADE)  # scale of gaps in nats, which are distributed exponentially
     gap = _gap(scale, (int(100 * next(draws)) + 0.5) / 100, own == next_)
     gaps = gap, gap - math.log(1 - next(draws)) * scale
     close = above[1].token if len(above) > 1 else own

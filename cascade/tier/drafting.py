@@ -1,4 +1,4 @@
-"""Which tiers below draft for the sessions of a tier: those of the plan, without tiers that failed until they are retried."""
+"""Chooses the tiers below that draft for a tier's sessions: those of the plan, but failed ones only once they are retried."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence

@@ -1,4 +1,4 @@
-"""Which sessions of a tier have memory for keys and values. When it is short, some wait, or are preempted and rescored later.
+"""Decides which sessions of a tier have memory for keys and values. If it is short, some wait, or are preempted and rescored.
 
 Sessions rank by the time at which they were opened. Each may preempt those after it, and those that have been idle for a while.
 So the first one always proceeds, and in the end every session becomes the first.

@@ -1,4 +1,4 @@
-"""What a tier does around its passes: receive messages, schedule rows, settle, advance. Has no thread, clock or model.
+"""The work of a tier around its passes: receive messages, schedule rows, settle, advance. Has no thread, clock or model.
 
 The serving tier adds these; the simulator adds virtual time. All times are in seconds on one clock.
 """
@@ -34,7 +34,7 @@ Asked: TypeAlias = tuple[Slot[U], InnerDrafter, Query]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Which sessions a tier takes, and how its passes are filled."""
+    """Limits of a tier: the sessions that it takes, and how its passes are filled."""
 
     vocab_size: int
     context_len: int
@@ -70,7 +70,7 @@ class Loop(Generic[U]):
         self._changed: dict[Slot[U], None] = {}  # sessions for which `settle` has something to send or to learn
         self._to_draft: dict[Slot[U], None] = {}  # sessions with new texts, after which drafters have not guessed yet
         self._batch: Batch[U] = []  # the last pass
-        self._progress: list[Progress[U]] = []  # what its rows gained
+        self._progress: list[Progress[U]] = []  # gains of its rows
         self._num_sessions = 0  # sessions at its end
         self._name = name
         self._level = level
@@ -164,7 +164,7 @@ class Loop(Generic[U]):
             raise InvalidRequest(f"tier {name} cannot hold the session: {lack}")
 
     def _new_state(self, spec: SessionSpec, text: Sequence[int]) -> RowState | None:
-        """What own tokens depend on besides logits, None if nothing; raises `InvalidRequest`."""
+        """The state on which own tokens depend besides logits, or None; raises `InvalidRequest`."""
         if not spec.params.shaped:
             return None
         if self._limits.new_state is None:
@@ -200,7 +200,7 @@ class Loop(Generic[U]):
         self._draft()
         wake_at: float | None = None
         for slot in self.slots.values():
-            if slot.attached != slot.chain:  # it does not draft with the tiers that were chosen
+            if slot.attached != slot.chain:  # does not draft with the chosen tiers yet
                 wake_at = earliest(wake_at, self._drafting.draft(slot, now))
         able, lost, retry_at = self.kv_admission.admit(self.slots.values(), self._limits.policy.max_guesses, now)
         for slot in lost:

@@ -21,7 +21,7 @@ GRACE_S = 20.0  # the least deadline of every step of a loop, since machines may
 FACTOR = 30.0  # the deadline of a pass over its predicted time, which a loaded machine or a first run exceeds
 SMALL_PASS = 4  # tokens below which a failed pass is not blamed on short memory
 MAX_PASS_FAILURES = 3  # consecutive failures of the model after which the tier is unhealthy
-GREEDY = SamplingParams(temperature=0, seed=0)  # of rows that belong to no request
+GREEDY = SamplingParams(temperature=0, seed=0)  # for rows that belong to no request
 # tokens of timed passes, the most telling sizes first: slow models time only these
 GRID = (1, 16, 4, 64, 8, 12, 2, 32, 24, 6, 3, 128, 256, 512)
 MAX_SCORED = 128  # own tokens of a timed pass at most: logits of more might not fit into memory
@@ -72,7 +72,7 @@ class Flight:
     num_own: int = 0  # own tokens that it gives
     num_read: int = 0  # tokens that are only read
     context: int = 0  # positions before its rows
-    launched: Any = None  # what the model's `collect` takes
+    launched: Any = None  # argument of the model's `collect`
     error: Exception | None = None  # why it could not begin
 
 

@@ -1,4 +1,4 @@
-"""Which rows make up the next pass. Pure; the serving tier and the simulator follow the same rules.
+"""Chooses the rows of the next pass. Pure; the serving tier and the simulator use the same rules.
 
 A pass has a budget of tokens. Sessions that decode come before those that prefill. A long text is read in chunks beside them,
 whose size is bounded by how much they may lengthen the pass. `cascade.planner.choice` computes how many guesses and branches

@@ -1,4 +1,4 @@
-"""What a session occupies at a tier, and the state of its drafters there."""
+"""A session's place at a tier, and the state of its drafters there."""
 
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -25,7 +25,7 @@ class InnerDrafter(NamedTuple):
 
 @dataclass(slots=True)
 class Fork:
-    """What a branch occupies in addition to its session."""
+    """The additional place of a branch."""
 
     store: Any  # keys and values, see `cascade.scorer.Store.fork`
     blocks: int  # blocks lent to it

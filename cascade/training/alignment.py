@@ -171,7 +171,7 @@ class Lesson:
     student: str
     verifier: str  # source of the verifier's weights
     source: str  # the student's source
-    layers: Sequence[int]  # of the verifier, if the tier is some of its model; none for all
+    layers: Sequence[int]  # layers of the verifier, if the tier consists of some of them; none for all
     newest: Sequence[Sample]
     older: Sequence[Sample]
     seconds: float

@@ -99,7 +99,7 @@ class Distillation:
         self.shape = None if plan.cost is None else Shape.costing(config, plan.cost)
         if (start := plan.start) is not None:
             earlier: Any = read_config(str(start), published=True)
-            draft_vocab.tokens(earlier, str(start))  # which begins after hours: what is wrong is told now
+            draft_vocab.tokens(earlier, str(start))  # training begins hours later: report errors now
             if earlier.vocab_size != self._vocab_size:
                 raise ConfigError(
                     f"start is {str(start)!r}, a model of {earlier.vocab_size} tokens: give a draft model of {source!r}, "
@@ -240,7 +240,7 @@ class Distillation:
         return run
 
     def _network(self, run: Run) -> Network:
-        """What runs passes of the student, on a copy of its weights."""
+        """A network that runs passes of the student, with a copy of its weights."""
         return network_of(copy.deepcopy(run.student).to(self.teacher.dtype).requires_grad_(False), run.draft_ids)
 
     def _likely_tokens(self, number: int) -> Tensor:

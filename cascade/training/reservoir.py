@@ -162,7 +162,7 @@ def forget(folder: Path, tenant: str) -> None:
 
 
 def _forgotten(folder: Path) -> dict[str, float]:
-    """By tenant, the time up to which answers are to be forgotten."""
+    """The time up to which answers shall be forgotten, by tenant."""
     path = folder / FORGOTTEN
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     times: dict[str, float] = {}

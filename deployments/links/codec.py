@@ -95,7 +95,7 @@ def _decode(message: pb.Message) -> Message:
 
 
 def _decode_open(session: str, opening: pb.Open) -> Open | Failed:
-    """The session to begin; or that it has failed, since it asks for what only newer versions know: others may serve it."""
+    """The session to begin, or `Failed` if it needs a feature of newer versions, so that another replica may serve it."""
     if not 0 < opening.prompt_len <= len(opening.tokens):
         raise ValueError("a text begins with its prompt")
     if not opening.sampling.HasField("seed"):

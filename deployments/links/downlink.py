@@ -34,7 +34,7 @@ class Route:
     waiting: list[Message] = field(default_factory=list)  # messages that wait for the lease
     opening: "asyncio.Task[None] | None" = None  # the task that takes the lease
     lease: HeldLease | None = None
-    mailbox: Mailbox | None = None  # of the leased replica
+    mailbox: Mailbox | None = None  # mailbox of the leased replica
     answered: bool = False
 
 

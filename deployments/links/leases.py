@@ -191,7 +191,7 @@ class GivenLease:
                 return
 
     def end(self, *, keep: bool) -> None:
-        """Its session has ended, and so has the lease unless the caller keeps that for another one."""
+        """End its session, and also the lease unless the caller keeps it for another session."""
         self.session, self.idle_since = "", time.monotonic()
         if not keep:
             self.over.set()

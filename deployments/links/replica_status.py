@@ -72,7 +72,7 @@ class Tiers:
             await asyncio.sleep(COUNT_S)
 
     async def states(self, timeout_s: float) -> dict[str, tuple[int, dict[str, Any] | None]]:
-        """By tier: running replicas, and the self-description of one; raises `Unavailable`."""
+        """Running replicas of each tier, and the self-description of one; raises `Unavailable`."""
         replicas = await self.replicas()
         running = [name for name in self._handles if replicas[name]]
         states = await asyncio.gather(*(describe(self._handles[name], timeout_s) for name in running))

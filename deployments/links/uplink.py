@@ -26,7 +26,7 @@ from deployments.ops.tracing import UNTRACED, SessionSpans, Tracing
 
 log = logging.getLogger(__name__)
 
-Sessions: TypeAlias = dict[str, GivenLease]  # those that were opened over one link
+Sessions: TypeAlias = dict[str, GivenLease]  # the sessions opened over one link
 
 WATCH_S = 0.5  # seconds between two checks whether the tier hangs
 REFUSAL_S = 1.0  # pause before a broken tier refuses a lease: Serve prefers idle replicas, and a broken one is idle
@@ -220,7 +220,7 @@ class LinkServer:
                 return False
             lease.session, sessions[session] = session, lease
             return True
-        if isinstance(message, Failed):  # it cannot be opened here
+        if isinstance(message, Failed):  # cannot be opened here
             mailbox.put([message])
             return False
         admitted = session in sessions

@@ -111,7 +111,7 @@ class SequenceState:
         return tuple(self._logprobs[begin : begin + num_tokens])
 
 
-@torch.inference_mode()  # as where the counts are made; a tier that is corrected takes tokens back between passes
+@torch.inference_mode()  # counts are made in inference mode; corrections change them between passes
 def _add(counts: Tensor, tokens: Sequence[int], what: float) -> None:
     ids = sent(tokens, counts.device)
     counts.index_add_(0, ids, torch.full((len(tokens),), what, device=counts.device))

@@ -39,7 +39,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a worker raised."""
+    """An error that a worker raised."""
 
     error: Exception
 

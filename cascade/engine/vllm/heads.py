@@ -41,7 +41,7 @@ FURTHER = re.compile(r"(^|\.)mtp|\.layers\.(\d+)\.")  # names of MTP layers, or 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a head reads of a pass, and how it guesses after it; it is sent to the worker."""
+    """The tokens of a pass that a head reads, and how it guesses after them; sent to the worker."""
 
     tokens: list[int]  # for all texts, one after the other: at each position the next token
     starts: list[int]  # each text's first position in the pass
@@ -201,7 +201,7 @@ class Guesses:
 
     @property
     def all(self) -> Tensor:
-        """All steps, for one read by the host."""
+        """The tensors of all steps as one, so that the host reads once."""
         return torch.stack(self.steps) if self.steps else torch.empty(0)
 
 

@@ -85,7 +85,7 @@ class Access:
         self._accounts: dict[bytes, Account] = {}  # accounts by digests of keys
         self._anonymous = Account(ANONYMOUS, config.default_limits)
         self._look_at = time.monotonic() + LOOK_S
-        self._problem = ""  # what is wrong with the file of keys
+        self._problem = ""  # error in the file of keys
         self._set_keys(_read(config))
         if unknown := sorted(set(config.limits) - {account.name for account in self._accounts.values()}):
             raise ConfigError(f"router.access.limits names {unknown[0]!r}, and no key has this name: add it or fix the name")

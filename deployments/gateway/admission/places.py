@@ -74,7 +74,7 @@ class Places:
         except BaseException:
             if self._calls.pop(ticket, None) is not None:
                 self._queue.leave(ticket)
-            else:  # it got its turn in the same moment
+            else:  # got its turn at the same moment
                 self._queue.undo(ticket)
                 self._give_back()
             raise

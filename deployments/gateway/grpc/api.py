@@ -85,7 +85,7 @@ class GrpcApi:
         return None if router == self._siblings.name else self.admission.abort(key, request_id)
 
     async def Describe(self, request: pb.DescribeRequest, grpc_context: RayServegRPCContext) -> pb.DescribeResponse:
-        """What is served, and how many replicas run."""
+        """Describe the models, the tiers and their running replicas."""
         with self._reporting(grpc_context) as caller:
             states = await self._tiers.states(DESCRIBE_TIMEOUT_S)
             limits = caller.account.limits.model_dump(exclude_none=True)

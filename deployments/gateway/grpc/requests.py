@@ -37,7 +37,7 @@ class TextCall:
         self.inert: Sequence[str] = ()  # given fields without effect
 
     async def task(self) -> Task:
-        """What the full tier is asked; raises `InvalidRequest`."""
+        """The request for the full tier; raises `InvalidRequest`."""
         request = self.request
         refuse_unknown(request)
         kind = request.WhichOneof("input")
@@ -77,7 +77,7 @@ class TurnCall:
         self.inert: Sequence[str] = ()  # given keywords and fields without effect
 
     async def task(self) -> Task:
-        """What the full tier is asked; raises `InvalidRequest`."""
+        """The request for the full tier; raises `InvalidRequest`."""
         task = await self._assistant.task(conversation(self.request), partial(parse_sampling, self.request))
         self._reader, self.inert = task.reader(), task.unread
         return parse_task(self.request, task.ids, task.params)

@@ -115,7 +115,7 @@ class AssistantTurn(Body):
     """Thoughts, text and calls of the assistant."""
 
     role: Literal["assistant"]
-    content: Text | Annotated[list[AssistantBlock], Field(max_length=MAX_PARTS, fail_fast=True)]  # empty: it said nothing
+    content: Text | Annotated[list[AssistantBlock], Field(max_length=MAX_PARTS, fail_fast=True)]  # empty: no text
 
     def messages(self) -> Iterator[dict[str, Any]]:
         blocks = [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
@@ -155,7 +155,7 @@ AnyTool = Annotated[
 
 
 class Choice(Body):
-    """Which tool is called, if any."""
+    """The field ``tool_choice``."""
 
     type: Literal["auto", "any", "none", "tool"]
     name: str | None = None

@@ -67,7 +67,7 @@ class UsageOptions(StreamOptions):
 
 
 class ResumeBody(Body):
-    """What the client received before the stream broke off."""
+    """The part of an answer that the client received before the stream broke off."""
 
     # one list for each choice
     token_ids: Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS * MAX_ANSWERS, fail_fast=True)]

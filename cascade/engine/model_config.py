@@ -152,8 +152,7 @@ def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
     rope = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
     rope = {"rope_type": rope.get("type", "default"), "rope_theta": values.get("rope_theta")} | rope
     if rope["rope_type"] in ("llama3", "yarn"):
-        rope.setdefault(ORIGINAL, values["max_position_embeddings"])
-        rope[ORIGINAL] = values.get(ORIGINAL, rope[ORIGINAL])
+        rope[ORIGINAL] = values.get(ORIGINAL, rope.get(ORIGINAL, values["max_position_embeddings"]))
     return rope
 
 

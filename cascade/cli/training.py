@@ -88,7 +88,7 @@ def align(folder: Path, student: str, config: Path | None, seconds: float, key_e
     from cascade.training.alignment import Lesson
 
     served = CascadeConfig.demo() if config is None else load_config(config)
-    settings = {"folder": str(folder), "students": [student], "on_disk": True, "key_env": key_env}
+    settings = {"folder": str(folder), "students": [*{*served.students, student}], "on_disk": True, "key_env": key_env}
     values = served.model_dump(mode="json")
     whole = CascadeConfig.parse(values | {"alignment": (values["alignment"] or {}) | settings})
     assert whole.alignment is not None

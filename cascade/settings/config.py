@@ -166,7 +166,8 @@ class CascadeConfig(Section):
         """
         assert self.alignment is not None
         verifier = self.names[self.names.index(student) + 1]
-        teacher, learner = (self.alignment.versions(name).current or self.beginning(name) for name in (verifier, student))
+        latest = {name: self.alignment.versions(name).current for name in self.students}  # what others have does not serve
+        teacher, learner = (latest.get(name) or self.beginning(name) for name in (verifier, student))
         return str(teacher), str(learner), self.tier(verifier).engine_kwargs.layers or ()
 
     def beginning(self, student: str) -> str:

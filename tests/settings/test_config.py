@@ -21,6 +21,7 @@ from cascade.errors import ConfigError, ModelError
 from cascade.settings.check import needs, verify
 from cascade.settings.config import CascadeConfig
 from cascade.settings.engine import EngineKwargs
+from cascade.training.versions import Versions
 from deployments import app, ray_compat
 from deployments.app import ENVIRONMENT, SURGE_PERCENT, build, parse, tier_options
 from deployments.gateway.grpc.ingress import SERVICER
@@ -464,6 +465,8 @@ def test_drafters_begin_at_the_revision_that_is_pinned(tmp_path: Path, monkeypat
     below = tier("tiny", model_loading_config={"model_id": "some/model"}, engine_kwargs={"revision": "v1"})
     above = tier("full", engine_kwargs={"layers": 2})
     config = CascadeConfig.parse({"tiers": [below, above], "alignment": {"folder": str(tmp_path / "learnt")}})
+    no_student = Versions(tmp_path / "learnt" / "full")  # its weights do not serve
+    no_student.choose(no_student.add(lambda folder: None))
     assert config.lesson("tiny") == ("some/model", config.beginning("tiny"), (0, 1))
     assert config.beginning("tiny") == str(folders["a"])
     lost = CascadeConfig.parse({"tiers": [below | {"engine_kwargs": {"revision": "v2"}}, tier("full")]})

@@ -175,7 +175,7 @@ class FullTier:
             except SessionFailed as failure:
                 leaving = self._admission.places.closed
                 pause_s = retry_budget.failed(str(failure), MAX_FRUITLESS_LEAVING if leaving else MAX_FRUITLESS)
-                log.info("%s goes on from token %d on another full replica: %s", request.id, answer.num_tokens, failure)
+                log.info("%s continues from token %d on another full replica: %s", request.id, answer.num_tokens, failure)
                 routing = replace(routing, affinity="")  # else it would meet the same replica again
             finally:
                 inbox.close()

@@ -70,7 +70,7 @@ class RouterGone(DeploymentUnavailableError):  # type: ignore[misc]  # Ray is no
 
     @property
     def message(self) -> str:
-        return "The router that wrote the answer is gone: ask again"
+        return "The router of the answer has died: send the request again"
 
 
 class _EndsWithItsCall:

@@ -19,7 +19,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from deployments import ray_compat
 from tests.waiting import LONG_S
 
-GONE = "The router that wrote the answer is gone: ask again"
+GONE = "The router of the answer has died: send the request again"
 METHOD = "/cascade.v1.Cascade/Generate"
 
 

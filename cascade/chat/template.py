@@ -120,7 +120,7 @@ class ChatTemplate:
         """Raise `InvalidRequest` if there is no template, or it does not read all variables of ``style``."""
         if self._tokenizer.chat_template is None:
             raise InvalidRequest(
-                "The model has no chat template: ask it to complete a text, or save its tokenizer with a chat_template.jinja",
+                "The model has no chat template: request a completion, or save its tokenizer with a chat_template.jinja",
                 "messages",
             )
         strange = next((name for name in style.values if name not in self.variables), None)

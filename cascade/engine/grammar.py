@@ -188,7 +188,7 @@ class Matcher:
         self._num_same = len(self._consumed)
         if self._machine.is_error() or self._broken:
             reason = _one_line(self._machine.get_error()) or "the lexer has no fuel left"
-            raise InvalidRequest(f"structured takes more work than a token may: ask for something simpler ({reason})")
+            raise InvalidRequest(f"structured takes too much work for one token: give something simpler ({reason})")
         return mask if len(self._consumed) == len(output) else None
 
     @property

@@ -127,7 +127,7 @@ class CascadeConfig(Section):
             if reason := lower.get(name, f"which is no lower tier: it takes {', '.join(lower) or 'none'}"):
                 yield f"alignment.students names {name!r}, {reason}"
         if self.alignment is not None and not self.students:
-            yield "alignment has nobody to teach: give a lower tier that is not quantized"
+            yield "alignment has no drafter to train: give a lower tier that is not quantized"
 
     @property
     def affine(self) -> bool:

@@ -196,7 +196,7 @@ def _tier(model: TierBelow, name: str) -> Values:
         raise ConfigError(f"enable_lora of {loading.model_id!r} is False beside its lora_config: remove one of the two")
     unused = [key for key in NO_EFFECT if engine.pop(key, None) is not None]
     if unused:
-        log.warning("No effect here, of engine_kwargs of %r: %s", loading.model_id, ", ".join(unused))
+        log.warning("engine_kwargs of %r without effect here: %s", loading.model_id, ", ".join(unused))
     longest = engine.pop("max_model_len", None)
     if set(engine) - set(EngineKwargs.model_fields):  # other keys are vLLM's
         engine.setdefault("engine", "vllm")

@@ -94,7 +94,7 @@ class Loop(Generic[U]):
             slot = self.slots.get(verifier(message.session))
             lost = self._drafting.receive(slot, message, now) if slot is not None else None
             if lost is not None:
-                log.info("Tier %s goes on without %s: %s", self._name, *lost)
+                log.info("Tier %s continues without %s: %s", self._name, *lost)
         elif message.session in self.slots:  # a Close
             self._leave(self.slots[message.session])
 

@@ -228,7 +228,7 @@ def epochs(shards: Sequence[Shard], tokens: int, seed: int) -> Iterator[tuple[Sh
     while True:
         order = [(shard, rows) for shard in shards for rows in batches(shard, shard.numbers(held_out=False), tokens)]
         if not order:
-            raise ConfigError("There is no text to learn from, since all of it judges: give more prompts")
+            raise ConfigError("There is no text for training, since all of it is held out: give more prompts")
         for index in rng.permutation(len(order)):
             yield order[index]
 

@@ -168,7 +168,7 @@ def test_models_without_a_template_hold_no_conversations() -> None:
     template = ChatTemplate(Family(None).tokenizer)
     assert (template.shows_tools, template.thinks, template.written_call, template.variables) == (False, False, "", ())
     assert ChatTemplate(Family("<think></think>").tokenizer).thinks
-    with pytest.raises(InvalidRequest, match=r"The model has no chat template: ask it to complete a text, or save"):
+    with pytest.raises(InvalidRequest, match=r"The model has no chat template: request a completion, or save"):
         template.encode([ASKED])
 
 

@@ -178,7 +178,7 @@ async def test_cancelled_request_leaves_nothing() -> None:
 
 
 HARD = "(a{1,9999}){1,9999}" * 40  # its first step is easy, those after it are not
-WORDS = "structured takes more work than a token may: ask for something simpler"
+WORDS = "structured takes too much work for one token: give something simpler"
 
 
 served = serving(pass_s=0.003)

@@ -83,7 +83,7 @@ def test_published_files_are_taken(tmp_path: Path, caplog: pytest.LogCaptureFixt
     engine = config.tiers[-1].engine_kwargs
     assert (engine.device, engine.dtype, engine.engine, engine.model_extra) == (None, None, None, {})
     assert (config.max_model_len, config.router.tool_format) == (8192, "hermes")
-    assert "No effect here, of engine_kwargs of 'qwen-0.5b': enable_auto_tool_choice, tool_call_parser" in caplog.text
+    assert "engine_kwargs of 'qwen-0.5b' without effect here: enable_auto_tool_choice, tool_call_parser" in caplog.text
     path = tmp_path / "serve.yaml"
     models = {"llm_configs": [theirs(**SAMPLE)]}
     for values in (models, {"applications": [{"import_path": "ray.serve.llm:build_openai_app", "args": models}]}):

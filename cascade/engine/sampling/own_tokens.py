@@ -78,7 +78,7 @@ def find_kernel(device: torch.device) -> Kernel | None:
 
         own_tokens(torch.zeros(1, 1, device=device), [(0, 0, 1.0)], 0)
     except Exception as error:  # a compiler may raise anything
-        log.warning("Own tokens are chosen by PyTorch on %s, which takes longer, for Triton fails: %s", device, reason(error))
+        log.warning("Own tokens are chosen by PyTorch on %s, which takes longer, since Triton fails: %s", device, reason(error))
         return None
     return own_tokens
 

@@ -159,7 +159,7 @@ def parsed(kind: type[Message], data: bytes) -> Message | None:
 async def aborting(request: object, context: Context) -> AsyncIterator[None]:
     """End a failed call with the status that was set, so that a client never sees a traceback."""
     if request is None:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "The request is no message of this protocol")
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "The request is not a message of this protocol")
     try:
         yield
     except Exception:

@@ -63,7 +63,7 @@ def test_a_gpu_where_triton_fails_says_so_once(caplog: pytest.LogCaptureFixture)
     for _ in range(2):
         assert find_kernel(torch.device("cuda", 0)) is None
     [message] = [record.message for record in caplog.records]
-    assert message.startswith("Own tokens are chosen by PyTorch on cuda:0, which takes longer, for Triton fails: ")
+    assert message.startswith("Own tokens are chosen by PyTorch on cuda:0, which takes longer, since Triton fails: ")
 
 
 @pytest.mark.parametrize("axis", ["seed", "position", "token"])

@@ -5,7 +5,7 @@
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -27,6 +27,11 @@ _SPREAD = 8.0  # logits are uniform from 0 to this: about 2.5 likely tokens at t
 _CACHED = 1 << 16  # contexts and positions remembered
 
 Numbers = npt.NDArray[np.float64]
+
+
+def pass_cost(base_s: float, token_s: float = 0.0) -> Callable[..., float]:
+    """The price of passes: ``base_s`` seconds, and ``token_s`` for each token after the first."""
+    return lambda num_tokens, context=0: base_s + token_s * (num_tokens - 1)
 
 
 class ToyCache:

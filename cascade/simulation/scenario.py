@@ -15,21 +15,10 @@ DEFAULT_POLICY = Policy()
 
 
 @dataclass(frozen=True, slots=True)
-class PassCost:
-    """Seconds that a pass takes: ``base_s``, and ``token_s`` for each token after the first."""
-
-    base_s: float
-    token_s: float = 0.0
-
-    def __call__(self, num_tokens: int, context: int = 0) -> float:
-        return self.base_s + self.token_s * (num_tokens - 1)
-
-
-@dataclass(frozen=True, slots=True)
 class SimTier:
     name: str
     model: Scorer
-    # seconds of a pass, by its tokens and the positions that its sessions hold: a `PassCost`, or `Profile.predict`
+    # seconds of a pass, by its tokens and the positions that its sessions hold, such as `Profile.predict`
     cost: Callable[[int, int], float]
     hop_s: float = 0.0  # delay, one way, to the tier above or the router
     policy: Policy = DEFAULT_POLICY

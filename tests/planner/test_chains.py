@@ -23,7 +23,7 @@ from cascade.planner.tuning import (
 )
 from cascade.scorer import Scored
 from cascade.session.session import Session, Work
-from cascade.simulation.scenario import NO_FAULTS, Death, Faults, Outcome, PassCost, Request, Scenario, SimTier
+from cascade.simulation.scenario import NO_FAULTS, Death, Faults, Outcome, Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
 from cascade.simulation.toy_tier import ToyTier
 from cascade.tier.drafting import FIRST_BACKOFF_S, Drafting, Progress
@@ -32,7 +32,7 @@ from cascade.tier.loop import Limits, Loop
 from cascade.tier.slot import Slot
 from tests.cases import examples, rare
 from tests.tier.test_tier import opening
-from tests.toys import ToyCache
+from tests.toys import ToyCache, pass_cost
 
 ALLOWED: Chain = ("medium", "tiny")
 CHAINS: tuple[Chain, ...] = (ALONE, ("tiny",), ("medium",), ALLOWED)
@@ -290,7 +290,7 @@ class Setting:
 
     def outcome(self, seconds: float, chosen: tuple[int, ...] = (0, 1, 2), *, adaptive: bool = False) -> Outcome:
         """As many tokens as the full tier alone, without batch mates, writes in so many ``seconds``."""
-        costs = [PassCost(self.full_s * share, self.full_s * share * 0.01) for share in (*self.shares, 1.0)]
+        costs = [pass_cost(self.full_s * share, self.full_s * share * 0.01) for share in (*self.shares, 1.0)]
         tiers = tuple(
             SimTier(
                 ("tiny", "medium", "full")[i], ToyTier(64, self.agreement[i:]), costs[i], self.hop_s, device=self.devices[i]

@@ -10,10 +10,11 @@ from cascade.draft import NO_DRAFT, Draft
 from cascade.params import SamplingParams
 from cascade.planner.tuning import SELDOM, USELESS_PASSES
 from cascade.scorer import Guesser, gap_byte
-from cascade.simulation.scenario import Outcome, PassCost, Request, Scenario, SimTier
+from cascade.simulation.scenario import Outcome, Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
 from cascade.simulation.toy_tier import ToyTier
 from tests.cases import rare
+from tests.toys import pass_cost
 
 VOCAB = 64
 PROMPT = 120  # tokens
@@ -64,7 +65,7 @@ class Machine:
 
     def outcome(self, load: int, answers: int, *drafters: Foresight) -> Outcome:
         """So many answers for each of ``load`` clients, who ask as often as the full tier alone could write."""
-        cost = PassCost(self.pass_s, self.token_s)
+        cost = pass_cost(self.pass_s, self.token_s)
         full = SimTier("full", ToyTier(VOCAB), cost, drafters=drafters, scored_s=self.scored_s)
         apart_s = (cost(load) + self.scored_s * load) * ANSWER / load
         asked = [

@@ -13,11 +13,11 @@ from cascade.messages import SessionSpec
 from cascade.params import SamplingParams
 from cascade.scorer import RunnerUp
 from cascade.simulation.recording import RecordedText, RecordedTier, Recording
-from cascade.simulation.scenario import PassCost, Request, Scenario, SimTier
+from cascade.simulation.scenario import Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
 from cascade.simulation.toy_tier import ABOVE, ToyTier
 from tests.cases import rare
-from tests.toys import full_text
+from tests.toys import full_text, pass_cost
 
 VOCAB = 64
 PARAMS = SamplingParams(max_tokens=30, temperature=0, seed=0)
@@ -47,7 +47,7 @@ TOYS = [ToyTier(VOCAB, AGREEMENT[level:]) for level in range(3)]  # bottom to to
 @pytest.mark.parametrize("tiers", [[0, 1, 2], *map(rare, ([2], [0, 2], [1, 2]))])
 def test_every_cascade_writes_the_recorded_texts(tiers: Sequence[int]) -> None:
     """Guards figures against made-up texts: whatever tiers take part, answers are what the full model wrote."""
-    chosen = tuple(SimTier(f"tier-{i}", TIERS[i], PassCost(PASS_S[i]), 0.3e-3) for i in tiers)
+    chosen = tuple(SimTier(f"tier-{i}", TIERS[i], pass_cost(PASS_S[i]), 0.3e-3) for i in tiers)
     scenario = Scenario(chosen, tuple(Request(text.prompt, PARAMS) for text in RECORDING.texts))
     assert simulate(scenario).texts == tuple(text.output for text in RECORDING.texts)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cascade.messages import SessionSpec
 from cascade.params import MOST_BRANCHES, SamplingParams
 from cascade.simulation import simulate as simulator
-from cascade.simulation.scenario import Death, Faults, PassCost, Request, Scenario, SimTier
+from cascade.simulation.scenario import Death, Faults, Request, Scenario, SimTier
 from cascade.simulation.simulate import Stuck, simulate
 from cascade.simulation.toy_tier import ToyTier
 from cascade.simulation.virtual import Agenda, Device
@@ -19,7 +19,7 @@ from cascade.tier.slot import Slot
 from tests.books import check_memory
 from tests.cases import examples
 from tests.drafters.test_drafters import Nonsense
-from tests.toys import ToyModel, full_text
+from tests.toys import ToyModel, full_text, pass_cost
 
 NAMES = ("t0", "t1", "t2", "t3", "t4")
 PASS_S = (0.001, 0.002, 0.004, 0.01, 0.03)
@@ -31,7 +31,7 @@ TOYS = {name: ToyModel(24, agreement=share) for name, share in zip(NAMES, AGREEM
 
 def toy_tiers(num_tiers: int, hop_s: float = 0.0004) -> tuple[SimTier, ...]:
     """The upper ones of five toy tiers, bottom to top."""
-    every = [SimTier(name, TOYS[name], PassCost(base, base / 50), hop_s) for name, base in zip(NAMES, PASS_S, strict=True)]
+    every = [SimTier(name, TOYS[name], pass_cost(base, base / 50), hop_s) for name, base in zip(NAMES, PASS_S, strict=True)]
     return tuple(every[5 - num_tiers :])
 
 
@@ -152,7 +152,7 @@ def test_same_scenario_same_outcome() -> None:
 def test_full_tier_alone_takes_a_pass_a_token() -> None:
     """Guards the baseline of every speed-up: one pass for each token, one hop to the client."""
     [tier] = toy_tiers(1)
-    outcome = simulate(Scenario((replace(tier, cost=PassCost(0.03)),), (request_of(50),)))
+    outcome = simulate(Scenario((replace(tier, cost=pass_cost(0.03)),), (request_of(50),)))
     assert outcome.passes[-1] == 50
     assert outcome.elapsed_s == pytest.approx(50 * 0.03 + 2 * 0.0004)
 
@@ -191,11 +191,11 @@ def test_corrections_find_what_was_prepared() -> None:
 def test_identical_tiers_fill_their_windows() -> None:
     """Guards the pace without corrections: the full tier gets as many tokens a pass as its drafter can make meanwhile."""
     drafter, full = toy_tiers(2)
-    same = replace(drafter, model=full.model, cost=PassCost(0.004))
-    outcome = simulate(Scenario((same, replace(full, cost=PassCost(0.03))), (request_of(200),)))
+    same = replace(drafter, model=full.model, cost=pass_cost(0.004))
+    outcome = simulate(Scenario((same, replace(full, cost=pass_cost(0.03))), (request_of(200),)))
     assert outcome.tokens_per_pass > 6.5
     assert not any(edge.corrected for edge in outcome.edges)
-    lines = simulate(Scenario((same, replace(full, cost=PassCost(0.03))), (request_of(200),), branches=0))
+    lines = simulate(Scenario((same, replace(full, cost=pass_cost(0.03))), (request_of(200),), branches=0))
     for edge in lines.edges:
         assert sum(edge.accepted_by_position) == edge.accepted == edge.proposed
         assert list(edge.accepted_by_position) == sorted(edge.accepted_by_position, reverse=True), (
@@ -258,7 +258,7 @@ def test_three_async_tiers_beat_all_else() -> None:
     """Guards the reason for all of this: with tiers far enough apart, three that never wait are the fastest choice."""
     times, agreement = {"tiny": 0.002, "medium": 0.006, "full": 0.03}, (0.75, 0.85)
     tiers = [
-        SimTier(name, ToyTier(64, agreement[level:]), PassCost(seconds, 0.01 * seconds), 0.00015)
+        SimTier(name, ToyTier(64, agreement[level:]), pass_cost(seconds, 0.01 * seconds), 0.00015)
         for level, (name, seconds) in enumerate(times.items())
     ]
 

@@ -107,7 +107,7 @@ def contests(family: Document) -> str:
             lines.append([engine, TEMPERATURES[key]])
             for alone, best in zip((cells["cascade_alone"], cells[f"{part}_alone"]), drafting, strict=True):
                 lines[-1] += [number(alone["tokens_per_second"]), mode(best)]
-    return rows(("beside", "temperature", "cascade, alone", "cascade", "theirs, alone", "theirs, best drafter"), lines)
+    return rows(("beside", "temperature", "cascade, no drafts", "cascade", "other, no drafts", "other, best drafter"), lines)
 
 
 def placed(cluster: Document) -> str:
@@ -147,7 +147,7 @@ def loop(figures: Document) -> str:
 
 def router(figures: Document) -> str:
     """Share of a core for a thousand tokens a second, and what clients saw of them."""
-    header = ("protocol", "streams", "of a core", "first token, ms", "gap, ms", "gap, 99th percentile, ms")
+    header = ("protocol", "streams", "share of a core", "first token, ms", "gap, ms", "gap, 99th percentile, ms")
     lines = [
         [api, streams, f"{entry['core_share']:.2f}", *(f"{entry[name]:.0f}" for name in ("first_ms", "gap_ms", "gap_p99_ms"))]
         for api, loads in figures["router"].items()
@@ -223,7 +223,7 @@ def recorded(cluster: Document) -> str:
 def trio(cluster: Document) -> str:
     """What the passes of emulated devices take, in milliseconds."""
     sizes = list(next(iter(cluster["devices"].values()))["pass_ms"])
-    header = ("model", *(f"{size} tokens" if size != "1" else "1 token" for size in sizes), "1,000 positions held add")
+    header = ("model", *(f"{size} tokens" if size != "1" else "1 token" for size in sizes), "for 1,000 positions held")
     lines = [
         [name, *(f"{figures['pass_ms'][size]:.2f}" for size in sizes), f"{figures['context_ms']:.2f}"]
         for name, figures in cluster["devices"].items()

@@ -160,7 +160,7 @@ class VllmModel(Runs):
         """Use the weights of ``source`` from the next pass on, see `cascade.engine.model.Model.renew`.
 
         vLLM overwrites the old ones while no pass runs. Raises `ModelError` if their shapes differ, before anything is changed,
-        or if vLLM cannot read them: some may be changed then, and the tier drafts worse until it gets complete weights.
+        or if vLLM cannot read them: then passes fail until it gets complete weights.
         """
         source = converted(source)
         check_replaces(source, shapes(self._source), shapes(source), {HEAD})

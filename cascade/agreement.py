@@ -14,7 +14,7 @@ from cascade.engine.model import Model
 from cascade.engine.threads import apart
 from cascade.engine.tokenizer import Tokenizer
 from cascade.llm import prompt_of
-from cascade.local import Cascade
+from cascade.local import Cascade, common_tokenizer
 from cascade.messages import RUNNER_UPS
 from cascade.params import SamplingParams
 from cascade.prompts import Prompt
@@ -43,6 +43,7 @@ def record(
     Answer ``i`` has the seed ``i``. Each own token comes with ``runner_ups`` runner-ups. Answers of fewer than two tokens are
     left out. Raises `ModelError` if a model cannot be loaded, `ConfigError` if the models have different tokenizers.
     """
+    common_tokenizer(models, trust_remote_code=False)
     seeded = [replace(params, seed=seed) for seed in range(len(prompts))]
     texts = written(models[-1], prompts, seeded, dtype)
     return along(models[:-1], texts, seeded, [prompt.category for prompt in prompts], dtype, runner_ups)

@@ -152,7 +152,7 @@ class Cascade:
         check_drafters([drafter.kind for drafter in inner], names)
         if engine not in LOADERS:
             raise ConfigError(f"engine is {engine!r}: it must be one of {', '.join(LOADERS)}")
-        tokenizer = _common_tokenizer(models, trust_remote_code)
+        tokenizer = common_tokenizer(models, trust_remote_code)
         default_params = SamplingParams(**generation.sampling_defaults(models[-1], generation_config))
         options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
         parts = list(zip(models, _kept(layers, names), strict=True))
@@ -333,7 +333,7 @@ def tier_names(models: Sequence[object], names: Sequence[str] | None) -> tuple[s
     return tuple(names or TIER_NAMES[len(models)])
 
 
-def _common_tokenizer(sources: Sequence[str], trust_remote_code: bool) -> Tokenizer:
+def common_tokenizer(sources: Sequence[str], trust_remote_code: bool) -> Tokenizer:
     """The tokenizer of all models; raises `ConfigError` if they have different ones."""
     tokenizers = [Tokenizer.from_pretrained(source, trust_remote_code=trust_remote_code) for source in sources]
     for source, tokenizer in zip(sources, tokenizers, strict=True):

@@ -145,3 +145,9 @@ def test_models_must_fit_their_devices(tmp_path: Path) -> None:
     assert (code, "Tier full takes 81" in output) == (1, True), output
     code, output = run(*asked, "--device", "L4", "--tensor-parallel-size", "2", "--max-tokens", "16")
     assert (code, "as replicas" in output) == (0, False), output
+
+
+def test_models_with_other_tokens_are_not_compared(tmp_path: Path) -> None:
+    """Guards users against a figure of chance: ids of another tokenizer were compared, or ended in a traceback."""
+    code, output = run("agreement", small.little(tmp_path), "--draft", small.paths()[0], "--max-tokens", "4")
+    assert (code, "have different tokenizers" in " ".join(output.split())) == (1, True), output

@@ -29,6 +29,7 @@ from cascade.engine.loading import Network, find_device, load_trainable, network
 from cascade.engine.model import Model
 from cascade.engine.model_config import context_len, read_config
 from cascade.engine.published_tokenizer import pretrained
+from cascade.engine.weights import unread
 from cascade.errors import ConfigError
 from cascade.prompts import read_prompts
 from cascade.training.distillation import Run, Schedule, distil
@@ -99,7 +100,8 @@ class Distillation:
         self.shape = None if plan.cost is None else Shape.costing(config, plan.cost)
         if (start := plan.start) is not None:
             earlier: Any = read_config(str(start), published=True)
-            draft_vocab.tokens(earlier, str(start))  # training begins hours later: report errors now
+            with unread(str(start)):  # training begins hours later: report errors now
+                draft_vocab.tokens(earlier, str(start))
             if earlier.vocab_size != self._vocab_size:
                 raise ConfigError(
                     f"start is {str(start)!r}, a model of {earlier.vocab_size} tokens: give a draft model of {source!r}, "

@@ -150,6 +150,7 @@ def test_what_cannot_be_meant_is_refused(teacher: str, tmp_path: Path, data: str
     shutil.copytree(teacher, tmp_path / "gpt2", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     GPT2Config(vocab_size=small.VOCAB).save_pretrained(tmp_path / "gpt2")
     assert "not of gpt2" in distill(str(tmp_path / "gpt2"), tmp_path / "s", code=1)
+    assert "none of the files" in distill(teacher, tmp_path / "s", size=("--start", str(tmp_path / "gpt2")), code=1)
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "00000.npz").touch()
     about = {"model": teacher, "vocab_size": small.VOCAB, "form": recipe.FORM, "text": "that the teacher wrote itself"}

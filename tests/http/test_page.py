@@ -294,7 +294,7 @@ def test_stop_frees_every_tier(page: Page) -> None:
     page.click("#go")
     settled(page)
     assert page.locator("#error").is_hidden()
-    assert figure(page, "edges") == "Told only where an answer ends by itself."
+    assert figure(page, "edges") == "Known only for answers that end by themselves."
     first = answer_of(page)
     with page.expect_request(f"**{CHAT}") as request:
         send(page, SECOND, 3500)

@@ -1,9 +1,9 @@
 "use strict";
 const PATIENCE_MS = 60000;
 const SAMPLES = ["Why is the sky blue?", "Write a Python function that reverses a list.", "Give me five tips for better sleep."];
-const REASONS = { disabled: "None was asked for.", load: "None: with so many requests they do not pay.", late: "None came in time.",
-  low_acceptance: "None: here they do not pay.", no_replica: "None: no smaller model was free.", short: "None: the answer was short.",
-  stopped: "Told only where an answer ends by itself." };  // why no guess was scored
+const REASONS = { disabled: "They are switched off.", load: "None: they do not pay with so many requests.", late: "None arrived in time.",
+  low_acceptance: "None: they do not pay here.", no_replica: "None: no smaller model was free.", short: "None: the answer was short.",
+  stopped: "Known only for answers that end by themselves." };  // why no guess was scored
 const CLEAN = { ALLOWED_ATTR: ["align", "class", "href", "rel", "start", "target"], ALLOWED_URI_REGEXP: /^(https?|mailto):/i,
   ALLOWED_TAGS: ("a blockquote br code del em h1 h2 h3 h4 h5 h6 hr li ol p pre strong table tbody td th thead tr ul").split(" ") };
 let names = [], model = null, turns = [], running = null;
@@ -14,12 +14,12 @@ const [main] = document.getElementsByTagName("main");
 const colour = (level) => "l" + level % 6;
 const kind = (level, fixed) => "t " + colour(level) + (level === names.length - 1 ? " top" : "") + (fixed ? " fixed" : "");
 
-// HTML and pictures that a model writes are shown as they are written.
+// HTML and pictures in a model's text are shown as source text.
 const literal = ({ raw, block }) => { const words = element("p", "", raw).innerHTML; return block ? `<p>${words}</p>` : words; };
 marked.use({ renderer: { html: literal, image: literal } });
 DOMPurify.addHook("afterSanitizeAttributes", (node) => { if (node.href) Object.assign(node, { target: "_blank", rel: "noopener noreferrer" }); });
 
-// JSON with seeds as text: they may be larger than what numbers of JavaScript hold. A quote in a string of JSON is never bare.
+// Parses JSON with seeds as text, since they may be too large for JavaScript's numbers. Quotes in JSON strings are always escaped.
 const read = (json) => JSON.parse(json.replace(/"seed":\s*(\d+)/g, '"seed":"$1"'));
 const written = (body) => JSON.stringify(body)?.replace(/"seed":"(-?\d+)"/, '"seed":$1');
 
@@ -37,7 +37,7 @@ async function learn() {
   restore();
 }
 
-// What was asked for and what has come of it.
+// A request and its answer so far.
 const begun = (path, body) => ({ path, body, ids: [], tokens: [], text: "", begin: performance.now(), first: 0, last: 0, head: 0 });
 const speed = (of) => of.ids.length > of.head ? 1000 * (of.ids.length - of.head) / (of.last - of.first) : 0;
 
@@ -48,7 +48,7 @@ function take(of, { text, cascade: { seed, edges, undrafted, token_ids = [] }, f
   if (of.ids.length && !of.first) { of.first = of.last; of.head = of.ids.length; }
 }
 
-// What was asked for, with a place in the conversation, and for each token a cell in the row of each tier.
+// Shows a request in the conversation, and for each token of its answer a cell in the row of each tier.
 function placed(asked) {
   const node = $("answer").content.cloneNode(true).firstElementChild, part = (name) => node.querySelector("." + name);
   const tracks = names.map((name, level) => element("div", "track " + colour(level))), zeros = () => names.map(() => 0);
@@ -65,7 +65,7 @@ function placed(asked) {
   return answer;
 }
 
-// The next piece of the answer: who said each of its tokens, and how far the text goes with it.
+// Adds the next piece of the answer: the origin of each token, and where the text ends with it.
 function write(answer, { text, cascade: { ends = [], origins = [] } }) {
   const letters = Array.from(text), before = answer.text.length - text.length;
   ends.forEach((end, i) => {
@@ -93,8 +93,8 @@ function draw(answer) {
   if (follows) main.scrollTop = main.scrollHeight;
 }
 
-// Gives what stands in `root` the colours of its tokens. Markdown leaves out parts of the `source`: each line is looked for behind
-// the one before it, word by word if it is not there as a whole. What is not found has no colour.
+// Colours the text in `root` by its tokens. Markdown omits parts of the `source`, so each line is searched after
+// the previous one, word by word if it is not there as a whole. Text that is not found has no colour.
 function colourIn(root, source, tokens) {
   const walker = document.createTreeWalker(root, NodeFilter.SHOW_TEXT), nodes = [];
   while (walker.nextNode()) nodes.push(walker.currentNode);
@@ -128,7 +128,7 @@ function colourIn(root, source, tokens) {
 }
 
 async function copy(text) {
-  try { await navigator.clipboard.writeText(text); } catch {  // a page that came over plain HTTP has no clipboard
+  try { await navigator.clipboard.writeText(text); } catch {  // pages over plain HTTP have no clipboard
     const box = Object.assign(element("textarea"), { value: text });
     document.body.append(box);
     box.select(); document.execCommand("copy");
@@ -166,7 +166,7 @@ function tell(answer) {
   part("edges").append(element("p", "note", REASONS[answer.end ? answer.undrafted : "stopped"]));
 }
 
-class Broken extends Error {}  // the server is gone: another one may go on
+class Broken extends Error {}  // the server is lost; another one may continue
 
 async function reached(work, words) {
   try { return await work; } catch (error) { throw error.name === "AbortError" ? error : new Broken(words); }
@@ -196,7 +196,7 @@ async function* events(response) {
   }
 }
 
-// Pieces of an answer; where they break off, the rest is asked for behind the tokens that are there.
+// Yields the pieces of an answer. If they break off, it requests the rest after the tokens that have arrived.
 async function* pieces(of) {
   for (let pause = 50, heard = performance.now(); ;) {
     try {
@@ -226,7 +226,7 @@ function request(before) {
   if (!model.chat) return begun("/v1/completions", { ...body, prompt: before.map((turn) => turn.text).join("") });
   const messages = before.map(({ role, text }) => ({ role, content: text }));
   if (system) messages.unshift({ role: "system", content: system });
-  return begun("/v1/chat/completions", { ...body, messages, separate_reasoning: false });  // `ends` are those of the whole text
+  return begun("/v1/chat/completions", { ...body, messages, separate_reasoning: false });  // `ends` refer to the whole text
 }
 
 async function ask(text) {
@@ -248,7 +248,7 @@ async function ask(text) {
       ended(answer);
       keep();
       $("status").textContent = `Answered with ${answer.ids.length} tokens`;
-    } else if (turns.includes(question)) {  // nothing has come: the question is the visitor's again
+    } else if (turns.includes(question)) {  // nothing has arrived: put the question back into the input
       turns.splice(-2);
       question.node.remove(); answer.node.remove();
       $("prompt").value ||= text; $("welcome").hidden = turns.length > 0;
@@ -268,7 +268,7 @@ const place = () => `cascade ${model.id} ${names}`;
 function keep() {
   const whole = turns.filter((turn, i) => (turn.ids || turns[i + 1]?.ids)?.length);
   const plain = whole.map(({ node, part, cell, mine, wrong, timer, ...rest }) => rest);
-  try { sessionStorage.setItem(place(), JSON.stringify({ system: $("system").value, turns: plain })); } catch {}  // longer than what a tab may keep
+  try { sessionStorage.setItem(place(), JSON.stringify({ system: $("system").value, turns: plain })); } catch {}  // too long for a tab's storage
 }
 
 function restore() {
@@ -318,7 +318,7 @@ $("form").onsubmit = (event) => {
   if (running) running.abort();
   else if ($("prompt").value.trim()) run(() => ask($("prompt").value));
 };
-$("go").onclick = (event) => { if (event.detail > 1) event.preventDefault(); };  // a double click does not stop what it sent
+$("go").onclick = (event) => { if (event.detail > 1) event.preventDefault(); };  // a double click does not stop its own request
 $("prompt").onkeydown = (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();

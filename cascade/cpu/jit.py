@@ -41,7 +41,7 @@ class Step(NamedTuple):
     numbers: tuple[int, ...]
 
 
-F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+F32, I8, I16, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _OPTIONS: dict[str, Any] = {"error_model": "numpy", "fastmath": {"contract", "nsz", "arcp"}}  # no checks for zero; fused sums
 BRIEF = 2**15  # elements that take a few microseconds
 WITHOUT_AVX512 = "haswell"  # LLVM's name of the first processors with AVX2 and fused multiply-add
@@ -182,6 +182,12 @@ power_of_two = _unary(types.float32, types.int64, _power_of_two)
 """``2 ** exponent`` as a float32, for exponents from -126 to 127."""
 rounded = _unary(types.int16, types.float32, _rounded)
 """A float32 as bfloat16, an int16: to the nearest, and of two to the even one."""
+
+
+@numba.njit(**{**_OPTIONS, "fastmath": False})
+def divided(dividend: float, divisor: float) -> Any:
+    """The quotient, correctly rounded: the operator may multiply by a reciprocal, see `_OPTIONS`."""
+    return dividend / divisor
 
 
 @inlined

@@ -17,7 +17,21 @@ import torch
 from numba import float32, float64, int32, int64, uint64
 from torch import Tensor
 
-from cascade.cpu.jit import arguments, bits_of, floats, inlined, integer, integers, kernel, num_threads, run, thread_num
+from cascade.cpu.jit import (
+    arguments,
+    bits,
+    bits_of,
+    divided,
+    floats,
+    inlined,
+    integer,
+    integers,
+    kernel,
+    num_threads,
+    real,
+    run,
+    thread_num,
+)
 from cascade.splitmix import GOLDEN
 
 ROOM = 64  # contenders of a row at most; usually there are fewer than ten
@@ -43,12 +57,18 @@ def _random(key: int, token: int) -> Any:
 
 
 @inlined
-def _bound(scores: Any, bounds: Any, size: int, key: int) -> None:
+def _adjusted(logit: float, highest: float, temperature: float) -> Any:
+    """A score, with the bits that PyTorch gives it."""
+    return divided(logit - highest, temperature)
+
+
+@inlined
+def _bound(logits: Any, highest: float, temperature: float, bounds: Any, size: int, key: int) -> None:
     """Write an upper bound of score plus noise for each token, in whole blocks."""
     for token in range(size):
         share = float32(int32(_random(key, token) >> uint64(33)))  # u * 2^31, no more than it is but for rounding
         noise = float32(_NO_BITS) - float32(bits_of(share)) * float32(_PER_BIT) - share * float32(2.0**-32)
-        bounds[token] = scores[token] + noise
+        bounds[token] = _adjusted(logits[token], highest, temperature) + noise
     for token in range(size, -(-size // _BLOCK) * _BLOCK):
         bounds[token] = float32(-math.inf)
 
@@ -90,11 +110,12 @@ def _lead(bounds: Any, size: int, tokens: Any, number: int) -> Any:
 
 
 @inlined
-def _least(scores: Any, bounds: Any, size: int, tokens: Any, number: int, key: int) -> Any:
+def _least(logits: Any, highest: float, temperature: float, bounds: Any, size: int, tokens: Any, number: int, key: int) -> Any:
     """A lower bound of score plus noise of the best ``number`` tokens."""
     held, least = _lead(bounds, size, tokens, number), float32(math.inf)
     for place in range(held):
-        least = min(least, _reached(scores[tokens[place]], _random(key, tokens[place])))
+        score = _adjusted(logits[tokens[place]], highest, temperature)
+        least = min(least, _reached(score, _random(key, tokens[place])))
     return least if held == number else float32(_LEAST)
 
 
@@ -102,23 +123,21 @@ def _least(scores: Any, bounds: Any, size: int, tokens: Any, number: int, key: i
 def _contend(given: int, row: int, place: int) -> Any:
     """Write a row's contenders, as far as there is room; returns how many there are."""
     size, room, number, from_here = integer(given, 1), integer(given, 2), integer(given, 3), row * integer(given, 2)
-    scores, bounds, tokens = (
-        floats(integer(given, 4) + row * size * 4),
-        floats(place),
-        integers(integer(given, 6) + from_here * 8),
-    )
+    logits, bounds = floats(integer(given, 4) + row * size * 4), floats(place)
+    tokens, of_row = integers(integer(given, 6) + from_here * 8), _FIELDS + 4 * row
+    highest, temperature = real(integer(given, of_row + 2)), real(integer(given, of_row + 3))
     randoms, kept = integers(integer(given, 7) + from_here * 8), floats(integer(given, 8) + from_here * 4)
-    key = _mix(uint64(integer(given, _FIELDS + 2 * row)) + uint64(GOLDEN))
-    key = _mix(key ^ uint64(integer(given, _FIELDS + 2 * row + 1)))
-    _bound(scores, bounds, size, key)
-    count, least = 0, _least(scores, bounds, size, tokens, number, key)
+    key = _mix(uint64(integer(given, of_row)) + uint64(GOLDEN))
+    key = _mix(key ^ uint64(integer(given, of_row + 1)))
+    _bound(logits, highest, temperature, bounds, size, key)
+    count, least = 0, _least(logits, highest, temperature, bounds, size, tokens, number, key)
     for begin in range(0, size, _BLOCK):
         if count > room or not _any(bounds, begin, least):
             continue
         for token in range(begin, begin + _BLOCK):
             if bounds[token] >= least:
                 if count < room:
-                    tokens[count], kept[count] = token, scores[token]
+                    tokens[count], kept[count] = token, _adjusted(logits[token], highest, temperature)
                     randoms[count] = int64(_random(key, token) >> uint64(11))
                 count += 1
     for free in range(count, room):
@@ -135,19 +154,24 @@ def _find(given: int) -> None:
         counts[row] = _contend(given, row, integer(given, 5) + here * blocks * _BLOCK * 4)
 
 
-def contenders(scores: Tensor, noises: Sequence[tuple[int, int]], number: int) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+def contenders(
+    logits: Tensor, noises: Sequence[tuple[int, int]], temperatures: Sequence[float], number: int
+) -> tuple[Tensor, Tensor, Tensor, list[int]]:
     """The tokens of rows that can be one of the best ``number`` by ``scores + G``: ids, bits of the noise, scores, how many.
 
-    ``scores`` ``[n, V]`` float32, without gaps; ``noises`` are positions and seeds that are mixed; ``number`` is no more than
-    ``V`` and `ROOM`. Returns ``[n, room]``: ids in order (int64), 53 bits (int64) and float32; the rest of a row is
-    filtered tokens 0. A row is complete unless its count is more than ``room``, or 0: then its scores are NaN.
+    Scores are ``logits`` ``[n, V]`` float32, less the highest of their row, over its temperature. ``noises`` are positions and
+    seeds that are mixed; ``number`` is no more than ``V`` and `ROOM`. Returns ``[n, room]``: ids in order (int64), 53 bits
+    (int64) and float32; the rest of a row is filtered tokens 0. A row is complete unless its count is more than ``room``, or
+    0: then its scores are NaN.
     """
-    rows, size = scores.shape
+    logits = logits.contiguous()
+    rows, size = logits.shape
     room = min(ROOM, -(-size // 16) * 16)
     tokens = torch.empty(rows * (room + 1), dtype=torch.int64)  # and counts
-    randoms, kept = torch.empty(rows, room, dtype=torch.int64), scores.new_empty(rows, room)
-    bounds = scores.new_empty(torch.get_num_threads(), -(-size // _BLOCK) * _BLOCK)
-    addresses = (part.data_ptr() for part in (scores, bounds, tokens, randoms, kept))
-    keys = (part for noise in noises for part in noise)
-    run(_find, arguments(rows, size, room, number, *addresses, *keys), scores.numel())
+    randoms, kept = torch.empty(rows, room, dtype=torch.int64), logits.new_empty(rows, room)
+    bounds = logits.new_empty(torch.get_num_threads(), -(-size // _BLOCK) * _BLOCK)
+    addresses = (part.data_ptr() for part in (logits, bounds, tokens, randoms, kept))
+    of_rows = zip(noises, logits.amax(-1).tolist(), temperatures, strict=True)
+    fields = (field for noise, highest, temperature in of_rows for field in (*noise, bits(highest), bits(temperature)))
+    run(_find, arguments(rows, size, room, number, *addresses, *fields), logits.numel())
     return tokens[: rows * room].view(rows, room), randoms, kept, tokens[rows * room :].tolist()

@@ -287,7 +287,7 @@ class Llama:
         yield norm_step(x, x, shape, *self._norm)
 
     def _workspace_for(self, tokens: int) -> "Workspace":
-        """Memory for a pass of so many tokens; that of small passes is kept."""
+        """Memory for a pass of so many tokens; that of passes with at most `KEPT` is kept."""
         workspace = self._workspace
         if workspace is None or tokens > workspace.most:
             workspace = Workspace(self, max(tokens, KEPT))

@@ -55,12 +55,12 @@ def by_operations(logits: Tensor, noisy: Sequence[Sampled], number: int) -> Tens
         return _best(logits, number)
     places, params, noises = zip(*noisy, strict=True)
     every, (size, device) = len(noisy) == len(logits), (logits.shape[-1], logits.device)
-    scores = adjust(logits if every else logits[list(places)], params)
+    some = logits if every else logits[list(places)]
     if device.type == "cpu" and number < min(ROOM, size):
-        best = _best_by_bounds(scores, noises, number)
+        best = _best_by_bounds(some, params, noises, number)
     else:
         positions, seeds = sent(noises, device).T
-        best = _best(scores + gumbel(noise_bits(seeds, positions, size)), number)
+        best = _best(adjust(some, params) + gumbel(noise_bits(seeds, positions, size)), number)
     if every:
         return best
     whole = _best(logits, number)
@@ -94,16 +94,27 @@ def prepare(device: torch.device, dtype: torch.dtype, vocab_size: int) -> None:
 def by_kernel(kernel: Kernel, logits: Tensor, noisy: Sequence[Sampled], number: int) -> Tensor:
     """`own_tokens_and_next` by a ``kernel``, which does all but the filters."""
     noises = [(0, 0, 0.0)] * len(logits)
-    for place, params, noise in noisy:
-        noises[place] = (*noise, params.temperature)
-    if filtering := [(place, params) for place, params, _ in noisy if _filters(params, logits.shape[-1])]:
-        places, some = zip(*filtering, strict=True)
-        index = sent(places, logits.device)
-        logits = logits.to(torch.float32, copy=True)  # `report` still reads the model's own
-        logits[index] = adjust(logits[index], some)
-        for place in places:
-            noises[place] = (*noises[place][:2], 1.0)  # the highest score is 0 then: the kernel changes none
+    places, params, _ = zip(*noisy, strict=True) if noisy else ((), (), ())
+    logits, temperatures = filtered_logits(logits, places, params)
+    for (place, _, noise), temperature in zip(noisy, temperatures, strict=True):
+        noises[place] = (*noise, temperature)
     return kernel(logits, noises, number)
+
+
+def filtered_logits(logits: Tensor, places: Sequence[int], params: Sequence[SamplingParams]) -> tuple[Tensor, list[float]]:
+    """Logits after the filters of the rows at ``places``, and what temperature is still to be applied to each of these.
+
+    Filtered rows are `adjust`ed already: their highest score is 0, and their temperature 1, so a kernel changes none.
+    """
+    filtering = [index for index, own in enumerate(params) if _filters(own, logits.shape[-1])]
+    temperatures = [own.temperature for own in params]
+    if filtering:
+        index = sent([places[each] for each in filtering], logits.device)
+        logits = logits.to(torch.float32, copy=True)  # `report` still reads the model's own
+        logits[index] = adjust(logits[index], [params[each] for each in filtering])
+        for each in filtering:
+            temperatures[each] = 1.0
+    return logits, temperatures
 
 
 def _filters(params: SamplingParams, size: int) -> bool:
@@ -127,12 +138,13 @@ def _best(scores: Tensor, number: int) -> Tensor:
     return with_runner_ups(own, scores.float(), number) if number else own[None]
 
 
-def _best_by_bounds(scores: Tensor, noises: Sequence[tuple[int, int]], number: int) -> Tensor:
-    """`own_tokens_and_next` of adjusted ``scores`` ``[n, V]``, with noise only for tokens that can win.
+def _best_by_bounds(logits: Tensor, params: Sequence[SamplingParams], noises: Sequence[tuple[int, int]], number: int) -> Tensor:
+    """`own_tokens_and_next` of ``logits`` ``[n, V]``, all of them sampled, with noise only for tokens that can win.
 
     The same bits as with noise for the whole vocabulary. ``noises`` are positions and mixed seeds.
     """
-    tokens, bits, kept, counts = contenders(scores, noises, 1 + number)
+    logits, temperatures = filtered_logits(logits.float(), range(len(logits)), params)
+    tokens, bits, kept, counts = contenders(logits, noises, temperatures, 1 + number)
     if not number and all(count == 1 for count in counts):  # as nearly always
         return tokens[:, 0][None]
     perturbed = kept + gumbel(bits)
@@ -141,10 +153,11 @@ def _best_by_bounds(scores: Tensor, noises: Sequence[tuple[int, int]], number: i
     gaps = (values[:, :1] - values[:, 1:]).view(torch.int32).long()
     best = torch.cat([tokens.gather(1, order), gaps], 1).T
     for row, count in enumerate(counts):
-        if not 0 < count <= tokens.shape[1]:  # too many are close, or scores are NaN
+        if not 0 < count <= tokens.shape[1]:  # too many are close, or the scores are not numbers
             position, seed = noises[row]
-            noise = gumbel(noise_bits(seed, torch.tensor([position]), scores.shape[-1]))
-            best[:, row] = _best(scores[row : row + 1] + noise, number)[:, 0]
+            scores = (logits[row : row + 1] - logits[row].max()) / _column(temperatures[row : row + 1], logits.device)
+            noise = gumbel(noise_bits(seed, torch.tensor([position]), logits.shape[-1]))
+            best[:, row] = _best(scores + noise, number)[:, 0]
     return best
 
 

@@ -237,8 +237,8 @@ def test_bounds_hold_for_every_exponent_of_the_noise() -> None:
     size = 2**20
     scores = torch.zeros(1, size)
     noise = gumbel(noise_bits(mixed(77), torch.tensor([0]), size))
-    tokens, _, _, (count,) = contenders(scores, [(0, mixed(77))], 20)
+    tokens, _, _, (count,) = contenders(scores, [(0, mixed(77))], [1.0], 20)
     assert set(noise[0].topk(20).indices.tolist()) <= set(tokens[0, :count].tolist())
     low = torch.where(noise > -2.0, -torch.inf, scores)  # those with the least noise, near u = 1
-    tokens, _, _, (count,) = contenders(low, [(0, mixed(77))], 1)
+    tokens, _, _, (count,) = contenders(low, [(0, mixed(77))], [1.0], 1)
     assert count > ROOM or (low + noise).argmax() in tokens[0, :count]

@@ -185,7 +185,7 @@ def test_a_key_goes_where_routers_look_for_it(monkeypatch: pytest.MonkeyPatch, f
     assert run(*command)[0] == 0
     assert os.environ["MY_KEYS"] == "cli=0123456789abcdef"
     code, output = run(*command)
-    assert (code, "--api-key is given and MY_KEYS has keys: leave one out" in output) == (1, True)
+    assert (code, "--api-key is given, and MY_KEYS has keys: give only one of them" in output) == (1, True)
 
 
 @pytest.mark.parametrize(("name", "option"), [("grpc_port", "--grpc-port"), ("http_port", "--port")])

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.document import console
 from benchmarks.turns import rotated
-from cascade.agreement import agreement, chat_ids, record
+from cascade.agreement import Written, agreement, along, chat_ids
 from cascade.answer import Completion
 from cascade.engine.tokenizer import Tokenizer
 from cascade.local import Cascade
@@ -38,31 +38,32 @@ def measure(models: Sequence[str], problems: Sequence[Prompt], number: int, toke
     """By length, below ``cells``: greedy answers."""
     tokenizer, params = Tokenizer.from_pretrained(models[-1]), SamplingParams(max_tokens=tokens, temperature=0, seed=0)
     cells: dict[str, Any] = {}
-    for length in LENGTHS:
-        recording = record(models, prompts(tokenizer, problems, length, number), params, dtype)
-        cells[str(length)] = {"agreement": round(agreement(recording, 0).own, 3)}
+    texts: dict[int, list[Written]] = {}
     same = True
     with Cascade.from_pretrained(models, dtype=dtype, drafter=("suffix",)) as cascade:
         for length in LENGTHS:
-            speeds, texts = _speeds(cascade, prompts(tokenizer, problems, length, number), params)
-            cells[str(length)] |= speeds
-            same = same and all(len(different) == 1 for different in texts)
+            cells[str(length)], answers = _speeds(cascade, prompts(tokenizer, problems, length, number), params)
+            texts[length] = [(prompt, next(iter(outputs))) for prompt, outputs in answers.items()]
+            same = same and all(len(outputs) == 1 for outputs in answers.values())
             console.print(length, cells[str(length)])
+    for length, written in texts.items():
+        recording = along(models[:-1], written, [params] * number, [str(length)] * number, dtype)
+        cells[str(length)]["agreement"] = round(agreement(recording, 0).own, 3)
     return {"same_text": same, "cells": cells}
 
 
 def _speeds(
     cascade: Cascade, prompts: Sequence[Prompt], params: SamplingParams
-) -> tuple[dict[str, Any], list[set[tuple[int, ...]]]]:
-    """Of each way: tokens per second after the first one, and seconds until the first one; and the texts of each prompt.
+) -> tuple[dict[str, Any], dict[tuple[int, ...], set[tuple[int, ...]]]]:
+    """Of each way: tokens per second after the first one, and seconds until the first one; and the answers to each prompt.
 
     The first prompt of a way is new to it, and the others share its beginning.
     """
     took: dict[str, list[tuple[float, float, int]]] = {way: [] for way in WAYS}
-    texts: list[set[tuple[int, ...]]] = [set() for _ in prompts]
+    answers: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
     salts = {way: f"{way} {next(_SALTS)}" for way in WAYS}
     for number, prompt in enumerate(prompts):
-        ids = chat_ids(cascade.tokenizer, prompt.text)
+        ids = tuple(chat_ids(cascade.tokenizer, prompt.text))
         for way in rotated(tuple(WAYS), number):
             begin = time.perf_counter()
             completion = cascade.generate(ids, params, WAYS[way], Handling(cache_salt=salts[way]))
@@ -70,8 +71,8 @@ def _speeds(
             assert isinstance(completion, Completion)
             first = completion.stats.first_token_s or seconds
             took[way].append((first, seconds - first, completion.stats.completion_tokens - 1))
-            texts[number].add(tuple(completion.token_ids))
-    return {way: _cell(of_way) for way, of_way in took.items()}, texts
+            answers.setdefault(ids, set()).add(completion.token_ids)
+    return {way: _cell(of_way) for way, of_way in took.items()}, answers
 
 
 _SALTS = count()

@@ -207,6 +207,9 @@ def _error_of(error: grpc.RpcError) -> CascadeError:
 
 def _target(address: str, authority: str | None) -> tuple[str, grpc.ChannelCredentials | None]:
     """The target of an address, and credentials if it uses TLS; raises `ConfigError`."""
+    port = address.rpartition(":")[2]
+    if port.isdecimal() and not 0 < int(port) < 2**16:  # gRPC would take the lower 16 bits of it
+        raise ConfigError(f"address is {address!r}: give a port from 1 to 65535")
     if not address.startswith(SECURE):
         if authority is not None:
             raise ConfigError(f"authority is given and address is {address!r}: begin it with {SECURE} for TLS")

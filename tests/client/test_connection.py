@@ -66,6 +66,9 @@ def test_what_no_call_can_carry_is_refused() -> None:
             Client(address)
     with pytest.raises(ConfigError, match="address is 'localhost', which names no port: give HOST:PORT, as localhost:9000"):
         Client("localhost")
+    for address in ("127.0.0.1:99999", "grpcs://host:0"):  # such a port was taken modulo 65,536
+        with pytest.raises(ConfigError, match="give a port from 1 to 65535"):
+            Client(address)
     with pytest.raises(ConfigError, match="address is an empty list"):
         Client([])
 

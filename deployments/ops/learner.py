@@ -22,7 +22,7 @@ from cascade.errors import CascadeError
 from cascade.settings.config import CascadeConfig
 from cascade.training.reservoir import Sample
 from deployments.links.siblings import ask_all
-from deployments.replica import join_serves
+from deployments.replica import starting
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -148,8 +148,10 @@ class Rollout:
 class Learner:
     """Trains drafters on answers that routers send. ``tiers`` are handles of all tiers, by name."""
 
+    _started = False
+
+    @starting()
     async def __init__(self, config: Mapping[str, Any], tiers: Mapping[str, DeploymentHandle]) -> None:  # type: ignore[misc]
-        join_serves()
         self._config = CascadeConfig.model_validate(config)
         assert self._config.alignment is not None
         self._alignment = self._config.alignment
@@ -162,6 +164,7 @@ class Learner:
         self._forgotten, self._closed = threading.Event(), threading.Event()
         work = (self._learn, *(rollout.step for rollout in rollouts))
         self._tasks = [asyncio.create_task(self._again(step)) for step in work]
+        self._started = True
 
     async def take(self, router: str, samples: Sequence[Sample], drifting: Sequence[str]) -> dict[str, Any]:
         """Take a router's answers, and its drafters whose acceptance has fallen; returns `progress`."""
@@ -182,6 +185,8 @@ class Learner:
         self._urgent = True
 
     async def __del__(self) -> None:
+        if not self._started:
+            return
         self._closed.set()
         for task in self._tasks:
             task.cancel()

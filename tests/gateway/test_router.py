@@ -19,6 +19,7 @@ from cascade.v1 import serving_pb2 as pb
 from deployments.full_tier import MAX_FRUITLESS, MAX_FRUITLESS_LEAVING, RetryBudget, held_lease_s
 from deployments.links import replica_status
 from deployments.links.leases import Lease
+from deployments.ops.learner import Learner
 from deployments.replica import starting
 from deployments.router import Router
 from deployments.tier import TierReplica
@@ -94,7 +95,8 @@ async def test_replicas_that_do_not_start_say_why(caplog: pytest.LogCaptureFixtu
             raise ConfigError("no core")
     assert "no core" in caplog.text
     await Router().close()
-    await TierReplica.__del__(TierReplica)  # type: ignore[arg-type]  # as good as one whose start has failed
+    for kind in (TierReplica, Learner):
+        await kind.__del__(kind)  # type: ignore[arg-type]  # as good as one whose start has failed
 
 
 def test_held_leases_leave_room() -> None:

@@ -102,9 +102,9 @@ def by_kernel(kernel: Kernel, logits: Tensor, noisy: Sequence[Sampled], number: 
 
 
 def filtered_logits(logits: Tensor, places: Sequence[int], params: Sequence[SamplingParams]) -> tuple[Tensor, list[float]]:
-    """Logits after the filters of the rows at ``places``, and what temperature is still to be applied to each of these.
+    """``logits`` ``[N, V]`` with the filters of ``params`` applied at the rows ``places``, and the temperature left for each.
 
-    Filtered rows are `adjust`ed already: their highest score is 0, and their temperature 1, so a kernel changes none.
+    Rows with filters become float32 scores after temperature, whose highest is 0, so 1 is left. Other rows stay as they are.
     """
     filtering = [index for index, own in enumerate(params) if _filters(own, logits.shape[-1])]
     temperatures = [own.temperature for own in params]

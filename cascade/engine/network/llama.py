@@ -35,7 +35,7 @@ from cascade.engine.scoring import Packed
 from cascade.engine.weights import HEAD, shape_of
 
 DTYPES = (torch.float32, torch.bfloat16)
-KEPT = 32  # memory and programs are kept for passes of up to so many tokens, which include drafts
+KEPT = 512  # memory and programs are kept for passes of up to so many tokens: making a program takes some 5 ms
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
 LAYER = "model.layers.{}."  # prefix of the names of a layer's weights
 UNUSED = "rotary_emb.inv_freq"  # suffix of further tensors in old checkpoints

@@ -1,7 +1,8 @@
-"""`cascade chat`: a conversation, with a server or with models in this process."""
+"""`cascade chat` and `cascade generate`: answers of a server, or of models in this process."""
 
 import contextlib
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from types import FrameType
@@ -163,3 +164,32 @@ def stopping() -> Iterator[Callable[[], bool]]:
         yield lambda: pressed
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@click.command()
+@click.argument("prompt")
+@click.option("--address", help=f"A server's gRPC address, such as {DEFAULT_ADDRESS}; by default the models run here.")
+@click.option(
+    "--model", "models", multiple=True, help="Path or hub id, bottom to top; repeat. By default the models that ship."
+)
+@click.option("--plain", is_flag=True, help="No colours, no statistics.")
+@sampling_options
+def generate(prompt: str, address: str | None, models: tuple[str, ...], plain: bool, **options: Any) -> None:
+    """Continue PROMPT ("-" reads it from standard input), and stream the text. For conversations see `cascade chat`."""
+    sampled, speculation = parameters(options)
+    prompt = sys.stdin.read() if prompt == "-" else prompt
+    with connected(address, models) as backend:
+        chunks = backend.stream(prompt, sampled(backend.default_params), speculation, Handling())
+        if plain:
+            for chunk in chunks:
+                click.echo(chunk.text, nl=False)
+            click.echo()
+            return
+        console.print(screen.legend(backend.names), "\n")
+        console.print(prompt, end="", style="dim", markup=False)
+        shown = screen.Answer(after=prompt)
+        for chunk in chunks:
+            shown.show(chunk)
+            if chunk.completion is not None:
+                console.print(f"\n\n{screen.summary(chunk.completion)}\n")
+                console.print(screen.acceptance(chunk.completion.stats.edges))

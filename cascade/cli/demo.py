@@ -4,26 +4,35 @@ import json
 import os
 import secrets
 import time
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.box import SIMPLE_HEAD
+from rich.columns import Columns
+from rich.live import Live
+from rich.panel import Panel
 from rich.table import Column, Table
+from rich.text import Text
 
 from cascade.answer import Completion
 from cascade.cli import screen
-from cascade.cli.config import configured
 from cascade.cli.connection import Backend, Message, connected
 from cascade.cli.options import DRAFT
 from cascade.cli.screen import console
-from cascade.cli.serve import started
+from cascade.cli.serve import configured, started
 from cascade.params import Handling, SamplingParams, Speculation
+from cascade.prompts import read_prompts
+
+if TYPE_CHECKING:  # both import PyTorch, which starts slowly
+    from cascade.agreement import Written
+    from cascade.engine.tokenizer import Tokenizer
 
 FOLDER = Path(__file__).parent
-LINES = (FOLDER / "questions.jsonl").read_text(encoding="utf-8").splitlines()
-QUESTIONS: dict[str, str] = {line["category"]: line["prompt"] for line in map(json.loads, LINES)}  # by kind
+QUESTIONS = {prompt.category: prompt.text for prompt in read_prompts(FOLDER / "questions.jsonl")}  # by kind
 # a conversation whose answer repeats a program in the prompt, where drafters find it
 AGAIN: Sequence[Message] = tuple(json.loads((FOLDER / "again.json").read_text(encoding="utf-8")))
 PARAMS = SamplingParams(max_tokens=96, temperature=0, seed=1)
@@ -32,6 +41,8 @@ COMPARED = ("code", "mathematics", "rewrite")  # kinds of the questions that bot
 COMPARED_TOKENS, AGAIN_TOKENS = 64, 192  # limits of answers, so that the demo ends within two minutes on two cores
 MOST_DRAFTS = 2  # models below the full one: the simulation has prices for a published trio
 WARM_TOKENS = 16  # limit of the first answer of each mode, which does not count
+FRAMES_S = 0.05  # between two pictures
+PANE_LINES = 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +159,6 @@ def on_devices(sources: Mapping[str, str], answers: Mapping[str, Completion]) ->
     ``sources`` are the models by tier, bottom to top.
     """
     from cascade.agreement import chat_ids
-    from cascade.cli.devices import panes, simulated
     from cascade.engine.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_pretrained([*sources.values()][-1])
@@ -176,3 +186,76 @@ def show(rows: Sequence[Row]) -> None:
         console.print(f"- {row.what}: {row.note}", soft_wrap=True)
     same = all(row.same for row in rows)
     console.print("Every text was the same with and without drafts." if same else "[bold red]Drafts changed a text.[/]")
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """When each token of each answer comes, in seconds after its request, and how often the draft tiers agree."""
+
+    alone: list[tuple[float, ...]]
+    cascade: list[tuple[float, ...]]
+    agreement: Mapping[str, float]  # by draft tier: agreement with the full model
+    models: tuple[str, ...]  # published models whose pass times are used, bottom to top
+
+    @property
+    def speeds(self) -> tuple[float, float]:
+        """Tokens per second of all answers, alone and with drafts."""
+        tokens = sum(map(len, self.alone))
+        return tokens / sum(times[-1] for times in self.alone), tokens / sum(times[-1] for times in self.cascade)
+
+
+def simulated(
+    sources: Mapping[str, str], texts: "Sequence[Written]", params: SamplingParams, kinds: Sequence[str], vocab: int
+) -> Simulated:
+    """Simulate answers that the full model gave with ``params``, with a device for each tier.
+
+    ``sources`` are two or three models by tier, bottom to top. The draft models give their own tokens along the answers, and
+    passes take as long as those of a published trio on published devices (`cascade.simulation.costs`).
+    """
+    from cascade.agreement import along
+    from cascade.simulation.costs import QWEN3, TRIO
+    from cascade.simulation.plan import recorded_tiers, timelines
+
+    recording = along([*sources.values()][:-1], texts, [params] * len(texts), kinds)
+    full = len(sources) - 1
+    tiers = recorded_tiers([*sources], (*QWEN3[:full], QWEN3[-1]), recording, vocab)
+    models = [*TRIO]
+    return Simulated(
+        timelines(tiers, recording, drafts=False),
+        timelines(tiers, recording, drafts=True),
+        {name: recording.shared(tier, full) for tier, name in enumerate([*sources][:-1])},
+        (*models[:full], models[-1]),
+    )
+
+
+def panes(outcome: Simulated, texts: "Sequence[Written]", tokenizer: "Tokenizer") -> None:
+    """Show two panes that fill at the simulated speeds; does nothing unless the output is a terminal."""
+    if not console.is_terminal:
+        return
+    sides = [_joined(outcome.alone), _joined(outcome.cascade)]
+    tokens = [token for _, output in texts for token in output]
+    begin, end = time.monotonic(), sides[0][-1]
+    with Live(console=console, transient=True, refresh_per_second=1 / FRAMES_S) as live:
+        while (now := time.monotonic() - begin) < end:
+            names = ("full model alone, simulated GPU", "cascade, simulated GPUs")
+            live.update(Columns([_pane(name, tokens, side, now, tokenizer) for name, side in zip(names, sides, strict=True)]))
+            time.sleep(FRAMES_S)
+
+
+def _joined(answers: Sequence[tuple[float, ...]]) -> list[float]:
+    """Times of all tokens, with the answers one after the other."""
+    times, begin = [], 0.0
+    for answer in answers:
+        times += [begin + at for at in answer]
+        begin = times[-1]
+    return times
+
+
+def _pane(name: str, tokens: Sequence[int], times: Sequence[float], now: float, tokenizer: "Tokenizer") -> Panel:
+    count = bisect_right(times, now)
+    width = max(20, console.width // 2 - 4)
+    text = Text(tokenizer.decode(tokens[max(0, count - PANE_LINES * 12) : count]))
+    lines = text.wrap(console, width)[-PANE_LINES:]
+    body = Text("\n").join(lines)
+    title = f"{name}: {count} tokens, {min(now, times[-1]):.1f} s"
+    return Panel(body, title=title, width=width + 4, height=PANE_LINES + 2)

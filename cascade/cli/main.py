@@ -4,12 +4,10 @@ from typing import Any
 
 import click
 
-from cascade.cli.chat import chat
-from cascade.cli.config import check
+from cascade.cli.chat import chat, generate
 from cascade.cli.demo import demo
-from cascade.cli.generate import generate
 from cascade.cli.plan import agreement, layers, plan
-from cascade.cli.serve import serve
+from cascade.cli.serve import check, serve
 from cascade.cli.top import top
 from cascade.cli.training import align, distill, forget, rollback
 from cascade.errors import CascadeError

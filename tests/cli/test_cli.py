@@ -20,10 +20,10 @@ from openai import AuthenticationError, OpenAI
 
 from cascade import Cascade, Completion, SamplingParams, Speculation, Structured, family
 from cascade.cli import demo
-from cascade.cli.config import configured
-from cascade.cli.devices import simulated
+from cascade.cli.demo import simulated
 from cascade.cli.main import main
 from cascade.cli.options import parameters, sampling_options
+from cascade.cli.serve import configured
 from cascade.client import Client
 from cascade.settings.config import CascadeConfig
 from deployments.app import shortage

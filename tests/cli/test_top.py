@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 from rich.console import RenderableType
 
-from cascade.cli.scrape import Scrape, scrape
 from cascade.cli.screen import acceptance, console
-from cascade.cli.top import Frame, look, view
+from cascade.cli.top import Frame, Scrape, look, scrape, view
 from cascade.client import Client, ServerInfo
 from cascade.client.server_info import TierInfo
 from cascade.errors import Unauthenticated, Unavailable

@@ -7,7 +7,7 @@ from urllib.request import Request, urlopen
 import grpc
 import pytest
 
-from cascade.cli.scrape import Scrape
+from cascade.cli.top import Scrape
 from cascade.client import Client
 from cascade.client.rpc import stub_of
 from cascade.errors import KINDS, InvalidRequest, Overloaded

@@ -12,7 +12,7 @@ import pytest
 from ray import serve
 
 from cascade import SamplingParams, Speculation
-from cascade.cli.scrape import scrape
+from cascade.cli.top import scrape
 from cascade.client import Client
 from cascade.messages import Edge
 from cascade.planner.cost import Profile

@@ -11,7 +11,7 @@ import ray
 from prometheus_client.parser import text_string_to_metric_families
 
 from cascade import Completion, SamplingParams, Speculation
-from cascade.cli.scrape import Scrape
+from cascade.cli.top import Scrape
 from cascade.client import Client
 from deployments.ops.launch import APPLICATION, Server
 from deployments.ops.metrics.series import ALIGNMENT, COMMON, ROUTER, SERIES

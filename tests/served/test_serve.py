@@ -14,7 +14,7 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 
 from cascade import Cascade, Completion, SamplingParams, Speculation, Structured
-from cascade.cli.scrape import Scrape, scrape
+from cascade.cli.top import Scrape, scrape
 from cascade.client import Client
 from cascade.client.exchange import encode_request
 from cascade.client.rpc import stub_of

@@ -23,7 +23,7 @@ from cascade.settings.file import load_config
 from cascade.settings.fixed import fixed_of_router, fixed_of_tier
 from cascade.settings.section import did_you_mean, sentence
 from deployments.ray_compat import versioned
-from deployments.versions import packages
+from deployments.replica import packages
 
 ROUNDING = 1e-6  # sums of decimal shares are not exact: 3 x 0.2 + 0.3 + 0.1 is more than 1
 LEARNER_END_S = 5.0  # seconds that a learner has to end

@@ -14,7 +14,7 @@ from cascade.errors import InvalidRequest, Unavailable
 from cascade.messages import Close, Failed, Message, Open, Proposal, Routing, SessionSpec, mint
 from cascade.settings.config import CascadeConfig
 from deployments.gateway.admission.admission import ActiveRequest, Admission
-from deployments.gateway.admission.lifetime import Lifetime
+from deployments.gateway.admission.places import Lifetime
 from deployments.gateway.model import ServedModel
 from deployments.links.affinity import Prefixes
 from deployments.links.downlink import Downlink

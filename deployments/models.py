@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cascade.errors import InvalidRequest, NotFound, Unauthenticated
 from cascade.settings.router import RequestLimits
-from deployments.gateway.admission.status import refusal
+from deployments.gateway.admission.admission import refusal
 from deployments.gateway.http.events import ClientLeft
 from deployments.gateway.http.middleware import CODING, authorization, read_body, refused_response, replay, route_of
 from deployments.replica import starting

@@ -1,18 +1,23 @@
-"""Shared by replicas of routers and tiers under Ray Serve: context, name, logs, startup."""
+"""Shared by replicas of routers and tiers under Ray Serve: context, name, logs, startup, and versions of packages."""
 
 import contextlib
 import gc
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
 
 from ray import serve
 from ray.serve.context import ReplicaContext
 from ray.serve.exceptions import RayServeException
 
+from cascade.errors import ConfigError
+
 log = logging.getLogger(__name__)
 
 OURS = ("cascade", "deployments")
 SERVES = "ray.serve"
+# packages on which texts or messages between nodes depend; Ray itself checks Ray and Python
+PACKAGES = ("cascade-serve", "torch", "transformers", "tokenizers", "llguidance", "vllm")
 
 
 def context() -> ReplicaContext | None:
@@ -54,3 +59,23 @@ async def starting() -> AsyncIterator[None]:
         raise
     finally:
         gc.enable()
+
+
+def packages() -> dict[str, str]:
+    """Versions of `PACKAGES` that are installed here, without build tags such as ``+cu130``."""
+    installed = {}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            installed[name] = version(name).partition("+")[0]
+    return installed
+
+
+def check_alike(expected: Mapping[str, str]) -> None:
+    """Raise `ConfigError` if a package's version differs from that where the application was built."""
+    here = packages()
+    for name in here.keys() & expected.keys():
+        if here[name] != expected[name]:
+            raise ConfigError(
+                f"This node has {name} {here[name]}, and the application was built with {expected[name]}, of which texts may "
+                "differ: install what cluster/constraints.txt names on every node, or set verify to false"
+            )

@@ -22,8 +22,7 @@ from deployments.links.leases import lessor
 from deployments.links.replica_status import Tiers, may_be_zero
 from deployments.links.tls import check
 from deployments.ops.collector import Collector
-from deployments.ops.metrics.export import report
-from deployments.ops.metrics.series import ROUTER
+from deployments.ops.metrics import ROUTER, report
 from deployments.ops.tracing import flush
 from deployments.replica import starting
 

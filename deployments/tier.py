@@ -33,11 +33,9 @@ from deployments.links.leases import LeasePool, lessor
 from deployments.links.tls import check
 from deployments.links.uplink import LinkServer
 from deployments.ops.learner import Weights
-from deployments.ops.metrics.export import report
-from deployments.ops.metrics.series import Reading
+from deployments.ops.metrics import Reading, report
 from deployments.ops.tracing import flush, tracing
-from deployments.replica import replica_name, starting
-from deployments.versions import check_alike
+from deployments.replica import check_alike, replica_name, starting
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

@@ -240,7 +240,7 @@ def _options(records: Iterable[tuple[str, str]]) -> str:
 
 def series(place: str) -> str:
     """What is counted at ``place`` alone, or at both."""
-    from deployments.ops.metrics.series import PREFIX, SERIES
+    from deployments.ops.metrics import PREFIX, SERIES
 
     rows = []
     for one in SERIES.values():

@@ -2,8 +2,10 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 
 from cascade.answer import Answer, Chunk
 from cascade.capabilities import Capabilities, Task
@@ -17,10 +19,27 @@ from cascade.messages import SessionSpec
 from cascade.params import Structured
 from cascade.settings.config import CascadeConfig
 from cascade.settings.engine import generation_folder
-from deployments.gateway.threads import GRAMMARS, TEXT, in_thread, reading
 from deployments.links.replica_status import Tiers
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# threads for work that would block the event loop, a pool for each kind, so that none waits for another; look-ups on disks and
+# networks use asyncio's own threads
+TEXT = ThreadPoolExecutor(2, "text")  # tokenizes and decodes long texts, tenths of a second at most
+GRAMMARS = ThreadPoolExecutor(2, "grammars")  # compiles grammars, which may take seconds
+LONG = 2000  # characters or tokens from which a text is processed in a thread
 STREAM_WINDOW = 256  # tokens that the full tier may write before the client's stream takes them
+
+
+async def in_thread(pool: ThreadPoolExecutor, work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+    """Run ``work`` in a thread of ``pool``."""
+    return await asyncio.get_running_loop().run_in_executor(pool, partial(work, *args, **options))
+
+
+async def reading(length: int, work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+    """Run ``work`` on a text of this length; in a thread if the text is long, so that other requests continue."""
+    return work(*args, **options) if length < LONG else await in_thread(TEXT, work, *args, **options)
 
 
 class ServedModel:

@@ -18,7 +18,7 @@ from deployments.links.codec import decode, encode
 from deployments.links.leases import HeldLease, LeasePool
 from deployments.links.tls import channel
 from deployments.links.uplink import CHANNEL_OPTIONS, Mailbox, authorization, race
-from deployments.ops.metrics.series import Reading
+from deployments.ops.metrics import Reading
 from deployments.ops.tracing import UNTRACED, SessionSpans, Trace, Tracing
 
 log = logging.getLogger(__name__)

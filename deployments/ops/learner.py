@@ -21,7 +21,7 @@ from cascade.engine.threads import apart
 from cascade.errors import CascadeError
 from cascade.settings.config import CascadeConfig
 from cascade.training.reservoir import Sample
-from deployments.links.siblings import ask_all
+from deployments.links.replica_status import ask_all
 from deployments.replica import starting
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from cascade.errors import Unauthenticated
 from cascade.settings.config import CascadeConfig
 from cascade.settings.router import AccessConfig
 from deployments.gateway.admission.access import REQUIRED, Access
-from deployments.versions import PACKAGES
+from deployments.replica import PACKAGES
 from tests.cluster.demand import assert_apart, demands, nodes_for
 from tests.nodes.nodes import KEEPALIVE
 

@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from cascade.errors import Aborted, ConfigError, DeadlineExceeded, InvalidRequest, Overloaded, Unauthenticated
 from cascade.settings.router import AccessConfig, KeyLimits
 from deployments.gateway.admission.access import Access, Account
-from deployments.gateway.admission.fair_queue import FairQueue, Ticket
-from deployments.gateway.admission.lifetime import Lifetime
-from deployments.gateway.admission.places import Places
+from deployments.gateway.admission.places import FairQueue, Lifetime, Places, Ticket
 
 ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdefgh"
 KEYS = f"alice={ALICE}\n# a comment\nbob = {BOB}"

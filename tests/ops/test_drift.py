@@ -6,7 +6,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.ops.drift import BATCH_S, BATCH_TOKENS, LEAST_FALL, LONG, RELEASE, WARM, Drift
+from deployments.ops.collector import BATCH_S, BATCH_TOKENS, LEAST_FALL, LONG, RELEASE, WARM, Drift
 
 shares = st.floats(0.0, 1.0)
 answers = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300), st.floats(0, 2 * BATCH_S)), max_size=120)

@@ -19,8 +19,7 @@ from deployments.gateway.admission.access import Account
 from deployments.gateway.admission.metrics import RouterMetrics
 from deployments.gateway.admission.places import Places
 from deployments.ops import collector, learner
-from deployments.ops.collector import Collector
-from deployments.ops.drift import BATCH_S, WARM
+from deployments.ops.collector import BATCH_S, WARM, Collector
 from deployments.ops.learner import Canary, Record, Rollout, Weights
 from tests import small
 from tests.waiting import until

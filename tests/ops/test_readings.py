@@ -16,7 +16,7 @@ from cascade.cli.top import scrape
 from cascade.client import Client
 from cascade.messages import Edge
 from cascade.planner.cost import Profile
-from deployments.ops.metrics.series import SERIES
+from deployments.ops.metrics import SERIES
 from deployments.replica import OURS, join_serves
 from deployments.tier import replica_readings
 from tests.in_process import House, serving

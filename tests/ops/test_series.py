@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deployments.ops.metrics.series import COMMON, SERIES
+from deployments.ops.metrics import COMMON, SERIES
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "cluster" / "prometheus" / "rules.yaml"

@@ -14,7 +14,7 @@ from cascade import Completion, SamplingParams, Speculation
 from cascade.cli.top import Scrape
 from cascade.client import Client
 from deployments.ops.launch import APPLICATION, Server
-from deployments.ops.metrics.series import ALIGNMENT, COMMON, ROUTER, SERIES
+from deployments.ops.metrics import ALIGNMENT, COMMON, ROUTER, SERIES
 from tests import small
 from tests.served.test_serve import pages, settle
 from tests.waiting import LONG_S, wait_until

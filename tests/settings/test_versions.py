@@ -17,7 +17,7 @@ from cascade.errors import ConfigError
 from cascade.settings.deployment import DeploymentConfig
 from cascade.settings.fixed import COMPARED_BY_SERVE, READ_BY_ROUTERS, fixed_of_router, fixed_of_tier
 from deployments.app import bind, parse
-from deployments.versions import check_alike, packages
+from deployments.replica import check_alike, packages
 from tests import small
 
 Values = dict[str, Any]

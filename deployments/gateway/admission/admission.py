@@ -1,8 +1,9 @@
-"""Admission of all requests, whatever their protocol: keys, limits, places, counters."""
+"""Admission of all requests, whatever their protocol: keys, limits, places, counters, and the form of errors."""
 
 import asyncio
 import contextlib
 import logging
+import math
 import re
 import time
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
@@ -11,15 +12,14 @@ from dataclasses import dataclass, field
 from opentelemetry.trace import INVALID_SPAN, Span
 
 from cascade.answer import Chunk
-from cascade.errors import CascadeError, InvalidRequest, Unavailable
+from cascade.client.connection import RETRY_AFTER
+from cascade.errors import CascadeError, InvalidRequest, Overloaded, Unauthenticated, Unavailable
 from cascade.messages import Routing, SessionSpec, mint
 from cascade.settings.config import CascadeConfig
 from cascade.tier.scheduler import PRIORITY_S
 from deployments.gateway.admission.access import Access, Account
-from deployments.gateway.admission.fair_queue import Ticket
-from deployments.gateway.admission.lifetime import LEAVING, Lifetime
 from deployments.gateway.admission.metrics import LEFT, RouterMetrics
-from deployments.gateway.admission.places import Places
+from deployments.gateway.admission.places import LEAVING, Lifetime, Places, Ticket
 from deployments.ops.tracing import Trace, Tracing, answer_span, end_answer, request_span, tracing
 
 log = logging.getLogger(__name__)
@@ -28,6 +28,9 @@ access = logging.getLogger("deployments.access")
 LOG_S = 1.0  # seconds between two refusals in the log
 SESSION = "x-session-id"  # header or metadata: requests with the same value go to the same full replica
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+# limit of a sentence, since gRPC sends it in a header of limited size, with three bytes for each byte that is not ASCII
+MAX_CHARS = 500
+UNKNOWN_FAILURE = "The server failed; its log says why"
 
 
 def fits(id: str) -> bool:
@@ -214,3 +217,23 @@ class AnswerRecord:
         """The client's stream has taken the piece."""
         if chunk.token_ids:
             self._last = time.monotonic()
+
+
+# errors
+
+
+def refusal(error: Exception) -> CascadeError:
+    """The error that a client gets for ``error``, with one sentence at most. Faults of the server go to the log."""
+    if not isinstance(error, CascadeError):
+        log.error("A request failed", exc_info=error)
+        return CascadeError(UNKNOWN_FAILURE)
+    if len(str(error)) > MAX_CHARS:
+        error.args = (f"{str(error)[:MAX_CHARS]}...",)
+    return error
+
+
+def metadata(error: CascadeError) -> tuple[tuple[str, str], ...]:
+    """HTTP headers, or gRPC trailing metadata, of an error."""
+    if isinstance(error, Overloaded):
+        return ((RETRY_AFTER, str(math.ceil(error.retry_after_s))),)
+    return (("www-authenticate", "Bearer"),) if isinstance(error, Unauthenticated) else ()

@@ -14,7 +14,7 @@ from cascade.answer import Completion, FinishReason, Undrafted
 from cascade.errors import KINDS
 from cascade.messages import Edge
 from deployments.gateway.admission.places import Places
-from deployments.ops.metrics.series import PREFIX, SERIES, Kind, Reading
+from deployments.ops.metrics import PREFIX, SERIES, Kind, Reading
 from deployments.replica import replica_name
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,7 @@ from cascade.params import SamplingParams, Structured
 from deployments.gateway.chat.calls import FORMATS, JSON, CallParser, ToolFormat
 from deployments.gateway.chat.grammars import GrammarWriter
 from deployments.gateway.chat.reader import TAIL, ThoughtSplitter, TurnReader, opened, prompted
-from deployments.gateway.model import ServedModel
-from deployments.gateway.threads import reading
+from deployments.gateway.model import ServedModel, reading
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,11 @@ from cascade.params import MOST_BRANCHES, SamplingParams
 from cascade.settings.config import CascadeConfig
 from cascade.v1 import serving_pb2 as pb
 from deployments.full_tier import FullTier
-from deployments.gateway.admission.admission import Admission, Caller
-from deployments.gateway.admission.status import metadata, refusal
+from deployments.gateway.admission.admission import Admission, Caller, metadata, refusal
 from deployments.gateway.chat.assistant import Assistant
 from deployments.gateway.grpc.requests import TextCall, TurnCall, refuse_unknown
 from deployments.gateway.model import ServedModel
-from deployments.links.replica_status import Tiers
-from deployments.links.siblings import Siblings
+from deployments.links.replica_status import Siblings, Tiers
 
 DESCRIBE_TIMEOUT_S = 2.0
 

@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection
 from cascade.client.rpc import CASCADE, handlers_of
 from cascade.settings.router import ListenConfig, RequestLimits
 from cascade.v1 import serving_pb2 as pb
-from deployments.gateway.admission.status import UNKNOWN_FAILURE
+from deployments.gateway.admission.admission import UNKNOWN_FAILURE
 from deployments.links.tls import check, server_credentials
 
 log = logging.getLogger(__name__)

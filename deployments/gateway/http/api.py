@@ -4,7 +4,9 @@ import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, FastAPI, Header, Request
@@ -23,15 +25,12 @@ from cascade.messages import SessionSpec
 from cascade.params import MAX_SEED, SamplingParams
 from deployments.full_tier import FullTier
 from deployments.gateway.admission.access import Account
-from deployments.gateway.admission.admission import Admission, Caller
+from deployments.gateway.admission.admission import Admission, Caller, refusal
 from deployments.gateway.admission.metrics import CONTENT_TYPE
-from deployments.gateway.admission.status import refusal
 from deployments.gateway.chat.assistant import Assistant, ChatTask
-from deployments.gateway.http import page
 from deployments.gateway.http.events import Events, Reply, attended, gathered, merged, streamed, unwritten, warned
-from deployments.gateway.http.json_body import JsonRoute
 from deployments.gateway.http.messages import MessageReply, MessagesBody, PromptBody
-from deployments.gateway.http.middleware import Middleware, refused_response
+from deployments.gateway.http.middleware import JsonRoute, Middleware, refused_response
 from deployments.gateway.http.openai import (
     ChatBody,
     CompletionBody,
@@ -41,13 +40,17 @@ from deployments.gateway.http.openai import (
 )
 from deployments.gateway.http.reply import CompletionReply, Echo
 from deployments.gateway.http.responses import ResponseReply, ResponsesBody
-from deployments.gateway.model import ServedModel
-from deployments.gateway.threads import reading
+from deployments.gateway.model import ServedModel, reading
 
 AnyBody = TypeVar("AnyBody", bound=SamplingBody)
 TurnBody = TypeVar("TurnBody", ChatBody, ResponsesBody, MessagesBody)
 COMPLETION_TOKENS = 16  # default limit of completions, as in OpenAI's API, if the model has none
 STARTED = int(time.time())
+FOLDER = Path(__file__).parent
+POLICY = (  # of the chat page, which loads nothing from other hosts
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'"
+)
 BEARER = HTTPBearer(auto_error=False)  # only for the schema: `Middleware` checks the key
 Timeout = Annotated[float | None, Header(alias="x-request-timeout-seconds", gt=0, allow_inf_nan=False)]
 ERROR_FIELDS = {name: {"type": "string"} for name in ("message", "type")}  # fields of both OpenAI's and Anthropic's errors
@@ -118,7 +121,7 @@ class HttpApi:
 
     async def page(self) -> Response:
         """The chat page."""
-        return HTMLResponse(page.html(), headers={"content-security-policy": page.POLICY})
+        return HTMLResponse(chat_page(), headers={"content-security-policy": POLICY})
 
     async def health(self) -> Response:
         """Whether requests are taken."""
@@ -312,3 +315,11 @@ class HttpApi:
         response.status_code = error.status_code
         response.headers.update(error.headers or {})
         return response
+
+
+@cache
+def chat_page() -> str:
+    """The chat page as one file with its scripts and libraries."""
+    scripts = [*sorted((FOLDER / "libraries").glob("*.js")), FOLDER / "page.js"]
+    tags = [f"<script>\n{path.read_text(encoding='utf-8')}</script>\n" for path in scripts]
+    return (FOLDER / "page.html").read_text(encoding="utf-8").replace("<!-- scripts -->", "".join(tags))

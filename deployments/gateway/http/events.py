@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from cascade.answer import Chunk
 from cascade.errors import CascadeError
-from deployments.gateway.admission.status import refusal
+from deployments.gateway.admission.admission import refusal
 
 T = TypeVar("T")
 Pieces = AsyncGenerator[tuple[int, Chunk], None]  # pieces, each with the index of its answer

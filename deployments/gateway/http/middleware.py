@@ -1,21 +1,29 @@
-"""Middleware before the application: keys, limits of bodies in size and time, clients that leave."""
+"""Before the application: keys, limits of bodies in size and time, clients that leave.
+
+Bodies are parsed as JSON more strictly than Python does: UTF-8, no repeated names in an object, no lone surrogates.
+"""
 
 import asyncio
 import gzip
 import io
+import json
+import re
 import time
 import zlib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cascade.errors import CascadeError, DeadlineExceeded, InvalidRequest, TooLarge, UnsupportedMedia
 from cascade.messages import mint
+from cascade.params import LONE_SURROGATE
 from cascade.settings.router import RequestLimits
-from deployments.gateway.admission.admission import Admission, fits
-from deployments.gateway.admission.status import metadata, refusal
+from deployments.gateway.admission.admission import Admission, fits, metadata, refusal
 from deployments.gateway.http.events import ClientLeft
 from deployments.gateway.http.messages import PATH, message_error
 from deployments.gateway.http.reply import error_body
@@ -25,6 +33,7 @@ PAGE = "/"  # here a browser asks for the key as a password
 BASIC = (("www-authenticate", 'Basic realm="cascade: an API key as password"'),)
 
 CODING = b"content-encoding"
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # JSON's escape of half a character
 
 
 class Middleware:
@@ -138,3 +147,47 @@ def replay(body: bytes, receive: Receive) -> Receive:
         return await receive()
 
     return first
+
+
+class JsonRoute(APIRoute):
+    """A route that parses its body with `parsed`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def strictly(request: Request) -> Response:
+            return await handle(_JsonRequest(request.scope, request.receive))
+
+        return strictly
+
+
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        return parsed(await self.body())
+
+
+def parsed(body: bytes) -> Any:
+    """The value of a body; raises `json.JSONDecodeError`, whose message says what is wrong."""
+    try:
+        text = body.decode("utf-8-sig")
+        value = json.loads(text, object_pairs_hook=_object)
+        if SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except json.JSONDecodeError:
+        raise
+    except UnicodeDecodeError:
+        reason = "it is not in UTF-8"
+    except UnicodeEncodeError:
+        reason = LONE_SURROGATE
+    except (ValueError, RecursionError):
+        reason = "it is nested too deeply, or a number has too many digits"
+    raise json.JSONDecodeError(reason, "", 0)
+
+
+def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) < len(pairs):  # Python would silently take the last one
+        [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
+        raise json.JSONDecodeError(f"{twice[:60]!r} is given twice", "", 0)
+    return members

@@ -1,13 +1,21 @@
-"""All series of a cascade, with names, labels and meanings.
+"""All series of a cascade, with names, labels and meanings, and their export to Ray, whose nodes serve them to Prometheus.
 
 Routers have theirs at `GET /metrics`. Through Ray, routers and replicas of tiers report theirs with the labels `COMMON`. Names
 are the same: ``ray_cascade_NAME``, with ``_total`` for counters. `docs/reference/metrics.md` has this table.
 """
 
-from collections.abc import Mapping
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeAlias
+
+from ray.util.metrics import Gauge, Histogram
+
+from deployments.replica import context
+
+log = logging.getLogger(__name__)
 
 Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
 Place: TypeAlias = Literal["router", "tier"]  # who reports: routers (their page and Ray), or replicas of tiers (Ray)
@@ -16,6 +24,7 @@ RAY = "ray_"  # Ray's prefix of every name, which routers' pages have, too
 PREFIX = f"{RAY}cascade_"
 COMMON = ("application", "model", "tier", "replica")  # labels of all series through Ray
 ROUTER = "router"  # the label `tier` of routers
+EVERY_S = 2.0  # more often than Ray's workers report, every 10 s by default (RAY_metrics_report_interval_ms)
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 LONG_SECONDS = (*SECONDS[4:], 60.0, 120.0, 300.0, 600.0)
@@ -172,3 +181,40 @@ REPLICAS = (
 SERIES: Mapping[str, Series] = MappingProxyType(
     {series.name: series for series in (*REQUESTS, *EDGES, *CASCADE, *ALIGNMENT, *BETWEEN, *REPLICAS)}
 )
+
+
+async def report(model: str, tier: str, source: Callable[[], Iterable[Reading]]) -> None:
+    """Export the readings of ``source`` from this replica of Ray Serve every `EVERY_S`, until cancelled."""
+    here = context()
+    if here is None:  # not in a replica of Serve
+        return
+    common = dict(zip(COMMON, (here.app_name, model, tier, here.replica_tag), strict=True))
+    instruments: dict[str, Gauge | Histogram] = {}
+    while True:
+        try:
+            export(source(), common, instruments)
+        except Exception:  # metrics must not disturb serving
+            log.exception("Metrics could not be reported to Ray")
+        await asyncio.sleep(EVERY_S)
+
+
+def export(readings: Iterable[Reading], common: Mapping[str, str], instruments: dict[str, Gauge | Histogram]) -> None:
+    """Export readings with the labels `COMMON`; ``instruments``, by name, are created when first needed."""
+    for name, values, value in readings:
+        series = SERIES[name]
+        tags = {**common, **dict(zip(series.labels, values, strict=True))}
+        if name not in instruments:
+            instruments[name] = _made(series)
+        match instruments[name]:
+            case Gauge() as gauge:  # also unchanged ones, since Ray forgets gauges that are not repeated
+                gauge.set(value, tags)
+            case Histogram() as histogram:
+                histogram.observe(value, tags)
+
+
+def _made(series: Series) -> Gauge | Histogram:
+    """An instrument of Ray. Counters become gauges, since Ray's own counters cannot be 0 and so would be absent at first."""
+    name, labels = series.shown.removeprefix(RAY), tuple(dict.fromkeys((*COMMON, *series.labels)))
+    if series.kind == "histogram":
+        return Histogram(name, series.help, list(series.buckets), labels)
+    return Gauge(name, series.help, labels)

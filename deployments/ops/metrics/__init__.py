@@ -1,1 +1,0 @@
-"""Metrics: every series by name, and their export to Ray."""

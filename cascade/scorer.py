@@ -10,7 +10,7 @@ from cascade.messages import Logprobs
 from cascade.params import SamplingParams
 
 BLOCK = 16  # positions
-TILE = 64  # positions that attention reads at once, see `cascade.engine.network.contiguous`
+TILE = 64  # positions that attention reads at once, see `cascade.engine.network.attention`
 MAX_FORKED = 32  # positions of a fork, see `Store.fork`
 UNIT = 1 / 16  # a gap of 1 on the wire, in nats
 UNREAD = -1  # `Row.guesses` without a head
@@ -33,7 +33,7 @@ def grown_capacity(positions: int, capacity: int) -> int:
 
 
 class Store(Protocol):
-    """Keys and values of one session at one tier; see `cascade.engine.network.contiguous.Cache`."""
+    """Keys and values of one session at one tier; see `cascade.engine.network.attention.Cache`."""
 
     @property
     def block(self) -> int:

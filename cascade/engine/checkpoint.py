@@ -13,9 +13,9 @@ from cascade.engine.devices import held_dtype
 from cascade.engine.gguf import described
 from cascade.engine.model_config import FamilyConfig, context_len, read_config, unlike_attention
 from cascade.engine.network import llama
+from cascade.engine.network.attention import SIZES, Survey, register
 from cascade.engine.network.llama import weight_shapes
-from cascade.engine.network.products import keeps_bits
-from cascade.engine.network.survey import SIZES, Survey, register
+from cascade.engine.network.published import keeps_bits
 from cascade.engine.weights import check_files
 from cascade.errors import ModelError, model_errors, reason
 

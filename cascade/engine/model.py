@@ -13,8 +13,7 @@ from cascade.engine.gguf import converted
 from cascade.engine.loading import Network, load, network_of
 from cascade.engine.model_config import context_len
 from cascade.engine.network.llama import Llama
-from cascade.engine.network.published import Published
-from cascade.engine.network.survey import probe_texts
+from cascade.engine.network.published import Published, probe_texts
 from cascade.engine.sampling.own_tokens import prepare
 from cascade.engine.sampling.processors import report
 from cascade.engine.scoring import Packed, Report, scored

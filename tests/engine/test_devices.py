@@ -14,7 +14,7 @@ from cascade.engine.checkpoint import anatomy
 from cascade.engine.devices import held_dtype
 from cascade.engine.model import Model
 from cascade.engine.model_config import read_config
-from cascade.engine.network.products import keeps_bits
+from cascade.engine.network.published import keeps_bits
 from cascade.engine.threads import LONG_S, Threads, apart
 from cascade.params import SamplingParams
 from cascade.scorer import Row

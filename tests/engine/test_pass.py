@@ -21,11 +21,9 @@ from cascade.cpu.cache import Span
 from cascade.engine.checkpoint import anatomy
 from cascade.engine.loading import load, load_trainable
 from cascade.engine.model import Model
-from cascade.engine.network.attention import attend
-from cascade.engine.network.contiguous import Cache, Contiguous, Pass
+from cascade.engine.network.attention import Cache, Contiguous, Pass, Survey, attend, window_of_mask
 from cascade.engine.network.llama import Llama, is_written_out
-from cascade.engine.network.published import Published
-from cascade.engine.network.survey import Survey, agree, window_of_mask
+from cascade.engine.network.published import Published, agree
 from cascade.scorer import TILE, Row, Scored
 from tests.architectures import CONTEXT, DEFAULT, REFUSED, SERVED, VOCAB, WRITTEN_OUT, build, each
 from tests.cases import crossed

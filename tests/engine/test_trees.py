@@ -16,7 +16,7 @@ from cascade import SamplingParams, Structured
 from cascade.draft import Draft
 from cascade.engine.grammar import Grammars
 from cascade.engine.model import Model
-from cascade.engine.network.contiguous import Contiguous
+from cascade.engine.network.attention import Contiguous
 from cascade.engine.network.published import Published
 from cascade.engine.sampling.state import SequenceState
 from cascade.engine.tokenizer import Tokenizer

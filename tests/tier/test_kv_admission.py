@@ -10,7 +10,7 @@ from cascade.answer import Answer
 from cascade.draft import Draft
 from cascade.engine import devices
 from cascade.engine.model import Model
-from cascade.engine.network.contiguous import Contiguous
+from cascade.engine.network.attention import Contiguous
 from cascade.engine.network.published import Published
 from cascade.engine.sampling.state import state_maker
 from cascade.errors import ModelError

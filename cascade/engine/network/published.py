@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
+from cascade.cpu.linear import Linear
 from cascade.engine import devices, draft_vocab
 from cascade.engine.layers import cut_config
+from cascade.engine.memory import host_memory
 from cascade.engine.model_config import unlike_attention
-from cascade.engine.network.attention import ATTENTION, Native, register
-from cascade.engine.network.contiguous import Contiguous
-from cascade.engine.network.products import keeps_bits, multiply_row_by_row
-from cascade.engine.network.survey import Survey, agree, probe_texts
+from cascade.engine.network.attention import ATTENTION, Attention, Contiguous, Native, Survey
+from cascade.engine.network.llama import is_written_out
 from cascade.engine.scoring import Packed
 from cascade.errors import ModelError, reason
 from cascade.params import SamplingParams
@@ -28,16 +28,18 @@ if TYPE_CHECKING:
 
 Module = TypeVar("Module", bound=nn.Module)
 
+# the error allowed when a model is loaded, relative to the size of logits; `COARSE` for other dtypes, such as bfloat16
+TOLERANCE, COARSE = {torch.float32: 1e-3, torch.float16: 0.03}, 0.15
+CONV1D = "Conv1D"  # Transformers' linear layer with transposed weights
+LANES = 16  # numbers that a vectorised operation of PyTorch processes at once
+FREE_FACTOR = 2  # free memory needed, in multiples of the weights: for copies of them, and as much for keys and values
+
 
 class Published:
     """A network of Transformers, with our attention and, on a CPU, our products of linear layers."""
 
     def __init__(
-        self,
-        module: "PreTrainedModel",
-        draft_ids: Tensor | None = None,
-        *,
-        attention: type[Native] | type[Contiguous] | None = None,
+        self, module: "PreTrainedModel", draft_ids: Tensor | None = None, *, attention: Attention | None = None
     ) -> None:
         """Raises `ModelError` if it cannot run packed passes.
 
@@ -133,7 +135,7 @@ class Published:
     # the probe at load
 
     @torch.inference_mode()
-    def _prepare(self, attention: type[Native] | type[Contiguous]) -> None:
+    def _prepare(self, attention: Attention) -> None:
         """Choose the attention; raises `ModelError` if a layer attends in another way, or if logits are not the network's."""
         module = self.module
         if problem := unlike_attention(module.config):
@@ -151,7 +153,6 @@ class Published:
         try:
             self._survey = Survey.of(module)
             self._attention = attention(self._survey, self.dtype)
-            register()
             module.set_attn_implementation(ATTENTION)
             multiply_row_by_row(module)
             logits = self._replay(texts)
@@ -185,3 +186,61 @@ def _copied(module: Module) -> Module:
     kernels = [kernel for part in module.modules() if (kernel := vars(part).get("forward")) is not None]
     memo: dict[int, Any] = {id(part): part for part in (*module.parameters(), *module.buffers(), *kernels)}
     return copy.deepcopy(module, memo)
+
+
+def probe_texts(vocab_size: int) -> list[list[int]]:
+    """Two texts of 10 tokens, scored at load to check packed passes against the network's own."""
+    return [[(7919 * place + 104729 * text + 1) % vocab_size for place in range(10)] for text in (1, 2)]
+
+
+def agree(network: Any, logits: Tensor, expected: Tensor) -> bool:
+    """Whether logits ``[texts, n, vocab_size]`` are those expected of the last ``n`` positions, at most positions of each text.
+
+    Not all positions must agree: where rounding makes a mixture choose another expert, two runs of the model itself differ.
+    """
+    in_4_bits = getattr(network, "is_loaded_in_4bit", False)  # its products are in bfloat16, whatever the network's dtype
+    tolerance = COARSE if in_4_bits else TOLERANCE.get(network.dtype, COARSE)
+    logits, expected = logits.float(), expected[:, -logits.shape[1] :].float()
+    size = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1).clamp(min=1e-9)
+    errors = (logits - expected).norm(dim=-1) / size
+    return bool((errors.median(dim=-1).values <= tolerance).all())  # false for NaN
+
+
+# products of linear layers on a CPU
+
+
+@torch.no_grad()
+def multiply_row_by_row(module: nn.Module) -> None:
+    """Run its linear layers, in float32 or bfloat16 on a CPU, on copies of their weights in the layout of our kernels.
+
+    With PyTorch's products the bits of a row depend on the number of rows, so a text would depend on its passes' other rows.
+    """
+    plain: list[Any] = [layer for layer in module.modules() if _is_plain(layer)]
+    if host_memory() < FREE_FACTOR * sum(layer.weight.nbytes for layer in plain):
+        return
+    for layer in plain:
+        layer.forward = Linear(layer.weight if isinstance(layer, nn.Linear) else layer.weight.t(), layer.bias)
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether a layer is a plain linear layer: not quantised, adapted or changed."""
+    if not (type(layer) is nn.Linear or type(layer).__name__ == CONV1D) or "forward" in vars(layer):
+        return False
+    weight = layer.weight.data
+    return type(weight) is Tensor and weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
+
+
+def keeps_bits(network: Any, dtype: torch.dtype) -> bool:
+    """Whether a row's logits probably have the same bits in every pass on a CPU, judged without weights.
+
+    Experts (a weight tensor of three dimensions) get a varying number of rows from their router. PyTorch's vectorised
+    operations process `LANES` numbers at once over all rows, and round the remaining ones differently; with other widths than
+    multiples of `LANES` these lie in different rows.
+    """
+    if dtype is torch.float16 or any(weight.dim() > 2 for weight in network.parameters()):
+        return False
+    head = network.get_output_embeddings()
+    layers = [layer for layer in network.modules() if layer is not head]
+    widths = [layer.out_features for layer in layers if isinstance(layer, nn.Linear)]
+    widths += [layer.nf for layer in layers if type(layer).__name__ == CONV1D]
+    return is_written_out(network) or all(width % LANES == 0 for width in widths)

@@ -17,10 +17,9 @@ from ray.serve import Application, Deployment
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from cascade.errors import ConfigError
-from cascade.settings.config import CascadeConfig, TierConfig
+from cascade.settings.config import CascadeConfig, TierConfig, fixed_of_router, fixed_of_tier
 from cascade.settings.deployment import RouterDeploymentConfig, resources
-from cascade.settings.file import load_config
-from cascade.settings.fixed import fixed_of_router, fixed_of_tier
+from cascade.settings.llm_configs import load_config
 from cascade.settings.section import did_you_mean, sentence
 from deployments.ray_compat import versioned
 from deployments.replica import packages

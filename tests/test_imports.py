@@ -25,7 +25,6 @@ FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those 
     ("cascade.local",),
     ("cascade.llm",),
     ("cascade.agreement",),
-    ("cascade.layer_search",),
     ("deployments.ray_compat", "deployments.replica"),
     ("deployments.ops.metrics", "deployments.ops.tracing", "deployments.ops.workers"),
     ("deployments.links",),

@@ -91,8 +91,8 @@ def layers(model: str, shares: tuple[float, ...], prompts: Path | None, max_toke
     \b
     cascade layers Qwen/Qwen3-8B --share 0.5 --share 0.75 --prompts mine.jsonl
     """
+    from cascade.agreement import search
     from cascade.engine.layers import shown
-    from cascade.layer_search import search
     from cascade.params import SamplingParams
     from cascade.prompts import BUILT_IN, read_prompts
 

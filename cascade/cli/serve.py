@@ -90,7 +90,7 @@ def configured(
     """
     check_own_code()
     from cascade.settings.config import CascadeConfig
-    from cascade.settings.file import load_config
+    from cascade.settings.llm_configs import load_config
 
     path = Path(model or "")
     if path.suffix in (".yaml", ".yml") or (path.is_file() and path.suffix != ".gguf"):

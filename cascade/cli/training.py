@@ -84,7 +84,7 @@ def align(folder: Path, student: str, config: Path | None, seconds: float, key_e
     cascade align --folder /shared/cascade --tier tiny --config my.yaml
     """
     from cascade.settings.config import CascadeConfig
-    from cascade.settings.file import load_config
+    from cascade.settings.llm_configs import load_config
     from cascade.training.alignment import Lesson
 
     served = CascadeConfig.demo() if config is None else load_config(config)

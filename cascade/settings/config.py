@@ -10,7 +10,9 @@ tiers:                                # bottom to top; the last is the full one
     accelerator_type: H100
 """
 
+import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
@@ -19,11 +21,75 @@ from cascade import family
 from cascade.engine.generation import AUTO
 from cascade.errors import ConfigError
 from cascade.params import DEFAULT_WINDOW, MAX_WINDOW
-from cascade.settings.alignment import AlignmentConfig, obstacle
-from cascade.settings.deployment import DeploymentConfig, resources
+from cascade.settings.deployment import ActorOptions, DeploymentConfig, resources
 from cascade.settings.engine import EMBEDDED, EngineKwargs, ModelLoadingConfig, pinned
 from cascade.settings.router import RouterConfig
-from cascade.settings.section import Port, Section, Text, sentence
+from cascade.settings.section import Count, Port, Seconds, Section, Text, Variable, sentence
+from cascade.training.reservoir import Reservoir
+from cascade.training.versions import Versions
+
+
+class AlignmentConfig(Section):
+    """Drafters that learn from answers while they serve. Without this section no answers are kept, and no drafter learns.
+
+    alignment: {folder: /shared/cascade}
+    """
+
+    folder: Text  # folder for new weights, shared by all nodes
+    # names of the lower tiers that learn; by default all that can
+    students: tuple[Text, ...] = ()
+    rows: Annotated[int, Field(ge=16)] = 2000  # answers that are kept, half of them the newest
+    row_tokens: Annotated[int, Field(ge=32)] = 512  # last tokens kept of each prompt with its answer
+    max_age_s: Seconds = 7 * 86_400.0  # seconds until an answer is dropped
+    on_disk: bool = False  # keep answers also in the folder, not only in memory
+    # environment variable with a Fernet key that encrypts answers on disk
+    key_env: Variable | None = None
+    every_s: Annotated[float, Field(ge=0)] = 900.0  # seconds between two rounds; falling acceptance starts one at once
+    round_s: Seconds = 300.0  # seconds that each drafter trains in a round
+    min_rows: Count = 128  # new answers that a round needs
+    canary_s: Annotated[float, Field(ge=0)] = 60.0  # seconds that one replica tries new weights
+    device: str | None = None  # device of the learner, such as cuda:0; by default the GPU if there is one
+    num_workers: Count = 1  # processes that train a drafter together, by Ray Train
+    # resources of the learner, or of each of several workers: `num_gpus`, ...
+    ray_actor_options: ActorOptions = Field(default_factory=ActorOptions)
+
+    @model_validator(mode="after")
+    def _settings_agree(self) -> Self:
+        if self.key_env is not None and not self.on_disk:
+            raise ValueError(f"key_env is {self.key_env!r}, but nothing is on disk: set on_disk to true, or remove it")
+        if self.num_workers > 1 and self.device is not None:
+            raise ValueError(
+                f"device is {self.device!r} of {self.num_workers} workers: remove it, as num_gpus of ray_actor_options gives "
+                "each its own"
+            )
+        return self
+
+    def versions(self, student: str) -> Versions:
+        """The weights that a student has learned so far."""
+        return Versions(Path(self.folder) / student)
+
+    def reservoir(self) -> Reservoir:
+        """The store of answers, with those on disk; raises `ConfigError` if these cannot be read."""
+        key = os.environ.get(self.key_env) if self.key_env is not None else None
+        if self.key_env is not None and not key:
+            raise ConfigError(f"alignment.key_env is {self.key_env!r}, which is not set where the learner runs: set it there")
+        return Reservoir(
+            Path(self.folder), key, rows=self.rows, row_tokens=self.row_tokens, max_age_s=self.max_age_s, on_disk=self.on_disk
+        )
+
+
+def obstacle(engine: EngineKwargs) -> str:
+    """Why a lower tier cannot get new weights while it runs; "" if it can."""
+    if engine.quantization is not None:
+        return f"whose quantization is {engine.quantization!r}, and learned weights are not quantized: remove one of the two"
+    if engine.layers:
+        return "which is some layers of its model, and learns nothing by itself: remove its layers or the name"
+    if engine.lora_modules:
+        return "whose adapters would not fit new weights: remove them or the name"
+    if any(spec.reads for spec in engine.drafters):
+        return "whose head would not fit new weights: remove the head or the name"
+    return ""
+
 
 MAX_TIERS = 5
 RESERVED = ("router", "learner")  # names of deployments that are not tiers
@@ -207,3 +273,39 @@ class CascadeConfig(Section):
             for name, model_id in zip(family.NAMES, ("cascade-tiny", "cascade-medium", family.MODEL), strict=True)
         ]
         return cls.parse({"tiers": tiers})
+
+
+# Ray Serve replaces the replicas of a deployment when its version changes, a digest of the values that are *fixed*.
+# Ray Serve compares these parts of a tier itself: changes of ray_actor_options replace replicas, others do not
+COMPARED_BY_SERVE = ("deployment_config", "accelerator_type", "placement_group_config")
+# the full tier's engine_kwargs that routers read
+READ_BY_ROUTERS = {"revision", "trust_remote_code", "lora_modules", "lora_path", "generation_config"}
+
+
+def fixed_of_tier(config: CascadeConfig, tier: TierConfig) -> dict[str, Any]:
+    """Values whose change replaces the replicas of ``tier``."""
+    names = config.names
+    below = names[: names.index(tier.name)]
+    exclude: dict[str, Any] = {**dict.fromkeys(COMPARED_BY_SERVE, True), "engine_kwargs": {"generation_config"}}
+    return config.model_dump(mode="json", include={"link_tls", "link_ports"}) | {
+        "tier": tier.model_dump(mode="json", exclude=exclude),
+        "lower": below,
+        "top": tier is config.tiers[-1],
+        "drafters": config.drafters,
+    }
+
+
+def fixed_of_router(config: CascadeConfig) -> dict[str, Any]:
+    """Values whose change replaces the routers; of tiers little more than their names."""
+    values = config.model_dump(mode="json", exclude={"tiers": True, "verify": True, "router": {"deployment_config"}})
+    full = config.tiers[-1]
+    values["tiers"] = [(tier.name, tier.model_loading_config.model_id) for tier in config.tiers]
+    values["full"] = {
+        **full.model_loading_config.model_dump(mode="json"),
+        **full.engine_kwargs.model_dump(mode="json", include=READ_BY_ROUTERS),
+        "max_ongoing_requests": full.deployment_config.max_ongoing_requests,  # whether leases are held ahead
+    }
+    scaling = {tier.name: tier.deployment_config.autoscaling_config or {} for tier in config.tiers}
+    values["asleep"] = [name for name, bounds in scaling.items() if bounds.get("min_replicas") == 0]  # may have no replica
+    values["drafters"] = config.drafters
+    return values

@@ -1,4 +1,4 @@
-"""Reads configurations of Ray Serve LLM (`ray.serve.llm:build_openai_app`), with tiers below each model, as cascades."""
+"""Reads configurations from files, also those of Ray Serve LLM (`ray.serve.llm:build_openai_app`) with tiers below a model."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -231,3 +231,23 @@ def _placement(config: Placement | None, ranks: int) -> Values | None:
     if (config.bundles is None) == (config.bundle_per_worker is None):
         raise ConfigError("placement_group_config: give either bundles or bundle_per_worker")
     return {"bundles": config.bundles or [config.bundle_per_worker] * ranks, "strategy": config.strategy}
+
+
+def load_config(path: Path) -> CascadeConfig:
+    """Read a YAML file, also one of Ray Serve LLM, or one for ``serve deploy`` with one cascade. Raises `ConfigError`."""
+    values = read_yaml(path)
+    if isinstance(values, Mapping) and isinstance(values.get("applications"), list):
+        arguments = [value.get("args") for value in values["applications"] if isinstance(value, Mapping)]
+        found = [value for value in arguments if isinstance(value, Mapping) and {"tiers", "llm_configs"} & value.keys()]
+        if len(found) != 1:
+            raise ConfigError(f"{path} has {len(found)} applications with tiers or llm_configs: give a file with one")
+        [values] = found
+    if not (isinstance(values, Mapping) and "llm_configs" in values):
+        return CascadeConfig.parse(values, str(path))
+    [config, *others] = cascades(values)[0].values()
+    if others:
+        raise ConfigError(
+            f"{path} has {1 + len(others)} llm_configs: give a file with one, or deploy it by `serve deploy` with "
+            "import_path deployments.llm:build_openai_app"
+        )
+    return config

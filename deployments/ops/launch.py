@@ -25,7 +25,7 @@ from ray.serve.exceptions import RayServeException
 from cascade.client.connection import SECURE
 from cascade.errors import ConfigError, ModelError, reason
 from cascade.settings.config import CascadeConfig
-from cascade.settings.file import load_config
+from cascade.settings.llm_configs import load_config
 from cascade.settings.router import ListenConfig
 from cascade.settings.section import sentence
 from deployments.app import bind, parse, shortage, verified

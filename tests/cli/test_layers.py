@@ -8,10 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cascade import SamplingParams
-from cascade.agreement import ranked, written
+from cascade.agreement import ranked, search, written
 from cascade.engine.layers import numbers
 from cascade.engine.model import Model
-from cascade.layer_search import search
 from cascade.prompts import read_prompts
 from tests import small
 from tests.cli import run

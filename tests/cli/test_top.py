@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from cascade.cli.screen import acceptance, console
 from cascade.cli.top import Frame, Scrape, look, scrape, view
 from cascade.client import Client, ServerInfo
-from cascade.client.server_info import TierInfo
+from cascade.client.client import TierInfo
 from cascade.errors import Unauthenticated, Unavailable
 from cascade.messages import Edge
 from cascade.params import SamplingParams, Speculation

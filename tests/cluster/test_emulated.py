@@ -8,7 +8,7 @@ from cascade.draft import Draft
 from cascade.params import SamplingParams
 from cascade.planner.cost import Profile
 from cascade.scorer import Row
-from cascade.settings.file import load_config
+from cascade.settings.llm_configs import load_config
 from cascade.simulation.costs import TRIO
 from cascade.simulation.toy_tier import ToyTier
 

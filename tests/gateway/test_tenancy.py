@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from cascade.client import AsyncClient, Client
-from cascade.client.server_info import KeyInfo
+from cascade.client.client import KeyInfo
 from cascade.errors import PermissionDenied
 from cascade.params import Handling, SamplingParams
 from tests.http.test_http import ask

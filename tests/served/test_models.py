@@ -17,8 +17,7 @@ from ray import serve
 from cascade import Cascade, SamplingParams
 from cascade.errors import ConfigError
 from cascade.settings.config import CascadeConfig
-from cascade.settings.file import load_config
-from cascade.settings.llm_configs import cascades
+from cascade.settings.llm_configs import cascades, load_config
 from cascade.settings.router import ListenConfig, RequestLimits
 from deployments.gateway.admission.admission import Admission
 from deployments.gateway.http.server import HttpServer

@@ -14,8 +14,8 @@ from ray.serve._private.version import DeploymentVersion
 from ray.serve.schema import DeploymentSchema
 
 from cascade.errors import ConfigError
+from cascade.settings.config import COMPARED_BY_SERVE, READ_BY_ROUTERS, fixed_of_router, fixed_of_tier
 from cascade.settings.deployment import DeploymentConfig
-from cascade.settings.fixed import COMPARED_BY_SERVE, READ_BY_ROUTERS, fixed_of_router, fixed_of_tier
 from deployments.app import bind, parse
 from deployments.replica import check_alike, packages
 from tests import small

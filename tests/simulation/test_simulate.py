@@ -11,9 +11,8 @@ from cascade.messages import SessionSpec
 from cascade.params import MOST_BRANCHES, SamplingParams
 from cascade.simulation import simulate as simulator
 from cascade.simulation.scenario import Death, Faults, Request, Scenario, SimTier
-from cascade.simulation.simulate import Stuck, simulate
+from cascade.simulation.simulate import Agenda, Device, Stuck, simulate
 from cascade.simulation.toy_tier import ToyTier
-from cascade.simulation.virtual import Agenda, Device
 from cascade.tier.loop import Loop
 from cascade.tier.slot import Slot
 from tests.books import check_memory

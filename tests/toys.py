@@ -15,8 +15,7 @@ import torch
 
 from cascade.draft import Draft
 from cascade.engine.sampling.own_tokens import own_tokens_and_next
-from cascade.engine.sampling.processors import report, shape
-from cascade.engine.sampling.state import SequenceState
+from cascade.engine.sampling.state import SequenceState, report, shape
 from cascade.messages import SessionSpec
 from cascade.params import SamplingParams
 from cascade.scorer import MAX_FORKED, Row, RunnerUp, Scored

@@ -15,7 +15,7 @@ from cascade.engine.model_config import context_len
 from cascade.engine.network.llama import Llama
 from cascade.engine.network.published import Published, probe_texts
 from cascade.engine.sampling.own_tokens import prepare
-from cascade.engine.sampling.processors import report
+from cascade.engine.sampling.state import report
 from cascade.engine.scoring import Packed, Report, scored
 from cascade.engine.threads import Pace, Threads, limited
 from cascade.engine.trees import run_trees

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from cascade.cpu.cache import Span
 from cascade.engine.sampling.own_tokens import Choice, own_tokens_and_next, runner_ups
-from cascade.engine.sampling.processors import report, shape
+from cascade.engine.sampling.state import report, shape
 from cascade.scorer import Row, Scored
 
-Report = Callable[[Tensor, Sequence[Row], list[Sequence[int]]], None]  # see `cascade.engine.sampling.processors.report`
+Report = Callable[[Tensor, Sequence[Row], list[Sequence[int]]], None]  # see `cascade.engine.sampling.state.report`
 
 
 class Packed(NamedTuple):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cascade.draft import Draft
-from cascade.engine.sampling.processors import report
+from cascade.engine.sampling.state import report
 from cascade.errors import ModelError
 from cascade.scorer import MAX_FORKED, Row, RunnerUp, Scored
 

@@ -1,8 +1,11 @@
-"""The state of a session's text on which own tokens depend besides the logits of their pass.
+"""Sampling parameters that need a state (bias, penalties, `min_tokens`, grammars), and log-probabilities of own tokens.
 
 One `SequenceState` belongs to one session at one tier, like its keys and values. Like for these, every row tells it from
 which position on the text may have changed. It counts the tokens of the output and follows the grammar, each up to the last
 token of the text; guesses after it count only for one pass.
+
+A position is scored before it is known whether the guesses before it are right. Its own token follows the text *with* these
+guesses, so each position of a row sees the row's earlier tokens, and no later ones.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +18,7 @@ from cascade.engine.devices import sent
 from cascade.errors import InvalidRequest
 from cascade.messages import Logprobs, SessionSpec
 from cascade.params import Structured
+from cascade.scorer import Row
 
 if TYPE_CHECKING:
     from cascade.engine.grammar import Matcher  # toy models have states, and no grammar library
@@ -41,7 +45,6 @@ class SequenceState:
         self._counts: Tensor | None = None  # [vocab_size] float32
         self._in_prompt: Tensor | None = None  # [vocab_size] bool
         self._bias: tuple[Tensor, Tensor] | None = None  # ids and what is added to their logits
-        self._ends: Tensor | None = None
 
     def rewind(self, position: int) -> None:
         """Note that the text from ``position`` on may have changed."""
@@ -67,27 +70,56 @@ class SequenceState:
             counts = counts.scatter_add(1, ids, torch.ones(ids.shape, device=like.device).tril(-1))
         return counts
 
-    def in_prompt(self, like: Tensor) -> Tensor:
-        """A mask of the tokens in the prompt: bool ``[V]``."""
-        if self._in_prompt is None:
-            self._in_prompt = torch.zeros(like.shape[-1], dtype=torch.bool, device=like.device)
-            self._in_prompt[torch.tensor(self.text[: self.prompt_len], device=like.device)] = True
-        return self._in_prompt
+    def shape(self, scores: Tensor, position: int, guesses: Sequence[int]) -> int:
+        """Change scores ``[1 + guesses, V]`` from ``position`` on in place, in vLLM's order: bias, penalties, then masks.
 
-    def bias(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Token ids ``[k]`` and the bias added to their logits, float32 ``[k]``."""
-        if self._bias is None:
-            pairs = [pair for pair in self._params.biases if pair[0] < like.shape[-1]]
-            ids = torch.tensor([token for token, _ in pairs], dtype=torch.long, device=like.device)
-            self._bias = ids, torch.tensor([float(bias) for _, bias in pairs], device=like.device)
-        return self._bias
+        Returns the number of positions, from the first on, for which the grammar's allowed tokens are known.
+        """
+        params, size, device = self._params, scores.shape[-1], scores.device
+        if params.biases:
+            if self._bias is None:
+                pairs = [pair for pair in params.biases if pair[0] < size]
+                ids = torch.tensor([token for token, _ in pairs], dtype=torch.long, device=device)
+                self._bias = ids, torch.tensor([float(bias) for _, bias in pairs], device=device)
+            ids, bias = self._bias
+            scores.index_add_(1, ids, bias.expand(len(scores), -1))
+        if params.penalised:
+            self._penalise(scores, self.counts(position, guesses, scores))
+        return self._mask(scores, position, guesses)
 
-    def ends(self, like: Tensor) -> Tensor:
-        """Ending tokens, int64 ``[k]``."""
-        if self._ends is None:
-            ids = [token for token in self._end_ids if token < like.shape[-1]]
-            self._ends = torch.tensor(ids, dtype=torch.long, device=like.device)
-        return self._ends
+    def _penalise(self, scores: Tensor, counts: Tensor) -> None:
+        """Repetition counts prompt and output, as in CTRL (arXiv 1909.05858); frequency and presence the output, as OpenAI."""
+        params, penalty = self._params, self._params.repetition_penalty
+        if penalty != 1:
+            if self._in_prompt is None:
+                self._in_prompt = torch.zeros(scores.shape[-1], dtype=torch.bool, device=scores.device)
+                self._in_prompt[torch.tensor(self.text[: self.prompt_len], device=scores.device)] = True
+            seen = (counts > 0) | self._in_prompt
+            scores.copy_(torch.where(seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores))
+        if params.frequency_penalty:
+            scores.sub_(counts, alpha=params.frequency_penalty)
+        if params.presence_penalty:
+            scores.sub_((counts > 0).float(), alpha=params.presence_penalty)
+
+    def _mask(self, scores: Tensor, position: int, guesses: Sequence[int]) -> int:
+        """Remove ending tokens before `min_tokens`, and tokens that the grammar forbids; if no other is left, ending tokens
+        stay."""
+        num_early = min(max(0, self._params.min_tokens - (position - self.prompt_len)), len(scores))
+        if self.constraint is None:
+            if num_early:
+                scores[:num_early].index_fill_(1, self._ends(scores), -torch.inf)
+            return len(scores)
+        output = self.text[self.prompt_len : position]
+        allowed = torch.from_numpy(self.constraint.allowed(output, guesses, scores.shape[-1]))
+        if num_early:
+            going_on = allowed[:num_early].index_fill(1, self._ends(allowed), False)
+            allowed[:num_early] = torch.where(going_on.any(-1, keepdim=True), going_on, allowed[:num_early])
+        scores[: len(allowed)].masked_fill_(~allowed.to(scores.device, non_blocking=True), -torch.inf)
+        return len(allowed)
+
+    def _ends(self, like: Tensor) -> Tensor:
+        ids = [token for token in self._end_ids if token < like.shape[-1]]
+        return sent(ids, like.device)
 
     def scores_prompt(self, position: int) -> bool:
         """Whether a row with its first own token at ``position`` serves only the prompt's log-probabilities."""
@@ -131,3 +163,57 @@ def state_maker(
         return SequenceState(spec, text, matcher(structured))
 
     return make
+
+
+# for all rows of a pass
+
+
+def shape(logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, list[int]]:
+    """Logits ``[sum of num_scored, V]`` after bias, penalties and masks; the same tensor if no row needs them.
+
+    Also returns how many of each row's own tokens are valid: fewer than all if its grammar could not follow a guess. Rows
+    without a state keep their values, so that other rows of a pass do not change a text.
+    """
+    counts = [row.num_scored for row in rows]
+    states = [row.state for row in rows if row.state is not None]
+    for row in rows:
+        if row.state is not None:
+            row.state.rewind(row.start)
+    if not any(state.alters for state in states):
+        return logits, counts
+    shaped = logits.to(torch.float32, copy=True)
+    begin = 0
+    for place, row in enumerate(rows):
+        if row.state is not None and row.state.alters and row.num_scored and not row.state.scores_prompt(_first(row)):
+            guesses = row.input_ids[len(row.input_ids) - row.num_scored + 1 :]
+            counts[place] = row.state.shape(shaped[begin : begin + row.num_scored], _first(row), guesses)
+        begin += row.num_scored
+    return shaped, counts
+
+
+def report(logits: Tensor, rows: Sequence[Row], own: Sequence[Sequence[int]]) -> None:
+    """Write the log-probabilities of ``own`` tokens, or of the prompt's, into the states of the rows that request them.
+
+    They are computed from the raw ``logits`` ``[sum of num_scored, V]``, before any sampling parameter. A row may
+    have fewer own tokens than it requested; if it has none, nothing is reported for it.
+    """
+    begin = 0
+    for row, tokens in zip(rows, own, strict=True):
+        if row.state is not None and row.params.logprobs is not None and tokens:
+            position, end = _first(row), begin + len(tokens)
+            scored = row.state.text[position : position + len(tokens)] if row.state.scores_prompt(position) else tokens
+            row.state.note(position, _logprobs(logits[begin:end], scored, row.params.logprobs))
+        begin += row.num_scored
+
+
+def _first(row: Row) -> int:
+    return row.start + len(row.input_ids) - row.num_scored + 1
+
+
+def _logprobs(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[Logprobs]:
+    """Log-probabilities of ``tokens`` ``[n]`` and of the ``num_top`` likeliest ones, one host read each."""
+    logs = logits.float().log_softmax(-1)
+    chosen = logs.gather(1, torch.tensor(tokens, device=logs.device)[:, None])[:, 0].tolist()
+    top = logs.topk(min(num_top, logs.shape[-1]), dim=-1)
+    ranked = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return [Logprobs(own, tuple(zip(ids, values, strict=True))) for own, (ids, values) in zip(chosen, ranked, strict=True)]

@@ -14,7 +14,7 @@ from cascade.engine import draft_vocab
 from cascade.engine.adapter_folder import AdapterFolder
 from cascade.engine.gguf import converted
 from cascade.engine.model_config import read_config
-from cascade.engine.sampling.processors import report
+from cascade.engine.sampling.state import report
 from cascade.engine.scoring import Packed, Report, choices, scored, unpacked
 from cascade.engine.trees import run_trees
 from cascade.engine.vllm import batch_invariant

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
 from cascade import InvalidRequest, SamplingParams, Structured
-from cascade.engine.sampling.processors import shape
-from cascade.engine.sampling.state import SequenceState, state_maker
+from cascade.engine.sampling.state import SequenceState, shape, state_maker
 from cascade.messages import Edge, Open, SessionSpec, mint
 from cascade.scorer import BLOCK, Row, Scored
 from cascade.tier.tier import Tier

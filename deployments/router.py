@@ -53,7 +53,8 @@ class Router(GrpcApi):
         if self._config.link_tls is not None:
             check(self._config.link_tls)
         admission, tiers, full = Admission(self._config), Tiers(self._config, handles, limits), self._config.tiers[-1]
-        model, metrics = await ServedModel.load(self._config, tiers), admission.metrics
+        model, metrics = ServedModel(), admission.metrics
+        await model.load(self._config, tiers)
         assistant = Assistant(model, self._config.router.tool_format)
         alignment = self._config.alignment
         self._collector = None if learner is None or alignment is None else Collector(learner, metrics, alignment.row_tokens)

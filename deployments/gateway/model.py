@@ -43,25 +43,26 @@ async def reading(length: int, work: Callable[P, T], *args: P.args, **options: P
 
 
 class ServedModel:
-    """The served model; made by `load`. Long texts are processed in threads, so that other requests continue."""
+    """The served model, from `load` on. Long texts are processed in threads, so that other requests continue."""
 
-    def __init__(
-        self,
-        config: CascadeConfig,
-        tiers: Tiers,
-        tokenizer: Tokenizer,
-        defaults: dict[str, Any],
-        folder: AdapterFolder | None,
-        grammars: Grammars,
-    ) -> None:
-        self.tokenizer = tokenizer
+    async def load(self, config: CascadeConfig, tiers: Tiers) -> None:
+        """Load what a router needs of the full tier's model; raises `ModelError`."""
+        full = config.tiers[-1]
+        engine, source = full.engine_kwargs, full.model_loading_config.source
+        self.tokenizer = tokenizer = await asyncio.to_thread(
+            Tokenizer.from_pretrained, source, revision=engine.revision, trust_remote_code=engine.trust_remote_code
+        )
+        generation = generation_folder(engine.generation_config)
+        # default arguments of `SamplingParams`
+        self.defaults = await asyncio.to_thread(sampling_defaults, source, generation, revision=engine.revision)
+        self._folder = None if engine.lora_path is None else await asyncio.to_thread(AdapterFolder, engine.lora_path)
+        await tiers.start()
+        self._grammars = Grammars(tokenizer)
+        await asyncio.to_thread(self._grammars.prepare)
         self.names = config.model_names  # answers have the first one
         self.chain_names = config.chain_names  # drafters inside tiers and tiers, bottom to top
         self.limits = config.router.limits
-        self.defaults = defaults  # default arguments of `SamplingParams`
         self.context_len = min(config.max_model_len or 2**31, tiers.limit("context_len"))  # prompt and answer together
-        self._folder = folder
-        self._grammars = grammars
         self._spelling: asyncio.Task[Spelling] | None = None
         self._capabilities = Capabilities(
             config.chain_names,
@@ -69,27 +70,12 @@ class ServedModel:
             vocab_size=tiers.limit("vocab_size"),
             context_len=self.context_len,
             end_ids=tokenizer.end_ids,
-            adapters=tuple(config.tiers[-1].engine_kwargs.lora_modules),
-            check_grammar=grammars.check,
+            adapters=tuple(engine.lora_modules),
+            check_grammar=self._grammars.check,
             window=config.window,
             answer_window=STREAM_WINDOW,
             max_tokens=self.limits.max_tokens,
         )
-
-    @classmethod
-    async def load(cls, config: CascadeConfig, tiers: Tiers) -> "ServedModel":
-        """Load what a router needs of the full tier's model; raises `ModelError`."""
-        full = config.tiers[-1]
-        engine, source = full.engine_kwargs, full.model_loading_config.source
-        tokenizer = await asyncio.to_thread(
-            Tokenizer.from_pretrained, source, revision=engine.revision, trust_remote_code=engine.trust_remote_code
-        )
-        generation = generation_folder(engine.generation_config)
-        defaults = await asyncio.to_thread(sampling_defaults, source, generation, revision=engine.revision)
-        folder = None if engine.lora_path is None else await asyncio.to_thread(AdapterFolder, engine.lora_path)
-        await tiers.start()
-        await asyncio.to_thread((grammars := Grammars(tokenizer)).prepare)
-        return cls(config, tiers, tokenizer, defaults, folder, grammars)
 
     # names
 

@@ -75,12 +75,7 @@ class LeasePool:
     """
 
     def __init__(
-        self,
-        lessors: Mapping[str, Lessor],
-        *,
-        timeout_s: float = 5.0,
-        hold_s: float = 0.0,
-        prefixes: Prefixes | None = None,
+        self, lessors: Mapping[str, Lessor], *, timeout_s: float = 5.0, hold_s: float = 0.0, prefixes: Prefixes | None = None
     ) -> None:
         self.lessors = lessors
         self.timeout_s = timeout_s

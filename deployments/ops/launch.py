@@ -101,22 +101,22 @@ class Server:
             reading = beside.submit(verified, config)
             if not ray.is_initialized():
                 _start_ray(num_gpus, dashboard=config.alignment is not None and config.alignment.num_workers > 1)
-            self._check_room()
-            self._start_serve()
+            if problem := shortage(config, ray.cluster_resources()):
+                if self._owns_ray:
+                    raise ConfigError(problem)
+                log.warning("%s. Waiting for it", problem)  # a cluster may grow
+            serve.start(
+                # clients call the router's own servers; other applications of a cluster may need proxies
+                proxy_location=ProxyLocation.Disabled if self._owns_ray else ProxyLocation.EveryNode,
+                http_options=HTTPOptions(host=LOOPBACK, port=free_port()),
+                logging_config={"enable_access_log": False, "log_level": "WARNING"},
+            )
             limits = reading.result()
         if not self._owns_ray:  # on a cluster of several machines clients need this one's address
             config = listening_at(config, self._listen, ray.util.get_node_ip_address())
         application = bind(config, limits)
         tell(f"Starting the tiers {', '.join(self.tiers)}")
         self._run(application)
-
-    def _start_serve(self) -> None:
-        serve.start(
-            # clients call the router's own servers; other applications of a cluster may need proxies
-            proxy_location=ProxyLocation.Disabled if self._owns_ray else ProxyLocation.EveryNode,
-            http_options=HTTPOptions(host=LOOPBACK, port=free_port()),
-            logging_config={"enable_access_log": False, "log_level": "WARNING"},
-        )
 
     def _run(self, application: Application) -> None:
         if not self._owns_ray and self._name in serve.status().applications:  # Serve would silently replace it
@@ -130,14 +130,6 @@ class Server:
             serve.run(application, name=self._name, route_prefix=route, logging_config=QUIET)
         except RayServeException as error:  # such as another application at the same route
             raise ConfigError(f"Ray Serve does not take the application {self._name!r}: {reason(error)}") from None
-
-    def _check_room(self) -> None:
-        """Raise `ConfigError` if this machine lacks resources for the tiers; on a cluster, which may grow, only warn."""
-        problem = shortage(self.config, ray.cluster_resources())
-        if problem and self._owns_ray:
-            raise ConfigError(problem)
-        if problem:
-            log.warning("%s. Waiting for it", problem)
 
     def wait(self) -> None:
         """Return at SIGINT or SIGTERM."""

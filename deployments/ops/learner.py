@@ -175,10 +175,7 @@ class Learner:
 
     def progress(self) -> dict[str, Any]:
         """The number of kept answers, and the `Record` of each student."""
-        return {
-            "answers": len(self._answers),
-            "students": {name: asdict(record) for name, record in self._records.items()},
-        }
+        return {"answers": len(self._answers), "students": {name: asdict(record) for name, record in self._records.items()}}
 
     async def teach(self) -> None:
         """Start a round now, if there are enough answers."""

@@ -160,10 +160,7 @@ REPLICAS = (
     _gauge("pass_seconds", "What a pass of so many tokens costs, by tier.", "tier", "tokens", places=TIER),
     _gauge("context_seconds", "What each position held adds to a pass, by tier.", "tier", places=TIER),
     _gauge(
-        "kv_cache_usage_perc",
-        "Share of the memory for keys and values; 1 is full.",
-        places=TIER,
-        vllm="kv_cache_usage_perc",
+        "kv_cache_usage_perc", "Share of the memory for keys and values; 1 is full.", places=TIER, vllm="kv_cache_usage_perc"
     ),
     _gauge("kv_cache_tokens", "Positions for which there is room.", places=TIER),
     _counter("prefix_cache_queries", "Positions looked up for reuse.", places=TIER, vllm="prefix_cache_queries"),

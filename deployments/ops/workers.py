@@ -79,7 +79,6 @@ def train(lesson: Lesson, num_workers: int, options: Mapping[str, Any], tell: Ca
 
 
 def _work(lesson: "ray.ObjectRef[Lesson]", board: ActorHandle) -> Outcome:
-    """The work of each process."""
     os.nice(LOWEST)
 
     def tell(progress: Progress) -> None:

@@ -168,9 +168,6 @@ class _Read(Collector):
     def __init__(self, source: Source) -> None:
         self._source = source
 
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
         for name, values, value in self._source():

@@ -222,7 +222,6 @@ class CallParser:
         return cut
 
     def _argue(self, text: str) -> None:
-        """Add to the arguments of the last call."""
         if not self._delta.calls:
             self._delta.calls.append(CallDelta(self._num_calls - 1))
         self._delta.calls[-1].arguments += text

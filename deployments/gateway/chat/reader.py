@@ -103,7 +103,6 @@ class TurnReader:
         return "tool_calls" if called else completion.finish_reason
 
     def _split(self, chunk: Chunk, ended: bool) -> tuple[str, str]:
-        """Thoughts and words of a piece."""
         if self._splitter is None:
             return "", "".join(self._spelled(chunk))
         thoughts = words = ""

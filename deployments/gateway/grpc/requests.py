@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypeVar
 from google.protobuf.message import Message as ProtoMessage
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from cascade.answer import Chunk, Completion, joined
+from cascade.answer import Chunk, joined
 from cascade.capabilities import Task
 from cascade.chat.conversation import MAX_MESSAGES, MAX_TOOLS, Conversation
 from cascade.chat.template import parsed_object
@@ -34,6 +34,7 @@ class TextCall:
     def __init__(self, request: pb.GenerateRequest, model: ServedModel) -> None:
         self.request = request
         self._model = model
+        self._reader = TurnReader()
         self.inert: Sequence[str] = ()  # given fields without effect
 
     async def task(self) -> Task:
@@ -54,11 +55,7 @@ class TextCall:
     def piece(self, chunk: Chunk) -> pb.GenerateResponse:
         """The next piece of the answer."""
         return pb.GenerateResponse(
-            text=chunk.text,
-            tokens=tokens(chunk),
-            finish=None if chunk.completion is None else finish(chunk.completion),
-            prompt=prompt(chunk),
-            seed=chunk.seed,
+            text=chunk.text, tokens=tokens(chunk), finish=finish(chunk, self._reader), prompt=prompt(chunk), seed=chunk.seed
         )
 
     def whole(self, chunks: Sequence[Chunk]) -> pb.CompleteResponse:
@@ -88,13 +85,13 @@ class TurnCall:
 
     def piece(self, chunk: Chunk) -> pb.ChatResponse:
         """The next piece of the answer."""
-        reader, end = self._reader, chunk.completion
+        reader = self._reader
         delta = reader.take(chunk)
         return pb.ChatResponse(
             content=delta.content,
             tool_calls=map(_called, delta.calls),
             tokens=tokens(chunk),
-            finish=None if end is None else _finish(end, reader),
+            finish=finish(chunk, reader),
             prompt=prompt(chunk),
             text=None if reader.plain else chunk.text,
             reasoning_content=delta.thoughts,
@@ -165,11 +162,13 @@ def _likeliest(top: Iterable[tuple[int, float]]) -> list[pb.TopToken]:
     return [pb.TopToken(id=id, logprob=logprob) for id, logprob in top]
 
 
-def finish(completion: Completion, reason: str | None = None) -> pb.Finish:
-    """The end of the answer, for the last message; ``reason`` replaces the completion's own."""
+def finish(chunk: Chunk, reader: TurnReader) -> pb.Finish | None:
+    """The end of the answer, which comes with the last piece, and the tokens of its thoughts if they are separated."""
+    if (completion := chunk.completion) is None:
+        return None
     stats = completion.stats
     return pb.Finish(
-        reason=reason or completion.finish_reason,
+        reason=reader.finish_reason(completion),
         seed=completion.seed,
         prompt_tokens=stats.prompt_tokens,
         completion_tokens=stats.completion_tokens,
@@ -178,6 +177,7 @@ def finish(completion: Completion, reason: str | None = None) -> pb.Finish:
         undrafted=stats.undrafted,
         cached_tokens=stats.cached_tokens,
         stop_string=completion.stop_string,
+        reasoning_tokens=reader.num_thought_tokens,
     )
 
 
@@ -229,15 +229,6 @@ def _object(text: str, where: str) -> dict[str, Any]:
         raise InvalidRequest(f"{where}: {error}") from None
 
 
-def _finish(end: Completion, reader: TurnReader) -> pb.Finish:
-    """The end of the answer, with the tokens of its thoughts if they are separated."""
-    ended = finish(end, reader.finish_reason(end))
-    if (num_tokens := reader.num_thought_tokens) is not None:
-        ended.reasoning_tokens = num_tokens
-    return ended
-
-
 def _called(call: CallDelta) -> pb.ToolCall:
-    """A call, or a piece of one."""
     function = pb.CalledFunction(name=call.name or None, arguments=call.arguments)
     return pb.ToolCall(id=call.id or None, function=function, index=call.index)

@@ -89,7 +89,7 @@ class GrpcServer:
                 ("grpc.keepalive_timeout_ms", 10_000),
                 ("grpc.http2.ping_timeout_ms", 10_000),
                 ("grpc.http2.max_pings_without_data", 0),
-            ],
+            ]
         )
         self._read_timeout_s = limits.read_timeout_s
         methods = {method.name: self._method(method, getattr(service, method.name)) for method in CASCADE.methods}

@@ -31,13 +31,7 @@ from deployments.gateway.chat.assistant import Assistant, ChatTask
 from deployments.gateway.http.events import Events, Reply, attended, gathered, merged, streamed, unwritten, warned
 from deployments.gateway.http.messages import MessageReply, MessagesBody, PromptBody
 from deployments.gateway.http.middleware import JsonRoute, Middleware, refused_response
-from deployments.gateway.http.openai import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    SamplingBody,
-    TokenizeBody,
-)
+from deployments.gateway.http.openai import ChatBody, CompletionBody, DetokenizeBody, SamplingBody, TokenizeBody
 from deployments.gateway.http.reply import CompletionReply, Echo
 from deployments.gateway.http.responses import ResponseReply, ResponsesBody
 from deployments.gateway.model import ServedModel, reading

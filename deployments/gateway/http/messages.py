@@ -149,8 +149,7 @@ class MessageTool(Block):
 
 
 AnyTool = Annotated[
-    Annotated[MessageTool, Tag("our tool")] | Annotated[ForeignTool, Tag("another tool")],
-    Discriminator(kind_of_tool("custom")),
+    Annotated[MessageTool, Tag("our tool")] | Annotated[ForeignTool, Tag("another tool")], Discriminator(kind_of_tool("custom"))
 ]
 
 

@@ -109,22 +109,19 @@ class PartsReply(Reply):
             self._open = False
             yield from self._end(self._parts[-1])
 
-    @abstractmethod
-    def _start(self) -> Events:
-        """Events at the beginning of the answer."""
+    # begin and end the answer, begin a part (of text of this kind, or of the arguments of a ``call``), add to it, and end it
 
     @abstractmethod
-    def _add(self, kind: str, call: CallDelta | None) -> Events:
-        """Begin a part for text of this kind, or for the arguments of a ``call``."""
+    def _start(self) -> Events: ...
 
     @abstractmethod
-    def _grow(self, kind: str, part: dict[str, Any], text: str) -> dict[str, Any]:
-        """Add a piece to the last part."""
+    def _finish(self, end: Completion) -> Events: ...
 
     @abstractmethod
-    def _end(self, part: dict[str, Any]) -> Events:
-        """Events at the end of the last part."""
+    def _add(self, kind: str, call: CallDelta | None) -> Events: ...
 
     @abstractmethod
-    def _finish(self, end: Completion) -> Events:
-        """Events after the last piece."""
+    def _grow(self, kind: str, part: dict[str, Any], text: str) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _end(self, part: dict[str, Any]) -> Events: ...

@@ -95,7 +95,6 @@ class CompletionReply(Reply):
         return event(error_body(error))
 
     def _text(self, index: int, answer: Chunk) -> dict[str, Any]:
-        """Thoughts, text and calls of a whole choice."""
         turn = self._readers[index].take(answer)
         if not self._chat:
             return {"text": self._echoes[index].text + turn.content}
@@ -136,7 +135,6 @@ class CompletionReply(Reply):
         logprobs: dict[str, Any] | None = None,
         extra: dict[str, Any] | None = None,
     ) -> bytes:
-        """The event of one choice."""
         choice = {"index": index, **text, "finish_reason": finish_reason, "logprobs": logprobs}
         so_far = {"usage": counts(self._prompt_tokens, self._num_tokens)} if self._continuous else {}
         return self._event([choice | ({"cascade": extra} if extra else {})], **so_far)
@@ -147,7 +145,6 @@ class CompletionReply(Reply):
         return event({**self._head, **kind, "choices": choices, **unknown, **more})
 
     def _costs(self) -> dict[str, Any]:
-        """Usage and metrics of all answers, once they have ended."""
         return {"usage": usage(self._ended, self._readers), **draft_metrics(self._ended)}
 
     def _logprobs(self, chunk: Chunk, offset: int, before: dict[str, Any] | None = None) -> dict[str, Any] | None:
@@ -249,5 +246,4 @@ def text_logprobs(
 
 
 def _begins(chunk: Chunk, offset: int) -> list[int]:
-    """Characters before each token."""
     return [offset + begin for begin in (0, *chunk.ends)[: len(chunk.ends)]]

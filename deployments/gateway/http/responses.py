@@ -91,11 +91,16 @@ InputItem = Annotated[
 ]
 
 
-class FunctionTool(Body):
-    """A function that the assistant may call."""
+class NamedTool(Body):
+    """The choice to call one function."""
 
     type: Literal["function"]
     name: str
+
+
+class FunctionTool(NamedTool):
+    """A function that the assistant may call."""
+
     description: Text | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -105,13 +110,6 @@ AnyTool = Annotated[
     Annotated[FunctionTool, Tag("our tool")] | Annotated[ForeignTool, Tag("another tool")],
     Discriminator(kind_of_tool("function")),
 ]
-
-
-class NamedTool(Body):
-    """The choice to call one function."""
-
-    type: Literal["function"]
-    name: str
 
 
 class TextFormat(Body):
@@ -309,7 +307,6 @@ class ResponseReply(PartsReply):
         yield {"type": "response.output_item.done", "output_index": len(self._parts) - 1, "item": part}
 
     def _part_event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """An event of the item that is growing."""
         return {"type": kind, "item_id": self._parts[-1]["id"], "output_index": len(self._parts) - 1, **fields}
 
     def _finish(self, end: Completion) -> Events:

@@ -1,8 +1,10 @@
 """A server that answers as told, and both clients, asked in the same way."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,69 @@ import pytest
 
 from cascade.client import AsyncClient, Client
 from cascade.client.rpc import handlers_of
-from tests.client.canned import Canned
+from cascade.v1 import serving_pb2 as pb
+from tests.waiting import LONG_S
+
+COUNTS = {"passes": 2, "proposed": 3, "accepted": 1, "emitted": 3, "mean_accepted_len": 1.5, "waited_s": 0.25}
+EDGE = pb.Edge(drafter="tiny", verifier="full", accepted_by_position=[1], **COUNTS)
+FINISH = pb.Finish(
+    reason="length", seed=7, prompt_tokens=4, completion_tokens=3, edges=[EDGE], first_token_s=0.125, undrafted="late"
+)
+TOKENS = [
+    pb.Token(id=11, level=0, end=1, logprob=-0.5, top=[pb.TopToken(id=11, logprob=-0.5), pb.TopToken(id=9, logprob=-1.0)]),
+    pb.Token(id=12, level=1, replaced=0, end=2, logprob=0.0),
+    pb.Token(id=13, level=1, end=3, logprob=-2.0, top=[pb.TopToken(id=8, logprob=-0.25)]),
+]
+PIECES = [pb.GenerateResponse(text="a", tokens=TOKENS[:1]), pb.GenerateResponse(text="bc", tokens=TOKENS[1:], finish=FINISH)]
+TIER = pb.Tier(name="full", model="toy", replicas=2, sessions=3, context_len=64, vocab_size=32, parameters=2**40, device="cpu")
+TIER.worth.add(drafter="tiny", sampled=True, num_sessions=4, factor=1.25)
+
+
+@dataclass
+class Canned:
+    """Answers its ``pieces``, a status, or one piece and then nothing."""
+
+    status: grpc.StatusCode | None = None
+    silent: bool = False
+    hasty: bool = False  # end streams before their text
+    pieces: list[pb.GenerateResponse] = field(default_factory=lambda: PIECES)
+    requests: list[pb.GenerateRequest] = field(default_factory=list)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    left: threading.Event = field(default_factory=threading.Event)  # the client is gone
+    address: str = ""
+
+    def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        self._note(request, context)
+        gone = self._watch(context)  # before the first piece: after it, a client that is gone ends this generator
+        if self.silent:
+            yield PIECES[0]
+            gone.wait(LONG_S)
+            return
+        yield from self.pieces[:1] if self.hasty else self.pieces
+
+    def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeResponse:
+        self._note(None, context)
+        return pb.DescribeResponse(tiers=[TIER], max_model_len=64, window=16, version="1.2.3", branches=8)
+
+    def _watch(self, context: grpc.ServicerContext) -> threading.Event:
+        """Set, as `left`, when the call is over."""
+        gone = threading.Event()
+
+        def leave() -> None:
+            gone.set()
+            self.left.set()
+
+        if not context.add_callback(leave):
+            leave()  # it is over already
+        return gone
+
+    def _note(self, request: pb.GenerateRequest | None, context: grpc.ServicerContext) -> None:
+        self.metadata = {item.key: item.value for item in context.invocation_metadata()}
+        if request is not None:
+            self.requests.append(request)
+        if self.status is not None:
+            context.set_trailing_metadata((("retry-after", "7"),))
+            context.abort(self.status, "one sentence")
 
 
 class InThreads:

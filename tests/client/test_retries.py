@@ -24,7 +24,7 @@ from cascade.params import SamplingParams, Structured
 from cascade.v1 import serving_pb2 as pb
 from deployments.ops.launch import free_port
 from tests.chat.test_turns import CALLS
-from tests.client.canned import PIECES, Canned
+from tests.client.conftest import PIECES, Canned
 from tests.in_process import House, house, serving
 from tests.talkers import conversing
 from tests.waiting import LONG_S, wait_until

@@ -25,7 +25,7 @@ from deployments.ops import workers
 from deployments.ops.launch import APPLICATION, Server
 from tests.conftest import Cluster
 from tests.served.conftest import LEAST_LEARNT
-from tests.training.test_group import SIZE, lesson
+from tests.training.test_alignment import SIZE, lesson
 from tests.waiting import wait_until
 
 PARAMS = SamplingParams(max_tokens=300, temperature=0.9, seed=7, ignore_eos=True)

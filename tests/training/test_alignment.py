@@ -1,4 +1,4 @@
-"""Drafters that learn from answers: what is kept, who is forgotten, what is published, what a server takes."""
+"""Drafters that learn from answers: what is kept, who is forgotten, what is published, what a server and a group do."""
 
 import json
 import shutil
@@ -6,13 +6,20 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from cryptography.fernet import Fernet
+from torch import Tensor, nn
 
 from cascade.engine import draft_vocab
 from cascade.engine.model import Model
@@ -20,13 +27,14 @@ from cascade.errors import ConfigError, ModelError
 from cascade.params import SamplingParams
 from cascade.scorer import Row
 from cascade.training import alignment, reservoir
-from cascade.training.alignment import Progress, Student, align, record, shards
+from cascade.training.alignment import Lesson, Outcome, Progress, Stopped, Student, align, record, shards
+from cascade.training.distillation import Learner, Schedule
 from cascade.training.reservoir import ROWS, SEALED, Reservoir, Sample
 from cascade.training.text import Shard
 from cascade.training.versions import KEPT, Versions
 from tests import small
 from tests.cli import run
-from tests.waiting import wait_until
+from tests.waiting import LONG_S, wait_until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -251,11 +259,8 @@ def test_passes_go_on_while_weights_are_renewed() -> None:
 
 def kept(folder: Path, count: int) -> Reservoir:
     """Answers on disk, of alice and bob."""
-    answers, chance = Reservoir(folder), np.random.default_rng(0)
-    answers.add(
-        Sample(tuple(chance.integers(10, 400, 32).tolist()), 8, 0.0, ("alice", "bob")[number % 2], 0, time.time())
-        for number in range(count)
-    )
+    answers = Reservoir(folder)
+    answers.add(sample(number, ("alice", "bob")[number % 2], length=32) for number in range(count))
     answers.save()
     return answers
 
@@ -290,3 +295,82 @@ def test_a_tenant_is_forgotten_without_a_server(tmp_path: Path) -> None:
     kept(tmp_path, 20)
     assert run("forget", "alice", "--folder", tmp_path)[0] == 0
     assert [answer.tenant for answer in Reservoir(tmp_path).newest] == ["bob"] * 10
+
+
+SIZE = 2  # processes that train together
+
+
+def steps(rank: int, size: int) -> Tensor:
+    """The weights of a linear module after three steps on the rows of this process."""
+    torch.manual_seed(rank)  # it is the first one's weights that count
+    module = nn.Linear(6, 4)
+    learner = Learner(module, Schedule(muon_lr=0.0, adam_lr=0.1, warmup_steps=1), 0)
+    rows = torch.randn(8, 6, generator=torch.Generator().manual_seed(9))[rank::size]
+    for step in range(3):
+        learner.learn((module(rows) ** 2).mean(), step, 0.0)
+    return module.weight.detach()
+
+
+def lesson(folder: Path) -> Lesson:
+    """A round of the small tiny model, all of whose answers may be judged by."""
+    answers = [sample(number, length=48) for number in range(96)]
+    tiny, _, full = small.paths()
+    return Lesson("tiny", full, tiny, (), answers, [], seconds=0.5, folder=folder)
+
+
+def stopping(progress: Progress) -> None:
+    if progress.steps == 2:
+        raise Stopped
+
+
+def joined(rank: int, folder: Path, work: Callable[[int, Path], Any]) -> Any:
+    """What ``work`` finds in a process of the group."""
+    torch.set_num_threads(1)
+    bound = timedelta(seconds=LONG_S)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=SIZE, timeout=bound)
+    try:
+        return work(rank, folder)
+    finally:
+        dist.destroy_process_group()
+
+
+def in_group(folder: Path, work: Callable[[int, Path], Any]) -> list[Any]:
+    """What each process of a group finds: this one, and another one."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as others:
+        other = others.submit(joined, 1, folder, work)
+        return [joined(0, folder, work), other.result()]
+
+
+def three_steps(rank: int, folder: Path) -> Tensor:
+    return steps(rank, SIZE)
+
+
+def round_and_stop(rank: int, folder: Path) -> tuple[Outcome, bool]:
+    """The outcome of a round, and whether another one stopped when the first process did."""
+    outcome = lesson(folder / "tiny").run("cpu", lambda progress: None)
+    try:
+        replace(lesson(folder / "stopped"), seconds=60.0).run("cpu", stopping if rank == 0 else lambda progress: None)
+    except Stopped:
+        return outcome, True
+    return outcome, False
+
+
+def test_a_step_is_that_of_one_process_on_all_texts(tmp_path: Path) -> None:
+    """Guards what is learnt: processes that begin apart, or keep gradients to themselves, drift away from each other."""
+    first, second = in_group(tmp_path, three_steps)
+    assert torch.equal(first, second)
+    assert torch.allclose(first, steps(0, 1), atol=1e-6)
+
+
+@pytest.mark.slow
+def test_all_judge_alike_one_publishes_and_all_stop_when_the_first_is_told_to(tmp_path: Path) -> None:
+    """Guards answers that are judged twice or by nobody, two versions of one round, and a process that waits for ever."""
+    (first, *stopped), (second, *others) = in_group(tmp_path, round_and_stop)
+    alone = lesson(tmp_path / "alone").run("cpu", lambda progress: None)
+    assert (first.before, first.after, first.problem) == (second.before, second.after, second.problem)
+    assert first.steps == second.steps > 0
+    assert first.judged == alone.judged
+    assert first.before == pytest.approx(alone.before)
+    assert len(Versions(tmp_path / "tiny").all) == (not first.problem)
+    assert (stopped, others) == ([True], [True])
+    assert not (tmp_path / "stopped").exists()

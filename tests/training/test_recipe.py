@@ -15,7 +15,7 @@ from cascade.engine.draft_vocab import FILE
 from cascade.training import recipe
 from cascade.training.text import Shard
 from tests import small
-from tests.training.teacher import CHAT
+from tests.training.test_training import CHAT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -5,10 +5,8 @@ from typing import Any
 
 import pytest
 
-from cascade.engine.vllm.batch import Batch
 from cascade.engine.vllm.engine import pass_options
-from cascade.engine.vllm.graphs import dispatched
-from cascade.engine.vllm.worker import CascadeWorker
+from cascade.engine.vllm.worker import Batch, CascadeWorker, dispatched
 from cascade.params import MAX_BRANCHES
 from tests.vllm.models import Pair
 from tests.vllm.test_laws import scores_alike

@@ -18,10 +18,10 @@ from cascade.engine.sampling.state import report
 from cascade.engine.scoring import Packed, Report, choices, scored, unpacked
 from cascade.engine.trees import run_trees
 from cascade.engine.vllm import batch_invariant
-from cascade.engine.vllm.batch import Batch, Facts, Failure, HostCopy
 from cascade.engine.vllm.blocks import RESERVED, Blocks, PagedCache
 from cascade.engine.vllm.engine import check_options, pass_options, shut_down, start
 from cascade.engine.vllm.heads import readers, reading, with_drafts
+from cascade.engine.vllm.worker import Batch, Facts, Failure, HostCopy
 from cascade.engine.weights import HEAD, check_replaces, shapes
 from cascade.errors import InvalidRequest, ModelError, model_errors
 from cascade.scorer import Row, Runs, Scored
@@ -139,11 +139,6 @@ class VllmModel(Runs):
                 self._add(name, self._folder.place(name))
             except ModelError as error:
                 raise InvalidRequest(str(error)) from error
-
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        """Names of the loaded adapters."""
-        return tuple(self._numbers)
 
     @property
     def summary(self) -> str:

@@ -5,19 +5,18 @@ all ranks. vLLM's scheduler and sampler are not used. Tried with vLLM 0.32 on CP
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cascade.engine.devices import sent
-from cascade.engine.sampling.own_tokens import own_tokens_and_next, prepare
-from cascade.engine.vllm.batch import Batch, Facts, Failure, HostCopy
-from cascade.engine.vllm.graphs import dispatched, held
+from cascade.engine.sampling.own_tokens import Choice, own_tokens_and_next, prepare
 from cascade.engine.vllm.heads import Reading, propose
 from cascade.errors import reason
 from cascade.scorer import BLOCK
@@ -27,6 +26,62 @@ from cascade.scorer import BLOCK
 _PASSING = threading.Lock()
 LAYERS = "cascade_layers"  # vLLM's name of `cascade.engine.vllm.loader.LayersLoader`, and of the layers in its options
 PADDING_SLOT = -1  # keys and values of padding are not stored
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The rows of a pass as plain lists and arrays, which are sent to every rank."""
+
+    tokens: list[int]  # all rows' tokens, one row after the other
+    starts: list[int]  # the position of each row's first token
+    lengths: list[int]  # each row's number of tokens
+    tables: list[Sequence[int]]  # each row's blocks
+    keep: list[int]  # places in ``tokens`` whose logits are needed
+    adapters: list[int]  # each row's LoRA adapter, 0 for none; empty if the model has no adapters
+    choices: list[Choice] | None = None  # how own tokens are chosen, see `own_tokens`; None to return logits
+    runner_ups: int = 0  # for each own token
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Facts that a worker reports after loading its model and its cache."""
+
+    device: torch.device
+    dtype: torch.dtype
+    num_blocks: int
+    block: int  # positions of a block
+    num_parameters: int
+    backend: str  # the backend of attention
+    problem: str | None  # why the model cannot be a tier
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error that a worker raised."""
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """Own tokens of a pass that are being copied from a GPU to the host."""
+
+    values: Tensor  # int64 on the host, valid after ``done``
+    done: torch.cuda.Event
+
+    @classmethod
+    def begin(cls, values: Tensor) -> Self:
+        """Start to copy ``values`` without waiting."""
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return cls(host, done)
+
+    def read(self) -> list[list[int]]:
+        """Wait for the tokens and return them."""
+        self.done.synchronize()
+        values: list[list[int]] = self.values.tolist()
+        return values
 
 
 class CascadeWorker:
@@ -166,14 +221,14 @@ class CascadeWorker:
         """Metadata of the rows for each layer's attention backend, and the slots of tokens.
 
         ``slots`` and ``positions`` are those of all tokens, padding included. ``whole`` is the descriptor of a
-        graph of the whole pass, see `held`; None if it replays none.
+        graph of the whole pass, see `_held`; None if it replays none.
         """
         if whole is None:
             common = self._common(batch, slots, positions[: len(batch.tokens)])
         else:
             from vllm.v1.attention.backend import CommonAttentionMetadata
 
-            buffers = held(self.model_runner, batch, slots, whole.num_reqs)
+            buffers = _held(self.model_runner, batch, slots, whole.num_reqs)
             common, slots = CommonAttentionMetadata(**buffers, causal=True, positions=positions), buffers["slot_mapping"]
         metadata: dict[str, Any] = {}
         for group in (group for groups in self.model_runner.attn_groups for group in groups):
@@ -209,6 +264,56 @@ class CascadeWorker:
             positions=positions,
             is_prefilling=torch.zeros(rows, dtype=torch.bool),
         )
+
+
+def dispatched(dispatcher: Any, num_tokens: int, num_rows: int, num_adapters: int) -> tuple[Any, Any]:
+    """Mode and descriptor of the captured graph for a pass, by vLLM's ``CudagraphDispatcher``; ``NONE`` if there is none.
+
+    With vLLM's ``cudagraph_mode`` ``FULL`` a pass is one graph, which reads block tables, lengths and row bounds where they
+    were at capture. With other modes passes replay pieces between attention layers; only these have run on a GPU.
+    """
+    from vllm.config import CUDAGraphMode
+
+    most = dispatcher.vllm_config.scheduler_config.max_num_seqs
+    whole = dispatcher.cudagraph_mode == CUDAGraphMode.FULL and num_rows <= most
+    adapted = {"has_lora": num_adapters > 0, "num_active_loras": num_adapters}
+    graph: tuple[Any, Any] = dispatcher.dispatch(num_tokens, invalid_modes=None if whole else {CUDAGraphMode.FULL}, **adapted)
+    return graph
+
+
+def _held(runner: Any, batch: Batch, slots: Tensor, num_rows: int) -> dict[str, Any]:
+    """Write the attention metadata of a pass into the buffers of vLLM's runner; returns it for `CommonAttentionMetadata`.
+
+    ``slots`` int64 are those of all tokens, padding included. Rows up to ``num_rows`` are empty. The buffers are
+    pinned: they may be written again once the pass has ended.
+    """
+    table, bounds, number = runner.input_batch.block_table[0], runner.query_start_loc, len(batch.starts)
+    for place, blocks in enumerate(batch.tables):
+        table.add_row(blocks, place)
+    for place in range(number, num_rows):
+        table.clear_row(place)
+    table.commit_block_table(num_rows)
+    table.slot_mapping.gpu[: len(slots)].copy_(slots)
+    bounds.np[: number + 1] = [0, *accumulate(batch.lengths)]
+    bounds.np[number + 1 : num_rows + 1] = bounds.np[number]
+    bounds.copy_to_gpu(num_rows + 1)
+    ends = [start + length for start, length in zip(batch.starts, batch.lengths, strict=True)]
+    ends += [0] * (len(runner.seq_lens) - number)
+    pinned = torch.tensor(ends, dtype=torch.int32, pin_memory=runner.device.type == "cuda")
+    runner.seq_lens.copy_(pinned, non_blocking=True)
+    return {
+        "query_start_loc": bounds.gpu[: num_rows + 1],
+        "query_start_loc_cpu": bounds.cpu[: num_rows + 1],
+        "seq_lens": runner.seq_lens[:num_rows],
+        "seq_lens_cpu_upper_bound": pinned[:num_rows],
+        "num_reqs": num_rows,
+        "num_actual_tokens": len(slots),
+        "max_query_len": len(slots),  # the value at capture
+        "max_seq_len": max(ends),
+        "block_table_tensor": table.get_device_tensor(num_rows),
+        "slot_mapping": table.slot_mapping.gpu[: len(slots)],
+        "is_prefilling": torch.zeros(num_rows, dtype=torch.bool),
+    }
 
 
 def _problem(runner: Any) -> str | None:

@@ -33,8 +33,7 @@ from cascade.client import AsyncClient
 from cascade.engine.devices import processor
 from cascade.engine.generation import configured_ends
 from cascade.engine.model import Model
-from cascade.engine.published_tokenizer import pretrained
-from cascade.engine.tokenizer import Tokenizer
+from cascade.engine.tokenizer import Tokenizer, pretrained
 from cascade.prompts import BUILT_IN
 from cascade.settings.config import CascadeConfig
 from cascade.training.alignment import Outcome, Student, align, record, shards

@@ -14,7 +14,7 @@ from typing import Any, Self, TypeAlias, cast
 from cascade.answer import Completion
 from cascade.chat.conversation import Conversation
 from cascade.chat.template import ChatTemplate
-from cascade.engine.published_tokenizer import pretrained
+from cascade.engine.tokenizer import pretrained
 from cascade.errors import ConfigError, InvalidRequest
 from cascade.local import Cascade, token_ids
 from cascade.params import SamplingParams

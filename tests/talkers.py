@@ -15,7 +15,7 @@ import pytest
 from tokenizers import AddedToken
 
 from cascade.chat.template import CLOSE, OPEN
-from cascade.engine.published_tokenizer import pretrained
+from cascade.engine.tokenizer import pretrained
 from cascade.simulation.toy_tier import fold
 from tests import small
 from tests.in_process import House, house

@@ -12,7 +12,7 @@ import torch
 
 from cascade import LLM, Cascade, ConfigError, InvalidRequest, SamplingParams
 from cascade.chat.template import ChatTemplate
-from cascade.engine.published_tokenizer import pretrained
+from cascade.engine.tokenizer import pretrained
 from cascade.llm import prompt_of
 from tests import small
 

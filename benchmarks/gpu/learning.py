@@ -13,7 +13,7 @@ from benchmarks.gpu.step import Notes
 from cascade import family
 from cascade.engine.generation import configured_ends
 from cascade.engine.model import Model
-from cascade.engine.published_tokenizer import pretrained
+from cascade.engine.tokenizer import pretrained
 from cascade.engine.vllm.model import VllmModel
 from cascade.training.recipe import SPENT, Distillation, Plan
 from cascade.training.text import SHARD_TOKENS, Shard, Text, score

@@ -1,28 +1,50 @@
-"""Text to token ids and back, piece by piece; fingerprints for comparing vocabularies of tiers."""
+"""Text to token ids and back, piece by piece; fingerprints for comparing vocabularies of tiers.
 
+Files of tokenizers have many formats, and the class that reads them depends on the model, so only Transformers can read them.
+So that other processes need not import it, the result is kept below `cascade.engine.kept.cache_folder`: the tokenizer in the
+format of `tokenizers`, the names of its special tokens, and its chat template. The path depends on the source, the content of
+its files, and the versions of the libraries.
+"""
+
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from huggingface_hub import constants, get_session
+from huggingface_hub import constants, get_session, hf_hub_download
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
 from cascade.engine.chat_template import render
 from cascade.engine.generation import configured_ends
 from cascade.engine.gguf import described
-from cascade.engine.published_tokenizer import ChatTemplates, published
-from cascade.errors import InvalidRequest, ModelError
+from cascade.engine.kept import cache_folder, kept
+from cascade.errors import InvalidRequest, ModelError, model_errors
 from cascade.params import LONE_SURROGATE, is_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ChatTemplates: TypeAlias = str | dict[str, str]  # one for all conversations, or by name
 
 CONNECT_S = 5.0  # timeout for the hub
 PRIMING_TOKENS = 8  # last tokens of the prompt that a decoder reads first, so that leading spaces are right
 HALF = "\ufffd"  # decoded from the bytes of an unfinished character
 PROBE_ANSWER = "probe_answer"  # an assistant's text, after which the template writes the end of the turn
+FORM = 1  # version of the kept format
+BACKEND, FACTS = "tokenizer.json", "facts.json"
+NAMED = ("tokenizer_config.json", "config.json")  # every model has one of these
+SUFFIXES = {".json", ".jinja", ".model", ".tiktoken", ".txt", ".py"}  # files that may belong to a tokenizer
+TEMPLATES = "additional_chat_templates"  # folder of chat templates
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -163,6 +185,83 @@ def _end_of_turn(tokenizer: Tokenizer) -> int | None:
     following = tokenizer.encode_part(after.lstrip())[:1] if answer else []
     added = tokenizer.added_tokens
     return next((token for token in following if token in added and added[token].special), None)
+
+
+# files
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Properties of a tokenizer besides its backend."""
+
+    special_tokens: dict[str, str]  # by their names in templates, such as bos_token
+    chat_template: ChatTemplates | None
+    splits_special_tokens: bool  # whether names of special tokens in a text are plain text
+
+
+def published(source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> tuple[FastTokenizer, Facts]:
+    """The tokenizer of a folder or hub id; raises `ModelError`. Imports Transformers only if the tokenizer was not kept."""
+    place = _place(source, revision, trust_remote_code)
+    if place is not None and place.is_dir():
+        facts = Facts(**json.loads((place / FACTS).read_text(encoding="utf-8")))
+        backend = FastTokenizer.from_file(str(place / BACKEND))
+    else:
+        tokenizer = pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+        facts = Facts(dict(tokenizer.special_tokens_map), tokenizer.chat_template, tokenizer.split_special_tokens)
+        backend = tokenizer.backend_tokenizer
+        backend.no_padding()
+        backend.no_truncation()
+        if (place := place or _place(source, revision, trust_remote_code)) is not None:  # now the files are on this machine
+            try:
+                kept(place, partial(_write, backend, facts), states=place.parent)
+            except Exception as error:  # a disk error, or a tokenizer with parts in Python
+                log.warning("A tokenizer cannot be kept in %s, so every start makes it anew: %s", place, error)
+    backend.encode_special_tokens = facts.splits_special_tokens
+    return backend, facts
+
+
+def pretrained(source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
+    """Transformers' own tokenizer of a folder, a GGUF file or a hub id, which can be changed and saved; raises `ModelError`."""
+    from transformers import AutoTokenizer
+
+    folder = described(source)
+    with model_errors(f"No tokenizer can be loaded from {source!r}"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, revision=revision, trust_remote_code=trust_remote_code)
+    if not tokenizer.is_fast:
+        raise ModelError(f"{source!r} has no tokenizer.json; convert its tokenizer to the fast format")
+    return tokenizer
+
+
+def _place(source: str, revision: str | None, trust_remote_code: bool) -> Path | None:
+    """The path for keeping a tokenizer; ``None`` if the model's files are not on this machine."""
+    state = hashlib.sha256()
+    for part in _state(source, revision):
+        state.update(hashlib.sha256(part).digest())
+    if state.digest() == hashlib.sha256().digest():
+        return None
+    form = f"{FORM}-{version('transformers')}-{version('tokenizers')}-{trust_remote_code}"
+    name = hashlib.sha256(os.fsencode(f"{source} {revision}")).hexdigest()[:16]
+    return cache_folder() / "tokenizers" / name / f"{form}-{state.hexdigest()[:16]}"
+
+
+def _state(source: str, revision: str | None) -> Iterator[bytes]:
+    """Data that identify the state of a tokenizer: contents of a folder's files, or a commit on the hub."""
+    folder = Path(source)
+    if folder.is_dir():
+        for file in sorted((*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*"))):
+            if file.suffix in SUFFIXES and file.is_file():
+                yield os.fsencode(file.name)
+                yield file.read_bytes()
+        return
+    for name in NAMED:
+        with contextlib.suppress(Exception):  # errors of network and hub: Transformers reports them
+            yield Path(hf_hub_download(source, name, revision=revision)).parent.name.encode()
+            return
+
+
+def _write(backend: FastTokenizer, facts: Facts, folder: Path) -> None:
+    backend.save(str(folder / BACKEND))
+    (folder / FACTS).write_text(json.dumps(asdict(facts)), encoding="utf-8")
 
 
 def check_source(source: str) -> None:

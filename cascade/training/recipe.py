@@ -28,7 +28,7 @@ from cascade.engine.generation import GENERATION_CONFIG, configured_ends, read_j
 from cascade.engine.loading import Network, find_device, load_trainable, network_of
 from cascade.engine.model import Model
 from cascade.engine.model_config import context_len, read_config
-from cascade.engine.published_tokenizer import pretrained
+from cascade.engine.tokenizer import pretrained
 from cascade.engine.weights import unread
 from cascade.errors import ConfigError
 from cascade.prompts import read_prompts

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cascade.chat.template import Style
-from cascade.engine.published_tokenizer import pretrained
-from cascade.engine.tokenizer import Tokenizer
+from cascade.engine.tokenizer import Tokenizer, pretrained
 from tests import small
 from tests.talkers import CALLS, template
 

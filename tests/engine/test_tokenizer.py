@@ -17,9 +17,8 @@ from transformers import LlamaTokenizer, PreTrainedTokenizerBase, PreTrainedToke
 
 from cascade import ModelError
 from cascade.engine.generation import sampling_defaults
-from cascade.engine.published_tokenizer import pretrained
 from cascade.engine.spelling import Spelling
-from cascade.engine.tokenizer import Tokenizer
+from cascade.engine.tokenizer import Tokenizer, pretrained
 from tests import small
 
 TEXTS = ["def f(x):\n    return x", "  zwei Wörter  ", "中文 😀 é", "<s>a</s> <mark> b", ""]

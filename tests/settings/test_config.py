@@ -16,7 +16,7 @@ from ray.serve._private.api import call_user_app_builder_with_args_if_necessary 
 from ray.serve.schema import ServeDeploySchema
 
 from cascade.drafters import DrafterSpec
-from cascade.engine.published_tokenizer import pretrained
+from cascade.engine.tokenizer import pretrained
 from cascade.errors import ConfigError, ModelError
 from cascade.settings.check import needs, verify
 from cascade.settings.config import CascadeConfig

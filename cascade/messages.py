@@ -22,7 +22,7 @@ MAX_RANKS = 1 + RUNNER_UPS  # kinds of guesses: own tokens of the drafter, first
 class Edge:
     """Totals of one request between a drafter and its verifier; passes are those of the verifier.
 
-    The verifier's session counts in place (`cascade.session.edge_totals`); for all other code it is an immutable value.
+    The verifier's session counts in place (`cascade.session.guesses.EdgeTotals`); for all other code it is an immutable value.
     """
 
     drafter: str  # "" for passes without a drafter

@@ -20,8 +20,7 @@ from cascade.planner.choice import NO_GUESS
 from cascade.planner.tuning import MIN_RUN_AHEAD
 from cascade.scorer import Scored
 from cascade.session.branches import UNKNOWN, Branch, Branches, Margin
-from cascade.session.edge_totals import EdgeTotals
-from cascade.session.guesses import Guesses, Hint, usable_nodes
+from cascade.session.guesses import EdgeTotals, Guesses, Hint, usable_nodes
 
 MAX_REPEATED = 4  # a proposal has at most this many tokens for each token that is new to the tier above
 TOTALS_EVERY = 8  # one proposal in this many has totals of edges, which take four times as long to encode as the rest

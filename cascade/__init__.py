@@ -19,12 +19,7 @@ if TYPE_CHECKING:
     from cascade.local import Cascade
 
 # imported on first use: some need PyTorch and some gRPC, and users of one need not install the other
-LAZY = {
-    "Cascade": "cascade.local",
-    "LLM": "cascade.llm",
-    "Client": "cascade.client",
-    "AsyncClient": "cascade.client",
-}
+LAZY = {"Cascade": "cascade.local", "LLM": "cascade.llm", "Client": "cascade.client", "AsyncClient": "cascade.client"}
 
 __all__ = [
     "LLM",

@@ -8,7 +8,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
-from types import TracebackType
 from typing import Any, Self, TypeAlias, cast
 
 from cascade.answer import Completion
@@ -112,7 +111,7 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _outputs(self, texts: Sequence[str | None], prompts: list[list[int]], params: Params) -> list[RequestOutput]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Integral
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Literal, Self, TypeAlias, overload
 
 from cascade import family
@@ -176,20 +176,12 @@ class Cascade:
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str, and meant as one prompt
-        self,
-        prompt: Prompt,
-        params: Params = None,
-        speculation: Speculation | None = None,
-        handling: Handling | None = None,
+        self, prompt: Prompt, params: Params = None, speculation: Speculation | None = None, handling: Handling | None = None
     ) -> Completion: ...
 
     @overload
     def generate(
-        self,
-        prompt: Batch,
-        params: Params = None,
-        speculation: Speculation | None = None,
-        handling: Handling | None = None,
+        self, prompt: Batch, params: Params = None, speculation: Speculation | None = None, handling: Handling | None = None
     ) -> list[Completion]: ...
 
     def generate(
@@ -262,16 +254,11 @@ class Cascade:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _admit(
-        self,
-        prompt: Prompt | Batch,
-        params: Params,
-        speculation: Speculation | None,
-        handling: Handling | None,
-        link: Link,
+        self, prompt: Prompt | Batch, params: Params, speculation: Speculation | None, handling: Handling | None, link: Link
     ) -> Requests:
         how = (speculation or Speculation(), handling or Handling())
         begin, answers = time.monotonic(), []

@@ -34,12 +34,7 @@ PROMPTS = click.option(
 @click.option("--temperature", "-t", default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Result, for `cascade plan --measured`.")
 def agreement(
-    model: str,
-    drafts: tuple[str, ...],
-    prompts: Path | None,
-    max_tokens: int,
-    temperature: float,
-    out: Path | None,
+    model: str, drafts: tuple[str, ...], prompts: Path | None, max_tokens: int, temperature: float, out: Path | None
 ) -> None:
     """Measure how often smaller models agree with MODEL, along its own answers.
 
@@ -115,10 +110,7 @@ def layers(model: str, shares: tuple[float, ...], prompts: Path | None, max_toke
 @click.option("--device", "devices", multiple=True, help="Such as H100; once for all models, or once for each, MODEL's first.")
 @click.option("--tensor-parallel-size", type=click.IntRange(1), default=1, show_default=True, help="Devices that share MODEL.")
 @click.option(
-    "--pass-ms",
-    multiple=True,
-    type=Finite(0, min_open=True),
-    help="In place of models: milliseconds of passes, MODEL's first.",
+    "--pass-ms", multiple=True, type=Finite(0, min_open=True), help="In place of models: milliseconds of passes, MODEL's first."
 )
 @click.option("--load", default="1,8", show_default=True, callback=counts, help="Requests at once.")
 @click.option("--prompt-tokens", type=click.IntRange(1, 8192), default=256, show_default=True, help="Tokens of a prompt.")

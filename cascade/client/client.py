@@ -9,7 +9,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar, Unpack
 
 import grpc
@@ -184,7 +183,7 @@ class Client(Calls[Completion, Iterator[Chunk], Turn, Iterator[TurnPiece], Serve
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _whole(self, exchange: Exchange[T, Any]) -> T | None:
@@ -225,9 +224,7 @@ class AsyncClient(Calls[Later[Completion], AsyncIterator[Chunk], Later[Turn], As
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def _whole(self, exchange: Exchange[T, Any]) -> T | None:

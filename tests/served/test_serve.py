@@ -6,22 +6,27 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from typing import Any
 
 import grpc
+import openai
 import pytest
+from openai import OpenAI
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
-from cascade import Cascade, Completion, SamplingParams, Speculation, Structured
+from cascade import Cascade, Completion, InvalidRequest, SamplingParams, Speculation, Structured
 from cascade.cli.top import Scrape, scrape
 from cascade.client import Client
 from cascade.client.exchange import encode_request
 from cascade.client.rpc import stub_of
 from cascade.params import Handling
+from cascade.settings.config import CascadeConfig
 from cascade.v1 import serving_pb2 as pb
 from deployments.ops.launch import APPLICATION, Server
 from tests import small
+from tests.conftest import Cluster
 from tests.waiting import LONG_S, wait_until
 
 PROMPT = "def read(path):\n    with open(path) as file:\n"
@@ -228,3 +233,80 @@ def test_a_clients_session_meets_one_replica(server: Server, client: Client) -> 
         grown = [count - before[pid] for pid, count in requests_of().items()]
         together, every = together + max(grown), every + sum(grown)
     assert together >= 0.8 * every > 0
+
+
+# behind Ray Serve's own proxies, as in a cluster: the same service, gRPC and HTTP
+
+
+ASKED: Any = {"model": "small-full", "prompt": PROMPT}
+
+
+def test_both_proxies_give_the_full_models_text(cluster: Cluster, reference: Cascade) -> None:
+    """Guards both proxies: text, conversations (without a template the prompt alone) and errors, whole and streamed."""
+    params = SamplingParams(max_tokens=48, temperature=0.8, seed=11)
+    expected = alone(reference, params).text
+    messages = [{"role": "user", "content": PROMPT}]
+    with Client(cluster.grpc) as client:
+        assert client.generate(PROMPT, params).text == expected
+        assert "".join(piece.content for piece in client.stream_chat(messages, params)) == expected
+        with pytest.raises(InvalidRequest, match="messages: list should have at least 1 item"):
+            client.chat([], params)
+    with OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+        pieces = client.completions.create(**ASKED, max_tokens=48, temperature=0.8, seed=11, stream=True)
+        assert "".join(piece.choices[0].text for piece in pieces) == expected
+        with pytest.raises(openai.BadRequestError, match="empty"):
+            client.completions.create(model="small-full", prompt="")
+    settle()
+
+
+def test_clients_that_leave_free_every_tier(cluster: Cluster) -> None:
+    """Guards against work for clients that are gone behind proxies that tell late."""
+    long: Any = {**ASKED, "max_tokens": 900, "extra_body": {"ignore_eos": True}}
+    with OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+        with client.completions.create(**long, stream=True) as stream:
+            next(iter(stream))
+        with pytest.raises(openai.APITimeoutError):
+            client.with_options(timeout=0.3).completions.create(**long)
+    with Client(cluster.grpc) as client:
+        stream = client.stream(PROMPT, SamplingParams(max_tokens=900, ignore_eos=True))
+        next(stream)
+        stream.close()
+    settle()
+
+
+# Ray Serve scales a draft tier, of some of the full model's layers, by its sessions: leases are what it counts
+
+
+SCALED = "scaled"
+QUICK = {"upscale_delay_s": 0, "downscale_delay_s": 2, "metrics_interval_s": 0.5, "look_back_period_s": 2}
+
+
+def num_replicas() -> int:
+    """Of tiny, those that serve."""
+    states = serve.status().applications[SCALED].deployments["tiny"].replica_states
+    return sum(count for state, count in states.items() if state == "RUNNING")
+
+
+def test_a_draft_tier_comes_when_it_is_asked_for_and_goes_when_it_is_not(cluster: Cluster) -> None:
+    """Guards scaling to zero, and a tier of the model's own layers in a process of its own: no answer waits or changes."""
+    params = SamplingParams(max_tokens=48, temperature=0.8, seed=3, ignore_eos=True)
+    values = small.config().model_dump(mode="json")
+    full = values["tiers"][-1]
+    part = deepcopy(full) | {"name": "tiny"}
+    part["engine_kwargs"]["layers"] = ["0-3", 5]
+    scaled = {"min_replicas": 0, "max_replicas": 1, "target_ongoing_requests": 4, **QUICK}
+    part["deployment_config"] |= {"num_replicas": None, "autoscaling_config": scaled}
+    config = CascadeConfig.parse({**values, "tiers": [part, full]})
+    with Server.start(config, port=0, name=SCALED) as server, Client(server.address) as client:
+        assert num_replicas() == 0
+        alone = client.generate(PROMPT, params, Speculation("off"))
+
+        def drafted() -> bool:
+            answer = client.generate(PROMPT, params, Speculation(tiers=("tiny",)))
+            assert answer.token_ids == alone.token_ids
+            return any(edge.drafter == "tiny" and edge.accepted for edge in answer.stats.edges)
+
+        assert not drafted()
+        wait_until(drafted, serve.status)
+        assert num_replicas() == 1
+        wait_until(lambda: not num_replicas(), serve.status)

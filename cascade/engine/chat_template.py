@@ -102,8 +102,8 @@ def _compiled(source: str) -> Template:
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _tojson
-    functions: dict[str, Callable[..., Any]] = {"raise_exception": _raise, "strftime_now": _now}
-    environment.globals |= {**functions, "dict": _Dict(), "namespace": _Namespace}
+    environment.globals |= {"raise_exception": _raise, "dict": _Dict(), "namespace": _Namespace}
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
 
 
@@ -161,7 +161,3 @@ def _tojson(
 
 def _raise(message: str) -> None:
     raise TemplateError(message)
-
-
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)

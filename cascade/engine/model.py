@@ -118,7 +118,7 @@ class Model(Runs):
         """Own tokens of each row, see `cascade.scorer.Scorer`; one host read, and two more for each row with logprobs."""
         rows = launched
         trees = any(row.draft.parents for row in rows)
-        with self._busy, self.threads.use(sum(len(row.input_ids) for row in rows)):
+        with self._busy, limited(self.threads.count(sum(len(row.input_ids) for row in rows))):
             return run_trees(rows, self._score, shares_pass=True) if trees else self._score(rows)
 
     @torch.inference_mode()

@@ -17,7 +17,10 @@ class Spelling:
         self._bytes = _spelled(tokenizer)
         owners: dict[str, int] = {}
         for id, spelled in enumerate(self._bytes):
-            owners[_named(spelled)] = id
+            try:
+                owners[spelled.decode()] = id
+            except UnicodeDecodeError:
+                owners["bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)] = id
         for id, token in tokenizer.added_tokens.items():
             if token.special:
                 owners[token.content] = id
@@ -45,10 +48,3 @@ def _spelled(tokenizer: Tokenizer) -> list[bytes]:
         if id < len(spelled):
             spelled[id] = token.content.encode()
     return spelled
-
-
-def _named(spelled: bytes) -> str:
-    try:
-        return spelled.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)

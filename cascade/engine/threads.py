@@ -8,7 +8,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from threading import Thread
 from typing import Self, TypeVar
@@ -97,10 +97,6 @@ class Threads:
     def count(self, num_tokens: int) -> int:
         place = bisect_left(self.steps, (num_tokens, 0))
         return self.steps[place][1] if place < len(self.steps) else self.limit
-
-    def use(self, num_tokens: int) -> AbstractContextManager[None]:
-        """Set the number of threads for a pass in the calling thread."""
-        return limited(self.count(num_tokens))
 
 
 @contextmanager

@@ -266,12 +266,13 @@ def _write(backend: FastTokenizer, facts: Facts, folder: Path) -> None:
 
 def check_source(source: str) -> None:
     """Raise `ModelError` unless ``source`` is a folder or a hub id, and the hub can be reached if needed."""
+    local = Path(source).is_dir()
     if Path(source).is_file():
         raise ModelError(f"{source!r} is a file: give the folder that holds the model")
-    if (source.startswith(("/", ".", "~")) or source.count("/") > 1) and not is_local(source):
+    if (source.startswith(("/", ".", "~")) or source.count("/") > 1) and not local:
         raise ModelError(f"There is no folder {source!r}: give the path of a model's folder, or a hub id")
     cached = Path(constants.HF_HUB_CACHE, f"models--{source.replace('/', '--')}").is_dir()
-    if not (is_local(source) or cached or constants.HF_HUB_OFFLINE or _hub_answers()):
+    if not (local or cached or constants.HF_HUB_OFFLINE or _hub_answers()):
         raise ModelError(
             f"{source!r} is no folder here, nothing of it is in the cache, and the hub ({constants.ENDPOINT}) cannot be "
             "reached: correct its spelling, or connect this machine"
@@ -285,8 +286,3 @@ def _hub_answers() -> bool:
     except Exception:  # network, proxy or a wrong address
         return False
     return True
-
-
-def is_local(source: str) -> bool:
-    """Whether ``source`` is a folder on this machine rather than a model on the hub."""
-    return Path(source).is_dir()

@@ -9,7 +9,7 @@ fork and its first node:
 - if stores are tables of blocks: all tokens of the session's row, since the last block of a fork is its own.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
@@ -30,12 +30,6 @@ class Line(NamedTuple):
 
     row: Row
     nodes: Sequence[int]
-
-    def own_after(self, scored: Scored) -> Iterator[tuple[int, tuple[int, Sequence[RunnerUp]]]]:
-        """The own token and runner-ups after each node, as far as they were computed."""
-        first = self.row.num_scored - len(self.nodes)
-        results = zip(scored.own, scored.runner_ups or [()] * len(scored.own), strict=True)
-        return zip(self.nodes, list(results)[first:], strict=False)
 
 
 class Tree:
@@ -76,7 +70,8 @@ class Tree:
             return scored[0]
         results: dict[int, tuple[int, Sequence[RunnerUp]]] = {}
         for line, result in zip(self.lines, scored, strict=True):
-            results.update(line.own_after(result))
+            pairs = list(zip(result.own, result.runner_ups or [()] * len(result.own), strict=True))
+            results.update(zip(line.nodes, pairs[line.row.num_scored - len(line.nodes) :], strict=False))
         nodes = list(takewhile(results.__contains__, range(-1, len(row.draft))))
         others = [results[node][1] for node in nodes] if row.runner_ups else ()
         whole = Scored([results[node][0] for node in nodes], runner_ups=others)

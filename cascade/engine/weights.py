@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from cascade.engine.generation import CONFIG
-from cascade.engine.tokenizer import check_source, is_local
+from cascade.engine.tokenizer import check_source
 from cascade.errors import ModelError, model_errors, reason
 
 HEAD = "lm_head.weight"  # the output embedding; absent from a checkpoint if it is the input embedding
@@ -65,7 +65,7 @@ def num_weights(source: str, counted: Callable[[str], bool] = lambda name: True)
     Only tensors whose names are ``counted`` count.
     """
     check_source(source)
-    if is_local(source):
+    if Path(source).is_dir():
         sizes = {name: math.prod(shape) for name, shape in shapes(source).items()}
     else:
         with model_errors(f"No weights can be loaded from {source!r}"):
@@ -110,15 +110,10 @@ def shards(folder: Path) -> Iterator[Path]:
 def _fetched(source: str, revision: str | None) -> Path:
     """The folder at a path, or with the downloaded files of a hub id; raises `ModelError`."""
     check_source(source)
-    if is_local(source):
+    if Path(source).is_dir():
         return Path(source)
-    folder = _downloaded(source, revision, [CONFIG, INDEX, SINGLE])
+    folder = Path(snapshot_download(source, revision=revision, allow_patterns=[CONFIG, INDEX, SINGLE]))
     others = [file.name for file in shards(folder) if file.name != SINGLE]
     if others or not (folder / SINGLE).is_file():  # the hub may also have the same weights in other formats
-        folder = _downloaded(source, revision, others or [TORCH])
+        snapshot_download(source, revision=revision, allow_patterns=others or [TORCH])
     return folder
-
-
-def _downloaded(source: str, revision: str | None, names: Sequence[str]) -> Path:
-    """Download those of the files that exist; returns the folder in the hub's cache."""
-    return Path(snapshot_download(source, revision=revision, allow_patterns=[*names]))

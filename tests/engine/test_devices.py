@@ -15,7 +15,7 @@ from cascade.engine.devices import held_dtype
 from cascade.engine.model import Model
 from cascade.engine.model_config import read_config
 from cascade.engine.network.published import keeps_bits
-from cascade.engine.threads import LONG_S, Threads, apart
+from cascade.engine.threads import LONG_S, Threads, apart, limited
 from cascade.params import SamplingParams
 from cascade.scorer import Row
 from cascade.settings.check import needs, remarks
@@ -149,7 +149,7 @@ def test_passes_take_the_fewest_threads_that_are_not_slower(
     assert all(chosen.count(size) in counts for size, counts in expected.items())
     assert [chosen.count(size) for size in range(1, 513)] == sorted(chosen.count(size) for size in range(1, 513))
     assert machine.work_s < LONG_S or machine.sizes == [1, 1]
-    with pytest.raises(RuntimeError), Threads(before + 1).use(1):
+    with pytest.raises(RuntimeError), limited(Threads(before + 1).count(1)):
         raise RuntimeError
     assert torch.get_num_threads() == before, "the caller's own setting, also after an error"
 

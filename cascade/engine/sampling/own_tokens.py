@@ -106,7 +106,8 @@ def filtered_logits(logits: Tensor, places: Sequence[int], params: Sequence[Samp
 
     Rows with filters become float32 scores after temperature, whose highest is 0, so 1 is left. Other rows stay as they are.
     """
-    filtering = [index for index, own in enumerate(params) if _filters(own, logits.shape[-1])]
+    size = logits.shape[-1]
+    filtering = [at for at, own in enumerate(params) if 0 < own.top_k < size or own.top_p < 1 or own.min_p > 0]
     temperatures = [own.temperature for own in params]
     if filtering:
         index = sent([places[each] for each in filtering], logits.device)
@@ -115,10 +116,6 @@ def filtered_logits(logits: Tensor, places: Sequence[int], params: Sequence[Samp
         for each in filtering:
             temperatures[each] = 1.0
     return logits, temperatures
-
-
-def _filters(params: SamplingParams, size: int) -> bool:
-    return 0 < params.top_k < size or params.top_p < 1 or params.min_p > 0
 
 
 def sampled(rows: Sequence[Choice]) -> Iterator[Sampled]:

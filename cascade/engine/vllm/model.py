@@ -106,16 +106,13 @@ class VllmModel(Runs):
         if facts.problem is not None:
             raise ModelError(f"{source!r} cannot be a tier on vLLM: {facts.problem}; set engine to 'cascade'")
         if self._draft:
-            self._restrict(options.get("revision"), options.get("trust_remote_code", False))
-        for name, adapter in adapters.items():
-            self._add(name, adapter)
-
-    def _restrict(self, revision: str | None, trust_remote_code: bool) -> None:
-        """Let a draft model predict only its draft vocabulary, if it has one; raises `ModelError` if its ids do not fit."""
-        config = read_config(self._source, revision=revision, trust_remote_code=trust_remote_code)
-        self._draft_ids = draft_vocab.tokens(config, self._source, revision=revision)
+            revision, trust = options.get("revision"), options.get("trust_remote_code", False)
+            config = read_config(self._source, revision=revision, trust_remote_code=trust)
+            self._draft_ids = draft_vocab.tokens(config, self._source, revision=revision)
         if self._draft_ids is not None:
             self._call("cascade_restrict", self._draft_ids.tolist())
+        for name, adapter in adapters.items():
+            self._add(name, adapter)
 
     def _add(self, name: str, source: str) -> None:
         """Load an adapter, which replaces the least recently used one; raises `ModelError`."""

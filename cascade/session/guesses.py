@@ -10,7 +10,6 @@ from typing import NamedTuple
 from cascade.draft import NO_DRAFT, Draft, num_same
 from cascade.messages import MAX_POSITIONS, MAX_RANKS, Edge, Proposal, add_edges
 from cascade.planner.acceptance import Calibration, DraftStats
-from cascade.planner.tuning import LIKELY
 
 MAX_NODES = 64  # nodes of a draft at most
 
@@ -186,12 +185,6 @@ class Guesses:
         if latest is None or latest[0] is not self.draft or latest[1] is not self.hints:
             latest = self._pool = self.draft, self.hints, pooled(self.draft, self.calibration, self.hints)
         return latest[2]
-
-    @property
-    def likely_length(self) -> int:
-        """Length of the longest path of guesses; guesses of drafters inside the tier count only if they are likely."""
-        of_hints = (hint.calibration.chances(hint.draft.trunk) for hint in self.hints)
-        return max([self.draft.height, *(sum(chance > LIKELY for chance in chances) for chances in of_hints)])
 
     def change_drafter(self) -> None:
         """Another tier drafts from now on, or none."""

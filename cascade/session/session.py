@@ -17,7 +17,7 @@ from cascade.errors import InvalidRequest
 from cascade.messages import RUNNER_UPS, Close, Commit, Edge, Open, Proposal, SessionSpec, origin, origin_level
 from cascade.planner.acceptance import Calibration, RunAhead
 from cascade.planner.choice import NO_GUESS
-from cascade.planner.tuning import MIN_RUN_AHEAD
+from cascade.planner.tuning import LIKELY, MIN_RUN_AHEAD
 from cascade.scorer import Scored
 from cascade.session.branches import UNKNOWN, Branch, Branches, Margin
 from cascade.session.guesses import EdgeTotals, Guesses, Hint, usable_nodes
@@ -153,7 +153,9 @@ class Session:
     @property
     def likely_depth(self) -> int:
         """`depth`, but guesses of drafters inside the tier count only if they are likely."""
-        return min(self.guesses.likely_length, self.max_depth)
+        of_hints = (hint.calibration.chances(hint.draft.trunk) for hint in self.guesses.hints)
+        longest = max([self.guesses.draft.height, *(sum(chance > LIKELY for chance in chances) for chances in of_hints)])
+        return min(longest, self.max_depth)
 
     @property
     def runner_ups(self) -> int:
@@ -170,14 +172,11 @@ class Session:
         return self.branches.chances[-1] if self.branches is not None else 1.0
 
     @property
-    def _chance_kept(self) -> float:
-        """`chance`, also where runner-ups are not known."""
-        return self.chance if self.branches is not None else self.run_ahead.share ** (len(self.text) - self.committed)
-
-    @property
     def _turn_over(self) -> bool:
         """Whether the session has drafted all that is worth the time of the tier above."""
-        return self._chance_kept < self._least_chance or 0 < self._most <= len(self.text) - self.committed
+        ahead = len(self.text) - self.committed
+        kept = self.chance if self.branches is not None else self.run_ahead.share**ahead
+        return kept < self._least_chance or 0 < self._most <= ahead
 
     def branch_candidates(self) -> list[tuple[float, Branch]]:
         """Branches worth extending, held or new, each with its chance to be of use."""

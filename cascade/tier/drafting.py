@@ -208,8 +208,3 @@ def _turn(session: Session, num_in_turns: int, policy: Policy, profile: Profile)
 
 def _without(tier: str, chain: Chain) -> Chain:
     return tuple(other for other in chain if other != tier)
-
-
-def verifier(session: str) -> str:
-    """The session for which ``session`` of the tier below drafts."""
-    return session.rpartition(".")[0]

@@ -17,7 +17,7 @@ from cascade.planner.cost import Profile
 from cascade.scorer import Drafter, Guesser, Query, RowState, Scored
 from cascade.session.guesses import Hint
 from cascade.session.session import ProtocolError, Session, Work
-from cascade.tier.drafting import Drafting, Progress, verifier
+from cascade.tier.drafting import Drafting, Progress
 from cascade.tier.kv_admission import KVAdmission
 from cascade.tier.scheduler import Batch, schedule
 from cascade.tier.slot import InnerDrafter, Slot, U
@@ -91,7 +91,7 @@ class Loop(Generic[U]):
             assert up is not None
             self._open(message, up, now)
         elif isinstance(message, Proposal | Failed):
-            slot = self.slots.get(verifier(message.session))
+            slot = self.slots.get(message.session.rpartition(".")[0])  # the session for which it drafts, see `Drafting.draft`
             lost = self._drafting.receive(slot, message, now) if slot is not None else None
             if lost is not None:
                 log.info("Tier %s continues without %s: %s", self._name, *lost)

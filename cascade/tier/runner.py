@@ -168,11 +168,7 @@ class Runner:
             log.exception("A pass of tier %s failed with %d rows", self._tier, num_rows)
             self.stats.failures += 1
             return None
-        self._count(flight, time.monotonic() - flight.begin)
-        return list(scored)
-
-    def _count(self, flight: Flight, seconds: float) -> None:
-        stats = self.stats
+        stats, seconds = self.stats, time.monotonic() - flight.begin
         self._profile.record(flight.num_tokens, flight.num_read, flight.context, seconds)
         stats.passes += 1
         stats.tokens += flight.num_tokens
@@ -180,6 +176,7 @@ class Runner:
         stats.busy_s += seconds
         if flight.num_tokens >= self.max_tokens:
             self.max_tokens = min(self._max_tokens, self.max_tokens + 1)
+        return list(scored)
 
     def _scores_canary(self) -> bool:
         """Whether the model still scores a row that is known to be good."""

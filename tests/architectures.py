@@ -11,59 +11,29 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 VOCAB = 96
 CONTEXT = 128
 WINDOW = 8
-BASE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": CONTEXT,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+TOKENS: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": CONTEXT}
+BASE = TOKENS | HEADS | SIZES
 ALTERNATING = ["sliding_attention", "full_attention"]
 SLIDES: dict[str, Any] = {"sliding_window": WINDOW, "layer_types": ALTERNATING}
 FEW = {"num_experts": 4, "num_experts_per_tok": 2}
 LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 EXPERTS: dict[str, Any] = {**FEW, "moe_intermediate_size": 24}
-ROUTED: dict[str, Any] = {
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 24,
-}
-GPT: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": CONTEXT,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-LATENT: dict[str, Any] = {
-    "kv_lora_rank": 16,
-    "q_lora_rank": 24,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-    "num_key_value_heads": 4,
-}
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0, 1.5, 2.0, 2.5],
-    "long_factor": [2.0, 3.0, 4.0, 5.0],
-    "original_max_position_embeddings": 64,
-}
+GROUPS = {"n_group": 1, "topk_group": 1, "n_routed_experts": 4, "n_shared_experts": 1}
+ROUTED: dict[str, Any] = {**GROUPS, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 24}
+GPT = TOKENS | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}
+RANKS = {"kv_lora_rank": 16, "q_lora_rank": 24}
+LATENT: dict[str, Any] = {**RANKS, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "num_key_value_heads": 4}
+FACTORS = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, **FACTORS, "original_max_position_embeddings": 64}
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 8.0}
+ERNIE = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 1, "moe_layer_start_index": 1}
+BY_LAYER = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB}
+HYBRID = {"layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 24}
+CHUNKED = {"attention_chunk_size": WINDOW, "layer_types": ["chunked_attention", "full_attention"]}
 
 # by Transformers' model_type, with a suffix for variants; what differs from BASE
 SERVED: dict[str, dict[str, Any]] = {
@@ -79,13 +49,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
     "mistral": {"sliding_window": WINDOW},
     "gemma": {"head_dim": 8, "num_key_value_heads": 1},
-    "gemma2": {
-        "head_dim": 8,
-        **SLIDES,
-        "query_pre_attn_scalar": 16,
-        "attn_logit_softcapping": 2.0,
-        "final_logit_softcapping": 8.0,
-    },
+    "gemma2": {"head_dim": 8, **SLIDES, "query_pre_attn_scalar": 16, **CAPS},
     "gemma3_text": {"head_dim": 8, **SLIDES},
     "mixtral": {**LOCAL, "sliding_window": WINDOW},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 24},
@@ -109,21 +73,9 @@ SERVED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**LATENT, **ROUTED},
     "dots1": {**ROUTED, "head_dim": 8},
     "ernie4_5": {"head_dim": 8},
-    "ernie4_5_moe": {
-        "moe_num_experts": 4,
-        "moe_k": 2,
-        "moe_intermediate_size": 24,
-        "moe_num_shared_experts": 1,
-        "moe_layer_start_index": 1,
-    },
+    "ernie4_5_moe": ERNIE,
     "exaone4": {**SLIDES},
-    "gemma4_text": {
-        "head_dim": 8,
-        "global_head_dim": 8,
-        **SLIDES,
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": VOCAB,
-    },
+    "gemma4_text": {"head_dim": 8, "global_head_dim": 8, **SLIDES, **BY_LAYER},
     "glm": {"head_dim": 8},
     "glm4": {"head_dim": 8},
     "glm4_moe": {**ROUTED, "head_dim": 8},
@@ -145,20 +97,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "bloom": {"n_layer": 2, "n_head": 4},
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": CONTEXT},
     "mamba": {},
-    "qwen3_next": {
-        **EXPERTS,
-        "head_dim": 8,
-        "layer_types": ["linear_attention", "full_attention"],
-        "shared_expert_intermediate_size": 24,
-        **LINEAR,
-    },
-    "llama4_text": {
-        "attention_chunk_size": WINDOW,
-        "head_dim": 8,
-        "layer_types": ["chunked_attention", "full_attention"],
-        "num_local_experts": 2,
-        "intermediate_size_mlp": 48,
-    },
+    "qwen3_next": {**EXPERTS, "head_dim": 8, **HYBRID, **LINEAR},
+    "llama4_text": {**CHUNKED, "head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 48},
     "deepseek_v32": {**LATENT, **ROUTED},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4},
     "jamba": {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4, "use_mamba_kernels": False},
@@ -171,16 +111,8 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 # those that `cascade.engine.network.llama` runs
 WRITTEN_OUT = (
-    "llama",
-    "llama-untied-bias",
-    "llama-wide-heads",
-    "llama-linear",
-    "llama-llama3",
-    "llama-yarn",
-    "mistral",
-    "qwen2",
-    "qwen2-sliding",
-    "qwen3",
+    *("llama", "llama-untied-bias", "llama-wide-heads", "llama-linear", "llama-llama3", "llama-yarn"),
+    *("mistral", "qwen2", "qwen2-sliding", "qwen3"),
 )
 # one of each kind: plain, windows in some layers, soft caps, sinks, latent attention, experts, learned positions, long RoPE
 DEFAULT = ("llama", "qwen2-sliding", "gemma2", "gpt_oss", "deepseek_v3", "mixtral", "gpt2", "phi3-longrope")

@@ -43,21 +43,20 @@ class Response:
 
 
 @pytest.fixture
-def generator(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Ray's class as the proxies have it, put back behind the test; private, so this guards against new versions of Ray."""
-    monkeypatch.setattr(proxy, "ProxyResponseGenerator", proxy.ProxyResponseGenerator)
+def plain(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The class of the proxies as Ray has it; private, so this guards against new versions of Ray."""
     monkeypatch.setattr("ray.serve._private.proxy_response_generator.DeploymentResponseGenerator", Response)
-    ray_compat.patch_proxies()
-    ray_compat.patch_proxies()
-    assert proxy.ProxyResponseGenerator.__mro__.count(ray_compat._EndsWithItsCall) == 1
+    assert not issubclass(proxy.ProxyResponseGenerator, ray_compat._EndsWithItsCall)
     return proxy.ProxyResponseGenerator
 
 
 @pytest.fixture
-def plain(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The same class as Ray has it."""
-    monkeypatch.setattr("ray.serve._private.proxy_response_generator.DeploymentResponseGenerator", Response)
-    assert not issubclass(proxy.ProxyResponseGenerator, ray_compat._EndsWithItsCall)
+def generator(plain: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The same class as the proxies have it, put back behind the test."""
+    monkeypatch.setattr(proxy, "ProxyResponseGenerator", plain)
+    ray_compat.patch_proxies()
+    ray_compat.patch_proxies()
+    assert proxy.ProxyResponseGenerator.__mro__.count(ray_compat._EndsWithItsCall) == 1
     return proxy.ProxyResponseGenerator
 
 

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +52,10 @@ def head(kind: str, **options: Any) -> dict[str, Any]:
 
 def deploying(**fields: Any) -> dict[str, Any]:
     return single(deployment_config=fields)
+
+
+def acting(**options: Any) -> dict[str, Any]:
+    return deploying(ray_actor_options=options)
 
 
 # what is wrong
@@ -131,13 +135,10 @@ WRONG: list[tuple[Any, str]] = [
     (deploying(num_replicas=2, autoscaling_config={"max_replicas": 3}), r"tier full.*num_replicas.*autoscaling_config"),
     (deploying(autoscaling_config={"max_replicas": -3}), r"tier full.*max_replicas"),
     ({"tiers": [tier()], "router": {"deployment_config": {"ray_actor_options": {"gpus": 1}}}}, r"router.*gpus"),
-    (deploying(ray_actor_options={"runtime_env": 5}), r"runtime_env"),
-    (
-        deploying(ray_actor_options={"runtime_env": {"env_vars": {"A": [1]}}}),
-        r"runtime_env\.env_vars\.A: input should be a valid string",
-    ),
-    (deploying(ray_actor_options={"num_gpus": "one"}), r"ray_actor_options\.num_gpus is 'one': input should be a valid number"),
-    (deploying(ray_actor_options={"resources": {"disk": "much"}}), r"resources\.disk is 'much'"),
+    (acting(runtime_env=5), r"runtime_env"),
+    (acting(runtime_env={"env_vars": {"A": [1]}}), r"runtime_env\.env_vars\.A: input should be a valid string"),
+    (acting(num_gpus="one"), r"ray_actor_options\.num_gpus is 'one': input should be a valid number"),
+    (acting(resources={"disk": "much"}), r"resources\.disk is 'much'"),
     (deploying(autoscaling_config={"max_replicas": "many"}), r"autoscaling_config\.max_replicas is 'many': input should be"),
     (aligned(ray_actor_options={"num_gpus": "one"}), r"alignment\.ray_actor_options\.num_gpus is 'one'"),
 ]
@@ -258,17 +259,16 @@ def test_tiers_get_handles_of_those_below() -> None:
     assert [list(deployment.init_args[2]) for deployment in tiers] == [[], ["a"], ["a", "b"]]
 
 
+THIRD = {"deployment_config": {"ray_actor_options": {"num_gpus": 0.3}}}
+
+
 @pytest.mark.parametrize(
     ("fields", "num_gpus", "memory"),
     [
         ({}, None, 0.9),
         ({"accelerator_type": "L4"}, 1, 0.9),
-        ({"accelerator_type": "L4", "deployment_config": {"ray_actor_options": {"num_gpus": 0.3}}}, 0.3, 0.27),
-        (
-            {"deployment_config": {"ray_actor_options": {"num_gpus": 0.3}}, "engine_kwargs": {"gpu_memory_utilization": 0.5}},
-            0.3,
-            0.5,
-        ),
+        ({"accelerator_type": "L4", **THIRD}, 0.3, 0.27),
+        ({**THIRD, "engine_kwargs": {"gpu_memory_utilization": 0.5}}, 0.3, 0.5),
     ],
 )
 def test_replicas_take_what_they_have_of_a_gpu(fields: dict[str, Any], num_gpus: float | None, memory: float) -> None:
@@ -280,35 +280,28 @@ def test_replicas_take_what_they_have_of_a_gpu(fields: dict[str, Any], num_gpus:
 
 
 @pytest.mark.parametrize(
-    ("actors", "shared"),
+    ("first", "second", "shared"),
     [
-        (({}, {}), True),
-        (({}, {"num_gpus": 1}), False),
-        (({}, {"num_gpus": 0.5}), False),
-        (({"num_gpus": 0.5}, {"num_gpus": 0.5}), True),
-        (({"num_gpus": 0.7}, {"num_gpus": 0.5}), False),
-        (({"num_cpus": 6}, {"num_cpus": 2}), True),
-        (({"num_cpus": 7}, {"num_cpus": 2}), False),
-        (({"num_cpus": 9}, {"num_cpus": 2}), True),
-        (({"resources": {"left": 1}}, {"resources": {"right": 1}}), False),
+        (acting(), acting(), True),
+        (acting(), acting(num_gpus=1), False),
+        (acting(), acting(num_gpus=0.5), False),
+        (acting(num_gpus=0.5), acting(num_gpus=0.5), True),
+        (acting(num_gpus=0.7), acting(num_gpus=0.5), False),
+        (acting(num_cpus=6), acting(num_cpus=2), True),
+        (acting(num_cpus=7), acting(num_cpus=2), False),
+        (acting(num_cpus=9), acting(num_cpus=2), True),
+        (acting(resources={"left": 1}), acting(resources={"right": 1}), False),
+        # whole GPUs and engines that compute elsewhere
+        (acting(), single(placement_group_config={"bundles": [{"GPU": 2}]}), False),
+        (acting(), engine(engine="package.module:load"), False),
     ],
 )
-def test_processors_are_shared_by_those_that_fit_one_device(actors: Sequence[dict[str, Any]], *, shared: bool) -> None:
+def test_processors_are_shared_by_those_that_fit_one_device(first: Any, second: Any, *, shared: bool) -> None:
     """Guards where drafting begins: a tier below with a device of its own was taken to slow this one, or another not to."""
-    first, second = (CascadeConfig.parse(single(deployment_config={"ray_actor_options": actor})).tiers[0] for actor in actors)
+    [first], [second] = (CascadeConfig.parse(values).tiers for values in (first, second))
     nodes = [{"CPU": 8.0, "left": 1.0}, {"CPU": 8.0, "right": 1.0}]
     assert app.shares_processors(first, second, nodes) is shared
     assert app.shares_processors(second, first, nodes) is shared
-
-
-@pytest.mark.parametrize(
-    "changes", [{"placement_group_config": {"bundles": [{"GPU": 2}]}}, {"engine_kwargs": {"engine": "package.module:load"}}]
-)
-def test_whole_gpus_and_other_engines_are_shared_with_nobody(changes: dict[str, Any]) -> None:
-    """Guards the same for tiers that name their resources otherwise, or whose engine computes elsewhere."""
-    plain, other = (CascadeConfig.parse(single(**values)).tiers[0] for values in ({}, changes))
-    assert not app.shares_processors(plain, other)
-    assert not app.shares_processors(other, plain)
 
 
 # models that do not belong together

@@ -1,9 +1,10 @@
 """Ray Serve LLM's configurations: what becomes of each key of theirs, and several models behind one API."""
 
 from asyncio import run
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import openai
 import pytest
 import yaml
 from openai import OpenAI
+from pydantic import BaseModel
 from ray import serve
 
 from cascade import Cascade, SamplingParams
@@ -63,17 +65,9 @@ def test_their_configuration_works_unchanged() -> None:
     assert tier.model_loading_config.source == "Qwen/Qwen2.5-0.5B-Instruct"
 
 
-SAMPLE: Values = {  # as in KubeRay's sample and vLLM's recipes
-    "engine_kwargs": {
-        "device": "auto",
-        "dtype": "auto",
-        "max_model_len": 8192,
-        "enable_auto_tool_choice": True,
-        "tool_call_parser": "hermes",
-        "enable_lora": False,
-    },
-    "log_engine_metrics": False,
-}
+# as in KubeRay's sample and vLLM's recipes
+SAMPLE: Values = {"engine_kwargs": {"device": "auto", "dtype": "auto", "max_model_len": 8192}, "log_engine_metrics": False}
+SAMPLE["engine_kwargs"] |= {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "enable_lora": False}
 
 
 def test_published_files_are_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -93,60 +87,47 @@ def test_published_files_are_taken(tmp_path: Path, caplog: pytest.LogCaptureFixt
         load_config(path)
 
 
-HONOURED: list[tuple[Values, Callable[[CascadeConfig], Any], Any]] = [  # what is given, where it goes, what is there
-    ({"accelerator_type": None}, lambda c: c.tiers[0].deployment_config.ray_actor_options, GPU),
-    (
-        {"accelerator_type": None, "accelerator_config": {"kind": "cpu"}},
-        lambda c: c.tiers[0].deployment_config.ray_actor_options,
-        {},
-    ),
-    ({"accelerator_type": "A10"}, lambda c: c.tiers[0].accelerator_type, "A10G"),
-    (
-        {"runtime_env": {"env_vars": {"A": "1"}}},
-        lambda c: c.tiers[0].deployment_config.ray_actor_options,
-        {**GPU, "runtime_env": {"env_vars": {"A": "1"}}},
-    ),
+ENV = {"env_vars": {"A": "1"}}
+SPREAD = {"bundles": [{"CPU": 1}], "strategy": "SPREAD"}
+OPTIONS = "deployment_config.ray_actor_options"
+HONOURED: list[tuple[Values, str, Any]] = [  # what is given, where it goes, what is there
+    ({"accelerator_type": None}, OPTIONS, GPU),
+    ({"accelerator_type": None, "accelerator_config": {"kind": "cpu"}}, OPTIONS, {}),
+    ({"accelerator_type": "A10"}, "accelerator_type", "A10G"),
+    ({"runtime_env": ENV}, OPTIONS, {**GPU, "runtime_env": ENV}),
     (
         {"placement_group_config": {"bundle_per_worker": {"GPU": 1}}, "engine_kwargs": {"tensor_parallel_size": 2}},
-        lambda c: c.tiers[0].placement_group_config.model_dump(exclude_none=True),
+        "placement_group_config",
         {"bundles": [{"GPU": 1}] * 2, "strategy": "PACK"},
     ),
-    (
-        {"placement_group_config": {"bundles": [{"CPU": 1}], "strategy": "SPREAD"}},
-        lambda c: c.tiers[0].placement_group_config.model_dump(exclude_none=True),
-        {"bundles": [{"CPU": 1}], "strategy": "SPREAD"},
-    ),
-    ({"llm_engine": "vLLM"}, lambda c: c.tiers[0].engine_kwargs.engine, "vllm"),
+    ({"placement_group_config": SPREAD}, "placement_group_config", SPREAD),
+    ({"llm_engine": "vLLM"}, "engine_kwargs.engine", "vllm"),
     (
         {"engine_kwargs": {"max_num_seqs": 8, "max_model_len": 512}},
-        lambda c: c.tiers[0].engine_kwargs.vllm_options,
+        "engine_kwargs.vllm_options",
         {"max_num_seqs": 8, "max_model_len": 512, "trust_remote_code": False, "tensor_parallel_size": 1},
     ),
-    ({"experimental_configs": {"num_ingress_replicas": 3}}, lambda c: c.router.deployment_config.num_replicas, 3),
-    (
-        {"lora_config": {"dynamic_lora_loading_path": "/shared/adapters", "max_num_adapters_per_replica": 4}},
-        lambda c: (c.tiers[0].engine_kwargs.lora_path, c.tiers[0].engine_kwargs.max_loras),
-        ("/shared/adapters", 4),
-    ),
+    ({"experimental_configs": {"num_ingress_replicas": 3}}, "router.deployment_config.num_replicas", 3),
+    ({"lora_config": {"dynamic_lora_loading_path": "/shared/adapters"}}, "engine_kwargs.lora_path", "/shared/adapters"),
+    ({"lora_config": {"dynamic_lora_loading_path": "/a", "max_num_adapters_per_replica": 4}}, "engine_kwargs.max_loras", 4),
     (
         {"tiers": [{"model_loading_config": {"model_id": "a/b"}}, {"name": "mid", "model_loading_config": {"model_id": "c"}}]},
-        lambda c: c.names,
+        "names",
         ("tier0", "mid", "full"),
     ),
 ]
 
 
-@pytest.mark.parametrize(("given", "place", "expected"), HONOURED)
-def test_keys_are_honoured(given: Values, place: Callable[[CascadeConfig], Any], expected: Any) -> None:
+@pytest.mark.parametrize(("given", "path", "expected"), HONOURED)
+def test_keys_are_honoured(given: Values, path: str, expected: Any) -> None:
     """Guards keys of theirs against being read and forgotten."""
-    assert place(parsed(**given)) == expected
+    config = parsed(**given)
+    place = attrgetter(path)(config if path.startswith(("router", "names")) else config.tiers[-1])
+    assert (place.model_dump(exclude_none=True) if isinstance(place, BaseModel) else place) == expected
 
 
 REFUSED: list[tuple[Values, str]] = [
-    (
-        {"model_loading_config": {"model_id": "a", "model_source": {"bucket_uri": "s3://b"}}},
-        "model_loading_config.model_source: input should be a valid string",
-    ),
+    ({"model_loading_config": {"model_id": "a", "model_source": {"bucket_uri": "s3://b"}}}, "model_source: input should be"),
     ({"model_loading_config": {"model_id": "a", "tokenizer_source": "b"}}, "tokenizer_source of 'a' is 'b': remove it"),
     ({"lora_config": {"download_timeout_s": 3}}, "lora_config.download_timeout_s is not a known key"),
     ({"engine_kwargs": {"enable_prefix_caching": False}}, "enable_prefix_caching of 'qwen-0.5b' is False"),
@@ -156,12 +137,12 @@ REFUSED: list[tuple[Values, str]] = [
     ({"experimental_configs": {"stream_batching_interval_ms": 50}}, "stream_batching_interval_ms is 50"),
     (
         {"engine_kwargs": {"speculative_config": {"method": "ngram"}}},
-        "speculative_config is given: models that draft are tiers below",
+        "speculative_config is given: models that draft are tiers",
     ),
     ({"engine_kwargs": {"kv_transfer_config": {}}}, "kv_transfer_config is given: a replica"),
     (
         {"engine_kwargs": {"enable_lora": False}, "lora_config": {"dynamic_lora_loading_path": "/x"}},
-        "enable_lora of 'qwen-0.5b' is False beside its lora_config",
+        "enable_lora of 'qwen-0.5b'",
     ),
     ({"runtime_env": {"a": 1}, "deployment_config": {"ray_actor_options": {"runtime_env": {}}}}, "has runtime_env twice"),
     ({"engine_kwargs": {"tensor_parallel_size": "two"}}, "engine_kwargs.tensor_parallel_size is 'two': input should be"),

@@ -34,6 +34,7 @@ from cascade.tier.tier import Tier
 Prompt: TypeAlias = str | Sequence[int]
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None  # one for all prompts, or one for each
 Batch: TypeAlias = Sequence[str] | Sequence[Sequence[int]]
+Prompts: TypeAlias = Prompt | Batch
 Drafters: TypeAlias = str | DrafterSpec | Iterable[str | DrafterSpec] | None
 
 TIER_NAMES = {
@@ -185,11 +186,7 @@ class Cascade:
     ) -> list[Completion]: ...
 
     def generate(
-        self,
-        prompt: Prompt | Batch,
-        params: Params = None,
-        speculation: Speculation | None = None,
-        handling: Handling | None = None,
+        self, prompt: Prompts, params: Params = None, speculation: Speculation | None = None, handling: Handling | None = None
     ) -> Completion | list[Completion]:
         """The whole text after ``prompt``, a string or a list of token ids. A list of prompts gives a list of texts.
 
@@ -199,11 +196,7 @@ class Cascade:
         return completions if _is_batch(prompt) else completions[0]
 
     def stream(
-        self,
-        prompt: Prompt | Batch,
-        params: Params = None,
-        speculation: Speculation | None = None,
-        handling: Handling | None = None,
+        self, prompt: Prompts, params: Params = None, speculation: Speculation | None = None, handling: Handling | None = None
     ) -> Iterator[Chunk]:
         """The text piece by piece. For a batch, pieces of all texts as they come; ``index`` is the number of the text."""
         inbox: queue.SimpleQueue[Sequence[Message]] = queue.SimpleQueue()
@@ -211,22 +204,14 @@ class Cascade:
         return answers.run(inbox.get)
 
     async def agenerate(
-        self,
-        prompt: Prompt | Batch,
-        params: Params = None,
-        speculation: Speculation | None = None,
-        handling: Handling | None = None,
+        self, prompt: Prompts, params: Params = None, speculation: Speculation | None = None, handling: Handling | None = None
     ) -> Completion | list[Completion]:
         """`generate` for an event loop."""
         completions = _sorted([c.completion async for c in self.astream(prompt, params, speculation, handling)])
         return completions if _is_batch(prompt) else completions[0]
 
     async def astream(
-        self,
-        prompt: Prompt | Batch,
-        params: Params = None,
-        speculation: Speculation | None = None,
-        handling: Handling | None = None,
+        self, prompt: Prompts, params: Params = None, speculation: Speculation | None = None, handling: Handling | None = None
     ) -> AsyncIterator[Chunk]:
         """`stream` for an event loop; leaving the loop early ends the request."""
         loop = asyncio.get_running_loop()

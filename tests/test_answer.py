@@ -20,8 +20,6 @@ WORDS = ["", "a", "b", "ab", "\n", "\n\n", " c", "x.y", "é"]
 
 
 class Words:
-    """A decoder for the vocabulary WORDS."""
-
     def step(self, token: int) -> str:
         return WORDS[token]
 
@@ -48,7 +46,6 @@ def pieces(answer: Answer, tokens: Sequence[int], sizes: Sequence[int] = ()) -> 
 
 
 def whole(chunks: Sequence[Chunk]) -> Completion | None:
-    """The completion, if there is one, which its pieces make up."""
     completion = next((piece.completion for piece in chunks if piece.completion is not None), None)
     if completion is not None:
         assert "".join(piece.text for piece in chunks) == completion.text

@@ -24,7 +24,6 @@ def trees(draw: st.DrawFn, *, lines: bool = False) -> Draft:
 
 
 def path_of(draft: Draft, node: int) -> Path:
-    """Tokens from the text to a node."""
     return () if node < 0 else (*path_of(draft, draft.parent(node)), draft.tokens[node])
 
 

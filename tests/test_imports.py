@@ -67,7 +67,6 @@ def imported(path: Path) -> set[str]:
 
 
 def files(*packages: str) -> list[tuple[str, Path]]:
-    """Names of modules and their files."""
     paths = (path for package in packages for path in sorted((ROOT / package).rglob("*.py")))
     return [(".".join(path.relative_to(ROOT).with_suffix("").parts), path) for path in paths]
 

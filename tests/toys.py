@@ -150,7 +150,6 @@ class ToyModel(ToyTier):
         return ToyCache()
 
     def collect(self, launched: Sequence[Row]) -> list[Scored]:
-        """Own tokens of each row."""
         for row in launched:
             self._check(row)
         scored = super().collect(launched)

@@ -38,7 +38,6 @@ class Backend(NamedTuple):
 
 
 def local(cascade: "Cascade") -> Backend:
-    """Models in this process."""
     from cascade.chat.template import ChatTemplate
     from cascade.llm import prompt_of
 
@@ -56,7 +55,6 @@ def local(cascade: "Cascade") -> Backend:
 
 
 def served(client: "Client") -> Backend:
-    """A server, called over gRPC."""
     info = client.describe()
 
     def stream_chat(

@@ -53,7 +53,6 @@ class Answer:
         self._column = cell_len(after.rpartition("\n")[2]) % console.width  # occupied cells of the line
 
     def show(self, chunk: Chunk) -> None:
-        """Print the next piece."""
         text = Text(chunk.text)
         if not self._plain:
             begin = 0

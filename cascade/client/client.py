@@ -16,7 +16,7 @@ import grpc
 from cascade.answer import Chunk, Completion
 from cascade.client.chat import ChatExchange, ChatOptions, Messages, Turn, TurnPiece, encode_chat
 from cascade.client.connection import CLOSED, Connection
-from cascade.client.exchange import Exchange, Piece, Prompt, TextExchange, encode_request
+from cascade.client.exchange import Exchange, Params, Piece, Prompt, TextExchange, encode_request
 from cascade.client.wire import decode_sampling, values
 from cascade.errors import Unavailable
 from cascade.params import Handling, SamplingParams, Speculation
@@ -103,21 +103,13 @@ class Calls(Connection, ABC, Generic[Text, Texts, Reply, ReplyPieces, Info]):
     """The methods of both clients."""
 
     def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        speculation: Speculation | None = None,
-        handling: Handling | None = None,
+        self, prompt: Prompt, params: Params = None, speculation: Speculation | None = None, handling: Handling | None = None
     ) -> Text:
         """The whole text after ``prompt``, a string or token ids."""
         return self._whole(TextExchange(encode_request(prompt, params, speculation, handling)))
 
     def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        speculation: Speculation | None = None,
-        handling: Handling | None = None,
+        self, prompt: Prompt, params: Params = None, speculation: Speculation | None = None, handling: Handling | None = None
     ) -> Texts:
         """The text piece by piece; closing the iterator ends the request on the server."""
         return self._pieces(TextExchange(encode_request(prompt, params, speculation, handling)))
@@ -125,7 +117,7 @@ class Calls(Connection, ABC, Generic[Text, Texts, Reply, ReplyPieces, Info]):
     def chat(
         self,
         messages: Messages,
-        params: SamplingParams | None = None,
+        params: Params = None,
         speculation: Speculation | None = None,
         handling: Handling | None = None,
         **options: Unpack[ChatOptions],
@@ -139,7 +131,7 @@ class Calls(Connection, ABC, Generic[Text, Texts, Reply, ReplyPieces, Info]):
     def stream_chat(
         self,
         messages: Messages,
-        params: SamplingParams | None = None,
+        params: Params = None,
         speculation: Speculation | None = None,
         handling: Handling | None = None,
         **options: Unpack[ChatOptions],

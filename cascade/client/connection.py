@@ -76,7 +76,6 @@ class Attempts:
         return None if self.timeout_s is None else max(0.0, self._start + self.timeout_s - time.monotonic())
 
     def received(self) -> None:
-        """A message has come."""
         self._num_in_vain, self.unproven, self._reason, self._lost = 0, False, None, None
 
     def failed(self, error: CascadeError) -> float:
@@ -154,7 +153,6 @@ class Connection:
         return Server(channel, stub_of(channel, streamed=True))
 
     def _attempts(self, exchange: Exchange[Any, Any]) -> Attempts:
-        """The attempts of one request."""
         unproven = exchange.probing and not self._answered  # the addresses may be wrong
         return Attempts(self._patience_s, exchange.timeout_s or self._timeout, len(self._servers), unproven)
 
@@ -171,7 +169,6 @@ class Connection:
         return getattr(server.stub, exchange.rpc)(exchange.request, timeout=attempts.left_s, metadata=self._metadata)
 
     def _received(self, server: Server, attempts: Attempts) -> None:
-        """A message of the answer has arrived."""
         self._answered, server.avoided_until = True, 0.0
         attempts.received()
 

@@ -13,6 +13,7 @@ from cascade.params import Handling, SamplingParams, Speculation
 from cascade.v1 import serving_pb2 as pb
 
 Prompt: TypeAlias = str | Sequence[int]
+Params: TypeAlias = SamplingParams | None
 Whole = TypeVar("Whole")
 Piece = TypeVar("Piece")
 

@@ -31,7 +31,6 @@ MOST = 120  # tokens of an answer, unless a test says otherwise
 
 
 def user(content: str) -> list[dict[str, Any]]:
-    """A conversation of one message."""
     return [{"role": "user", "content": content}]
 
 

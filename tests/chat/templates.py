@@ -91,7 +91,6 @@ class Family:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The small models' with this template."""
         return replace(Tokenizer.from_pretrained(small.paths()[-1]), chat_template=self.template)
 
     def prompt(self, messages: Any, tools: Any, style: Style, *, tokenize: bool = True, source: str = "") -> Any:

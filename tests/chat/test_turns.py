@@ -43,7 +43,6 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], dict[str, Any], dict[str, A
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[House]:
-    """Parrots that know conversations and tools."""
     with talking("hermes", pass_s=0.001, limits={"max_tokens": MOST}) as built:
         yield built
 

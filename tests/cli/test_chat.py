@@ -34,13 +34,10 @@ EIGHT = SamplingParams(max_tokens=8, temperature=0)
 
 
 def chat(*arguments: str, typed: str) -> tuple[int, str]:
-    """Exit code and output of `cascade chat`, if these lines are typed."""
     return run("chat", "--max-tokens", "8", "-t", "0", *arguments, input=typed)
 
 
 class Terminal:
-    """`cascade chat` at a terminal of its own."""
-
     def __init__(self, *arguments: str) -> None:
         self._end, theirs = pty.openpty()
         termios.tcsetwinsize(theirs, (50, 500))  # nothing is wrapped

@@ -28,7 +28,6 @@ CODE = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model half of whose layers are idle, and prompts."""
     folder = tmp_path_factory.mktemp("idle")
     full = small.paths()[-1]
     network = AutoModelForCausalLM.from_pretrained(full, dtype=torch.float32)

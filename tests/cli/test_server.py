@@ -85,14 +85,12 @@ def test_joined_clusters_keep_what_runs_there(
 
 
 def asking(engine: dict[str, Any] | None = None, accelerator: str | None = None, **deployment: Any) -> CascadeConfig:
-    """The small models, whose full tier asks for this."""
     values = small.config().model_dump(mode="json")
     values["tiers"][-1] |= {"engine_kwargs": engine or {}, "accelerator_type": accelerator, "deployment_config": deployment}
     return CascadeConfig.parse(values)
 
 
 def learning(**alignment: Any) -> CascadeConfig:
-    """The small models, whose tiny one learns with this."""
     values = small.config().model_dump(mode="json")
     return CascadeConfig.parse(values | {"alignment": {"folder": "/shared", "students": ["tiny"], **alignment}})
 

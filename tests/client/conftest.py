@@ -58,7 +58,6 @@ class Canned:
         return pb.DescribeResponse(tiers=[TIER], max_model_len=64, window=16, version="1.2.3", branches=8)
 
     def _watch(self, context: grpc.ServicerContext) -> threading.Event:
-        """Set, as `left`, when the call is over."""
         gone = threading.Event()
 
         def leave() -> None:
@@ -111,7 +110,6 @@ def connect(request: pytest.FixtureRequest) -> Any:
 
 
 def ways(client: Any) -> list[Callable[[], Awaitable[object]]]:
-    """Every way to ask."""
     return [lambda: client.generate("p"), lambda: anext(client.stream("p")), client.describe]
 
 

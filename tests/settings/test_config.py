@@ -37,7 +37,6 @@ def tier(name: str = "full", model_id: str = "some/model", **fields: Any) -> dic
 
 
 def single(**fields: Any) -> dict[str, Any]:
-    """A configuration with one tier that has ``fields``."""
     return {"tiers": [tier(**fields)]}
 
 
@@ -46,7 +45,6 @@ def engine(**options: Any) -> dict[str, Any]:
 
 
 def head(kind: str, **options: Any) -> dict[str, Any]:
-    """A tier whose guesses come from a head."""
     return engine(drafter={"kind": kind, "source": "a/b"}, **options)
 
 
@@ -69,7 +67,6 @@ def learning(student: str, **engine_kwargs: Any) -> dict[str, Any]:
 
 
 def aligned(**fields: Any) -> dict[str, Any]:
-    """Two tiers, of which drafters learn as ``fields`` say."""
     return {"tiers": [tier("tiny"), tier("full")], "alignment": {"folder": "/shared", **fields}}
 
 

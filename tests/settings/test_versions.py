@@ -52,13 +52,10 @@ def values() -> Values:
 
 @pytest.fixture(scope="module")
 def old(built: Callable[..., dict[str, DeploymentVersion]]) -> dict[str, DeploymentVersion]:
-    """Versions before a change."""
     return built(values())
 
 
 def set_at(path: str, value: Any) -> Callable[[Values], None]:
-    """A change: what stands at a dotted path."""
-
     def change(values: Values) -> None:
         *sections, key = path.split(".")
         part: Any = values
@@ -121,7 +118,6 @@ def test_routers_are_replaced_when_the_limits_of_models_change(
 
 
 def paths(values: Any, prefix: str = "") -> set[str]:
-    """Dotted places of all that a configuration says."""
     if not isinstance(values, dict) or not values:
         return {prefix[:-1]}
     return set[str]().union(*(paths(value, f"{prefix}{key}.") for key, value in values.items()))

@@ -37,7 +37,6 @@ TOYS = {name: ToyModel(24, agreement=share) for name, share in zip(NAMES, AGREEM
 
 
 def toy_tiers(num_tiers: int, hop_s: float = 0.0004) -> tuple[SimTier, ...]:
-    """The upper ones of five toy tiers, bottom to top."""
     every = [SimTier(name, TOYS[name], pass_cost(base, base / 50), hop_s) for name, base in zip(NAMES, PASS_S, strict=True)]
     return tuple(every[5 - num_tiers :])
 
@@ -48,7 +47,6 @@ def request_of(max_tokens: int = 40, temperature: float = 0.0, seed: int = 3, en
 
 
 def reference(scenario: Scenario) -> tuple[tuple[int, ...], ...]:
-    """What the full tier alone writes."""
     model = scenario.tiers[-1].model
     texts = []
     for request in scenario.requests:

@@ -68,7 +68,6 @@ def cascade(**options: Any) -> Cascade:
 
 
 def config() -> CascadeConfig:
-    """The three served, one thread each."""
     tiers = [
         {
             "name": name,

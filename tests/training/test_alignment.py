@@ -42,7 +42,6 @@ LIMITS = {"rows": 32, "row_tokens": 48, "max_age_s": 86_400.0}
 
 
 def sample(number: int, tenant: str = "alice", corrected: int = 1, length: int = 40, age_s: float = 0.0) -> Sample:
-    """An answer with words of its own."""
     tokens = tuple(np.random.default_rng(number).integers(10, 400, length).tolist())
     return Sample(tokens, 8, 0.0, tenant, corrected, time.time() - age_s)
 
@@ -185,7 +184,6 @@ def answers() -> list[Sample]:
 
 
 def score_of(model: Model, text: tuple[int, ...]) -> list[int]:
-    """Own tokens after each position but the first."""
     cache = model.new_cache()
     try:
         return list(model.run([Row(cache, 0, text, len(text) - 1, SamplingParams(temperature=0, seed=0))])[0].own)
@@ -258,7 +256,6 @@ def test_passes_go_on_while_weights_are_renewed() -> None:
 
 
 def kept(folder: Path, count: int) -> Reservoir:
-    """Answers on disk, of alice and bob."""
     answers = Reservoir(folder)
     answers.add(sample(number, ("alice", "bob")[number % 2], length=32) for number in range(count))
     answers.save()
@@ -312,7 +309,6 @@ def steps(rank: int, size: int) -> Tensor:
 
 
 def lesson(folder: Path) -> Lesson:
-    """A round of the small tiny model, all of whose answers may be judged by."""
     answers = [sample(number, length=48) for number in range(96)]
     tiny, _, full = small.paths()
     return Lesson("tiny", full, tiny, (), answers, [], seconds=0.5, folder=folder)

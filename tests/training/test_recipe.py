@@ -22,7 +22,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A small model with turns."""
     folder = tmp_path_factory.mktemp("teacher")
     for name in ("config.json", "generation_config.json", "model.safetensors"):
         (folder / name).symlink_to(Path(small.paths()[0]) / name)

@@ -114,7 +114,6 @@ def test_an_epoch_has_every_text_once_but_those_held_out() -> None:
 
 
 def begin(ids: torch.Tensor) -> Run:
-    """A student in training that says these tokens."""
     student = cut(teacher(), Shape(32, 64, (0, 3), len(ids)), torch.randint(3, CONFIG.vocab_size, (4, 32)))
     return Run(student.train(), ids, Schedule(tokens=256, warmup_steps=1))
 
@@ -209,7 +208,6 @@ WHOLE = Shape(CONFIG.hidden_size, CONFIG.intermediate_size, tuple(range(CONFIG.n
 
 
 def likeness(shape: Shape) -> float:
-    """Mean cosine of the student's and the teacher's logits."""
     with torch.inference_mode():
         student, expected = cut(teacher(), shape, IDS)(IDS).logits, teacher()(IDS).logits
         return float(torch.nn.functional.cosine_similarity(student, expected, dim=-1).mean())

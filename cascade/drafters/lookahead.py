@@ -63,7 +63,6 @@ class Window(Guesser):
         self._tokens, self._trails = tokens, trails
 
     def _keep(self, gram: tuple[int, ...]) -> None:
-        """Keep an n-gram in the pool, in place of an older one."""
         first, *after = gram
         if len(after) > 1 or first not in self._pool:
             self._pool[first] = tuple(after)

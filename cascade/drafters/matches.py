@@ -41,13 +41,11 @@ def _add(index: int, start: int, end: int) -> None:
 
 @kernel
 def _learn(given: int) -> None:
-    """Add places to the chains."""
     _add(integer(given, 0), integer(given, 1), integer(given, 2))
 
 
 @inlined
 def _replace(index: int, start: int, last_end: int, end: int, new: Any) -> None:
-    """Replace the places from ``start`` on."""
     tokens, before, heads = integers32(integer(index, 0)), integers32(integer(index, 1)), integers32(integer(index, 2))
     for place in range(last_end - 1, max(GRAM - 1, start) - 1, -1):
         heads[_hash(tokens[place - 1], tokens[place], integer(index, 3))] = before[place]
@@ -143,7 +141,6 @@ def _continue(index: int, end: int, most: int, others: int, others_end: int, out
 
 @kernel
 def _follow(given: int) -> None:
-    """See `follow`."""
     num, results, width = integer(given, 0), integer(given, 1), integer(given, 2)
     searches = given + NUMBER_BYTES * 3
     tokens = searches + NUMBER_BYTES * FIELDS * num

@@ -131,7 +131,6 @@ def _cache_size(network: "PreTrainedModel", text: Any) -> int:
 
 
 def _sizes(survey: Survey) -> list[int]:
-    """Sizes of keys and values per token, by layer."""
     return [kv_heads * (key_size + value_size) for _, kv_heads, key_size, value_size in survey.heads.values()]
 
 

@@ -181,7 +181,6 @@ def _refusal(source: str) -> str:
 
 
 def _by_transformers(source: str, reader: Any) -> contextlib.AbstractContextManager[None]:
-    """Turn what Transformers raises into a `ModelError` of one sentence."""
     architecture = _value(reader, "general.architecture")
     return model_errors(f"{_refusal(source)}: Transformers does not take its model of the architecture {architecture!r}")
 
@@ -214,7 +213,6 @@ def _dtype(reader: Any) -> str:
 
 
 def _survives(tensor: Any, dtype: str) -> bool:
-    """Whether a tensor has the same numbers in ``dtype``."""
     import torch
 
     if tensor.tensor_type.name != "F32":

@@ -198,7 +198,6 @@ class Matcher:
         return probe.try_consume_tokens(self._first) < len(self._first) or probe.is_error()
 
     def _go_back(self, output: Sequence[int]) -> None:
-        """Roll back tokens that differ from the output."""
         consumed, same = self._consumed, self._num_same
         while same < min(len(consumed), len(output)) and consumed[same] == output[same]:
             same += 1

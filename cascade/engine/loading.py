@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 Network: TypeAlias = Llama | Published
 
+_ADVICE = "take a larger device, a smaller dtype, or vLLM with quantization or tensor_parallel_size"
+
 log = logging.getLogger(__name__)
 
 
@@ -92,13 +94,16 @@ def _fitting(
             f"The weights of {source!r} take {need / GIB:.2f} GiB and {place} has {free / GIB:.2f} GiB free: {_ADVICE}"
         )
     if model.widened is not None:
-        log.info(_WIDENED, source, model.widened, processor(), model.dtype)
+        log.info(
+            "%s was saved in %s, which is slow on this processor (%s): it is held in %s, in twice the memory; "
+            "set dtype to choose",
+            *(source, model.widened, processor(), model.dtype),
+        )
     return place, model
 
 
 @contextmanager
 def _explained(source: str, place: torch.device) -> Iterator[None]:
-    """Turn what Transformers raises into a `ModelError` of one sentence."""
     with model_errors(f"No model can be loaded from {source!r} on {place}"):
         try:
             yield
@@ -132,12 +137,6 @@ def _weights(source: str, layers: Sequence[int], hub: dict[str, Any]) -> Iterato
     with unread(converted(source), hub["revision"]) as weights:
         names = {name: renamed(name, layers) if layers else name for name in weights}
         yield {place: weights[name] for name, place in names.items() if place is not None}
-
-
-_WIDENED = (  # checkpoint, its dtype, processor, dtype
-    "%s was saved in %s, which is slow on this processor (%s): it is held in %s, in twice the memory; set dtype to choose"
-)
-_ADVICE = "take a larger device, a smaller dtype, or vLLM with quantization or tensor_parallel_size"
 
 
 def find_device(source: str, device: str | None) -> torch.device:

@@ -132,7 +132,6 @@ class Model(Runs):
         return self.network.logits(Packed.of(rows))
 
     def _try(self, num_tokens: int) -> None:
-        """Run a pass whose time decides on the number of threads."""
         tokens = [place % self.vocab_size for place in range(min(num_tokens, self.context_len - 1))]
         cache = self.new_cache()
         self._score([Row(cache, 0, tokens, min(len(tokens), SCORED), SamplingParams(temperature=0, seed=0))])

@@ -124,7 +124,6 @@ class Tree:
         return Line(fed, nodes)
 
     def _draft(self, path: Sequence[int]) -> Draft:
-        """The nodes of a path as a line."""
         return Draft(tuple(self._row.draft.tokens[node] for node in path), bytes(len(path)))
 
     def _follow(self, own: Sequence[int]) -> None:

@@ -201,7 +201,6 @@ class Choice:
         self.exploration.lost.pop(chain, None)
 
     def _give_up(self) -> None:
-        """End an exploration that has failed."""
         if self.passes >= FEW_PASSES and self.estimates[self.used].rate < self.estimates[ALONE].rate:
             self.exploration.lost[self.used] = self.load, self.exploration.total_s
         self._use(self.best)

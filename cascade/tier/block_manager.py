@@ -234,7 +234,6 @@ class BlockManager:
                 self._remove(other)
 
     def _forget(self, allocation: Allocation) -> None:
-        """Remove an allocation from the index."""
         for key in allocation.keys:
             allocations = self._index[key]
             del allocations[allocation]

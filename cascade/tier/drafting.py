@@ -131,7 +131,9 @@ class Drafting(Generic[U]):
             self._failures.pop(drafter, None)
             return None
         if message.fault:  # the tier cannot draft for this session, but for others; another tier may draft for this one
-            slot.allowed, slot.chain = _without(drafter, slot.allowed), _without(drafter, slot.chain)
+            slot.allowed, slot.chain = (
+                tuple(tier for tier in chain if tier != drafter) for chain in (slot.allowed, slot.chain)
+            )
         elif self._works(tier := message.tier or drafter, now):  # a dead replica fails many sessions: they count once
             before_s = self._failures[tier].backoff_s if tier in self._failures else FIRST_BACKOFF_S / 2
             backoff_s = min(MAX_BACKOFF_S, 2 * before_s)
@@ -204,7 +206,3 @@ def _turn(session: Session, num_in_turns: int, policy: Policy, profile: Profile)
     room = min(session.max_depth, policy.max_guesses)
     cost = profile.turns(num_in_turns * (room + 2), num_in_turns * session.kv_len)[::num_in_turns]
     return policy.turn(session.guesses.stats, room, at_hand, cost)
-
-
-def _without(tier: str, chain: Chain) -> Chain:
-    return tuple(other for other in chain if other != tier)

@@ -127,7 +127,6 @@ class Loop(Generic[U]):
             self._drafting.begin(slot, len(self.slots), now)
 
     def _inner_drafters(self, spec: SessionSpec) -> tuple[InnerDrafter, ...]:
-        """Drafters inside the tier that the request allows."""
         begun: list[InnerDrafter] = []
         for drafter in self._drafters:
             if drafter.name in spec.drafters:
@@ -139,7 +138,6 @@ class Loop(Generic[U]):
         return tuple(begun)
 
     def _notify(self, slot: Slot[U], event: Callable[[Guesser], None]) -> None:
-        """Tell drafters inside the tier of an event of a text."""
         for drafter in slot.drafters:
             try:
                 event(drafter.guesser)

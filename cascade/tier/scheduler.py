@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from cascade.planner.choice import Floats, Ints, Policy, affordable
+from cascade.planner.choice import Policy, affordable
 from cascade.planner.cost import Profile
 from cascade.planner.tuning import MIN_BRANCH_CHANCE, PREFILL_TOKENS
 from cascade.session.branches import Branch
@@ -152,7 +152,9 @@ def _decode_rows(
         cost, reading_s = profile.turns(len(texts) + left, context), profile.token_s * num_read
         if reading_s:
             cost -= profile.turn(0) * reading_s / (cost[len(texts)] + reading_s)
-        best = _best(np.array(chances), np.array(sizes), own, len(texts), cost)
+        each, size = np.array(chances), np.array(sizes)
+        order = (-each).argsort(kind="stable")  # stable: a node's chance is at most its parent's, which stands before it
+        best = order[: affordable(each[order], size[order], own, len(texts), cost)]  # the likeliest first
         of_nodes = np.sort(best[best < len(nodes)])
         bounds = of_nodes.searchsorted(bounds).tolist()
         chosen = [nodes[place] for place in of_nodes.tolist()]
@@ -162,12 +164,6 @@ def _decode_rows(
         rows.append((slot, slot.session.work(budget, chosen[bounds[place] : bounds[place + 1]])))
         budget -= slot.session.num_pending
     return rows + [(slot, slot.session.branch_work(branch)) for _, slot, branch in map(offers.__getitem__, branches)]
-
-
-def _best(chances: Floats, sizes: Ints, own: float, tokens: int, cost: Floats) -> Ints:
-    """The candidates that a pass scores, the likeliest first; see `affordable`."""
-    order = (-chances).argsort(kind="stable")  # stable: a node's chance is at most its parent's, which stands before it
-    return order[: affordable(chances[order], sizes[order], own, tokens, cost)]
 
 
 def _prefill_rows(slots: Sequence[Slot[U]], budget: int) -> Batch[U]:

@@ -152,8 +152,6 @@ class NativePass:
 class Native:
     """Our own kernel for CPUs, which computes in float32 and stores keys and values of a session in its own layout."""
 
-    same_bits = True
-
     def __init__(self, survey: Survey, dtype: torch.dtype) -> None:
         """Keys and values are held in bfloat16 if that is the network's ``dtype``, and in float32 otherwise."""
         self._dtype = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
@@ -278,8 +276,6 @@ class Pass:
 
 class Contiguous:
     """Stores each session separately, and runs PyTorch's attention for each row."""
-
-    same_bits = False
 
     def __init__(self, survey: Survey, dtype: torch.dtype) -> None:
         self._windows = survey.windows

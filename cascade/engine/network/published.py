@@ -156,7 +156,7 @@ class Published:
             module.set_attn_implementation(ATTENTION)
             multiply_row_by_row(module)
             logits = self._replay(texts)
-            self.same_bits = attention.same_bits and keeps_bits(module, self.dtype)  # as far as can be judged without passes
+            self.same_bits = attention is Native and keeps_bits(module, self.dtype)  # as far as can be judged without passes
         except (RuntimeError, TypeError, AttributeError, LookupError, ValueError) as error:
             raise ModelError(f"it does not take packed rows ({reason(error)})") from error
         if not agree(module, logits, expected):

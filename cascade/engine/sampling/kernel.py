@@ -67,7 +67,6 @@ def noise_bits(position: tl.tensor, seed: tl.tensor, tokens: tl.tensor) -> tl.te
 
 @triton.jit
 def _gumbel(bits: tl.tensor) -> tl.tensor:
-    """See `cascade.engine.sampling.own_tokens.gumbel`."""
     uniform = bits.to(tl.int64, bitcast=True).to(tl.float32) * UNIT
     uniform = tl.minimum(tl.maximum(uniform, LOWEST), HIGHEST)
     rest = 1.0 - uniform

@@ -156,7 +156,6 @@ def head_weights(drafter: DrafterSpec, source: str, num_layers: int) -> int | No
 
 
 def _further(name: str, num_layers: int) -> bool:
-    """Whether a tensor belongs to MTP layers."""
     match = FURTHER.search(name)
     return match is not None and (match[2] is None or int(match[2]) >= num_layers)
 

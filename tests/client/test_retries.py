@@ -3,11 +3,8 @@
 import contextlib
 import itertools
 import random
-import socket
-import struct
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -26,73 +23,27 @@ from deployments.ops.launch import free_port
 from tests.chat.test_turns import CALLS
 from tests.client.conftest import PIECES, Canned
 from tests.in_process import House, house, serving
+from tests.links.net import relay
 from tests.talkers import conversing
 from tests.waiting import LONG_S, wait_until
 
 PROMPT = "def read(path):\n    with open(path) as file:\n"
-RESET = struct.pack("ii", 1, 0)  # how the kernel closes the connections of a process that was killed
-
-
-class Torn:
-    """A way to a server whose connections break, each after as many bytes as ``room`` says."""
-
-    def __init__(self, address: str, room: Callable[[], int]) -> None:
-        host, port = address.split(":")
-        self._there, self._room = (host, int(port)), room
-        self._door = socket.create_server(("127.0.0.1", 0))
-        self._threads: list[threading.Thread] = []
-        self.address = f"127.0.0.1:{self._door.getsockname()[1]}"
-        self.num_torn = 0
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._door.shutdown(socket.SHUT_RDWR)
-        self._door.close()
-
-    def _listen(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self._door.accept()
-                with contextlib.ExitStack() as failing:
-                    failing.enter_context(near)
-                    far = failing.enter_context(socket.create_connection(self._there))
-                    for peer in (near, far):
-                        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
-                    failing.pop_all()
-                for source, sink, room in ((near, far, 2**60), (far, near, self._room())):
-                    threading.Thread(target=self._pump, args=(source, sink, room), daemon=True).start()
-
-    def _pump(self, source: socket.socket, sink: socket.socket, room: int) -> None:
-        with contextlib.suppress(OSError):
-            while room > 0 and (data := source.recv(min(room, 512))):
-                sink.sendall(data)
-                room -= len(data)
-        self.num_torn += room <= 0
-        for end in (source, sink):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
-
-
 served = serving(pass_s=0.001)
 parrots = conversing()
 
 
-@contextlib.contextmanager
-def tearing(house: House) -> Iterator[Torn]:
-    """A few pieces of an answer come through, then the connection is gone; after it nothing may be left on any tier."""
-    lot = random.Random(1)
-    way = Torn(house.grpc, lambda: lot.randint(600, 2000))
-    yield way
-    way.close()
+@contextlib.asynccontextmanager
+async def tearing(house: House) -> AsyncIterator[tuple[str, list[int]]]:
+    """An address, and the bytes that came through each connection before it was gone; after it no tier has anything left."""
+    lot, rooms = random.Random(1), list[int]()
+
+    def room() -> int:
+        rooms.append(lot.randint(600, 2000))
+        return rooms[-1]
+
+    async with relay(house.grpc, room) as (address, _):
+        yield address, rooms
     house.settle()
-
-
-@pytest.fixture
-def torn(served: House) -> Iterator[Torn]:
-    with tearing(served) as way:
-        yield way
 
 
 def completion(pieces: list[Chunk]) -> Completion:
@@ -122,12 +73,12 @@ SAMPLED = {
 
 
 @pytest.mark.parametrize("name", SAMPLED)
-async def test_broken_streams_go_on(connect: Any, served: House, torn: Torn, name: str) -> None:
+async def test_broken_streams_go_on(connect: Any, served: House, name: str) -> None:
     """Guards answers against the death of a router: none fails, none changes, none is told twice, also without a seed."""
     params = SAMPLED[name]
-    async with connect(torn.address) as client:
+    async with tearing(served) as (address, rooms), connect(address) as client:
         ended = completion([piece async for piece in client.stream(PROMPT, params)])
-    assert torn.num_torn > 1
+    assert len(rooms) > 2
     assert params.seed in (None, ended.seed)
     with Client(served.grpc) as client:
         assert essence(ended) == essence(client.generate(PROMPT, replace(params, seed=ended.seed)))
@@ -140,10 +91,9 @@ async def test_broken_turns_go_on(connect: Any, parrots: House) -> None:
     messages = [{**CALLS, "content": "one two three " * 12 + CALLS["content"]}]
     with Client(parrots.grpc) as client:
         expected = client.chat(messages, params, tools=tools)
-    with tearing(parrots) as torn:
-        async with connect(torn.address) as client:
-            pieces = [piece async for piece in client.stream_chat(messages, params, tools=tools)]
-        assert torn.num_torn > 0
+    async with tearing(parrots) as (address, rooms), connect(address) as client:
+        pieces = [piece async for piece in client.stream_chat(messages, params, tools=tools)]
+    assert len(rooms) > 1
     turn = pieces[-1].turn
     assert (turn.content, turn.finish_reason) == (expected.content, "tool_calls")
     [call] = turn.calls

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import socket
+import struct
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -224,14 +226,18 @@ def drafted(answer: Answer) -> dict[str, int]:
 
 
 @contextlib.asynccontextmanager
-async def relay(address: str) -> AsyncIterator[tuple[str, Callable[[], None]]]:
-    """A network in front of a node: its address, and what lets nothing through from then on, without a word."""
+async def relay(address: str, room: Callable[[], int] = lambda: 2**60) -> AsyncIterator[tuple[str, Callable[[], None]]]:
+    """A network in front of a node: its address, and what lets nothing through from then on, without a word.
+
+    Each connection is reset, as by the kernel for a process that was killed, after as many bytes of answers as ``room`` says.
+    """
     dead, ends, joining = asyncio.Event(), list[asyncio.StreamWriter](), set[Any]()
 
-    async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        while data := await source.read(2**16):
+    async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter, room: int = 2**60) -> None:
+        while room > 0 and (data := await source.read(min(room, 2**16))):
             if not dead.is_set():
                 sink.write(data)
+            room -= len(data)
 
     def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         ends.append(writer)  # at once: a task may be cancelled before it begins
@@ -240,7 +246,12 @@ async def relay(address: str) -> AsyncIterator[tuple[str, Callable[[], None]]]:
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there, back = await asyncio.open_connection(*address.split(":"))
         ends.append(back)
-        await asyncio.gather(pump(reader, back), pump(there, writer))
+        sending = asyncio.create_task(pump(reader, back))
+        joining.add(sending)
+        await pump(there, writer, room())
+        for end in (writer, back):
+            end.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            end.transport.abort()
 
     async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", dead.set

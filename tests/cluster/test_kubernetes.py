@@ -99,10 +99,8 @@ def test_every_replica_gets_a_node(spec: Any, config: CascadeConfig, bound: str,
     started, without = nodes_for(types, "headgroup", demands(config, bound))
     assert without == []
     assert_apart(types, config)
-    assert started == {
-        group["groupName"]: group[replicas] for group in spec["rayClusterConfig"]["workerGroupSpecs"] if group[replicas]
-    }
-    routers, *tiers = spec["rayClusterConfig"]["workerGroupSpecs"]
+    routers, *tiers = workers = spec["rayClusterConfig"]["workerGroupSpecs"]
+    assert started == {group["groupName"]: group[replicas] for group in workers if group[replicas]}
     assert GPU not in routers["template"]["spec"]["containers"][0]["resources"]["requests"]
     assert config.router.deployment_config.max_replicas_per_node == 1
     del routers["resources"]

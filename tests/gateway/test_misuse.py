@@ -45,12 +45,10 @@ def test_heads_have_to_come(served: House) -> None:
     host, port = served.url.removeprefix("http://").split(":")
     whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
     with contextlib.ExitStack() as stack:
-        starts = {
-            start: stack.enter_context(socket.create_connection((host, int(port)))) for start in (b"", whole[:-2], b"GET")
-        }
-        for start, connection in starts.items():
+        connections = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(3)]
+        for start, connection in zip((b"", whole[:-2], b"GET"), connections, strict=True):
             connection.sendall(start)
-        assert all(map(ends, starts.values()))
+        assert all(map(ends, connections))
     with socket.create_connection((host, int(port))) as connection:
         body = b'{"prompt": "x", "max_tokens": 60, "ignore_eos": true}'  # an answer may take longer than a head
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"

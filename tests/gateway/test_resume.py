@@ -54,9 +54,8 @@ def choices(pieces: Sequence[Any]) -> dict[int, dict[str, Any]]:
         answer["finish"] = choice["finish_reason"] or answer["finish"]
     for answer in answers.values():
         logprobs = [logprob for logprob in answer.pop("logprobs") if logprob]
-        answer["logprobs"] = {
-            key: [x for logprob in logprobs for x in logprob[key]] for key in (logprobs[0] if logprobs else ())
-        }
+        keys = logprobs[0] if logprobs else ()
+        answer["logprobs"] = {key: [value for logprob in logprobs for value in logprob[key]] for key in keys}
     return answers
 
 
@@ -112,11 +111,10 @@ def test_chats_go_on_over_http(parrots: House) -> None:
 def test_ids_of_answers_are_kept(served: House) -> None:
     """Guards clients that know an answer by its id: with the same request id it is that of the broken stream."""
     body = {"prompt": PROMPT, "stream": True, "max_tokens": 8, "seed": 1, "history": True}
-    heads = [ask(served, "/v1/completions", body, X_Request_Id="mine")[2].split(b',"object"')[0]]
-    heads.append(
-        ask(served, "/v1/completions", body | {"resume": {"token_ids": [[1]]}}, X_Request_Id="mine")[2].split(b',"object"')[0]
-    )
-    assert heads == [b'data: {"id":"cmpl-mine"'] * 2
+    for had in ({}, {"resume": {"token_ids": [[1]]}}):
+        assert ask(served, "/v1/completions", body | had, X_Request_Id="mine")[2].startswith(
+            b'data: {"id":"cmpl-mine","object"'
+        )
 
 
 # refusals

@@ -239,14 +239,8 @@ def test_anthropics_errors_have_its_form(served: House, messages: Any) -> None:
 
 def test_what_changes_nothing_is_named(served: House) -> None:
     """Guards the header by which fields without effect are told."""
-    effort = {
-        "input": "x",
-        "store": True,
-        "max_tool_calls": 2,
-        "truncation": "auto",
-        "reasoning": {"effort": "low", "summary": "auto"},
-        "text": {"verbosity": "low"},
-    }
+    effort = {"input": "x", "store": True, "max_tool_calls": 2, "truncation": "auto", "text": {"verbosity": "low"}}
+    effort["reasoning"] = {"effort": "low", "summary": "auto"}
     marked = {"system": [{"type": "text", "text": "z", "cache_control": {"type": "ephemeral"}}], "cache_control": {"type": "x"}}
     thinking = {"messages": user("x"), "thinking": {"type": "enabled", "budget_tokens": 1024}}
     called = {"type": "tool_use", "id": "c1", "name": "get_weather", "input": {}}

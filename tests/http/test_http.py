@@ -241,18 +241,16 @@ def test_drafts_are_summed_up_as_vllm_does(served: House, monkeypatch: pytest.Mo
 def test_adapters_of_a_folder_are_found_when_they_are_named(tmp_path: Path) -> None:
     """Guards adapters that come after the start: listed, asked for by either name over HTTP and gRPC; others are unknown."""
     (tmp_path / "notes").mkdir()
-    with house(
-        full={"engine_kwargs": {"engine": "vllm", "lora_path": str(tmp_path)}}, served_model_name=["gpt", "gpt-2"]
-    ) as built:
+    options = {"engine": "vllm", "lora_path": str(tmp_path)}
+    with house(full={"engine_kwargs": options}, served_model_name=["gpt", "gpt-2"]) as built:
         request = {"prompt": "x", "max_tokens": 1}
         assert ask(built, "/v1/completions", {**request, "model": "red"})[0] == 404
         assert [model["id"] for model in ask(built, "/v1/models")[2]["data"]] == ["gpt", "gpt-2"]
         for name in ("red", "blue", "green"):
             (tmp_path / name).mkdir()
             (tmp_path / name / "adapter_config.json").write_text("{}")
-        assert [ask(built, "/v1/completions", {**request, "model": name})[2]["model"] for name in ("red", "gpt:red")] == [
-            "red"
-        ] * 2
+        for name in ("red", "gpt:red"):
+            assert ask(built, "/v1/completions", {**request, "model": name})[2]["model"] == "red"
         assert ask(built, "/v1/completions", {**request, "adapter": "blue", "model": "gpt-2"})[2]["model"] == "gpt"
         assert ask(built, "/v1/completions", {**request, "adapter": "blue", "model": "red"})[0] == 400
         with Client(built.grpc) as client:
@@ -319,7 +317,5 @@ def names(body: Any) -> set[str]:
 def test_fields_that_are_taken_are_on_the_page() -> None:
     """Guards the page against fields that it forgets; our own have no row."""
     ours = {"adapter", "structured", "speculation", "history", "resume", "train"}
-    assert (
-        names(CompletionBody) | names(ChatBody)
-        == {name for name, support in rows("Request fields").items() if not support.startswith("refused")} | ours
-    )
+    taken = {name for name, support in rows("Request fields").items() if not support.startswith("refused")}
+    assert names(CompletionBody) | names(ChatBody) == taken | ours

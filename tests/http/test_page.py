@@ -47,10 +47,7 @@ def page(browser: Browser, served: House) -> Iterator[Page]:
     complaints: list[str] = []
     page = browser.new_page()
     page.set_default_timeout(1e3 * LONG_S)
-    page.on(
-        "console",
-        lambda message: complaints.append(message.text) if message.type == "error" and "400" not in message.text else None,
-    )
+    page.on("console", lambda said: complaints.append(said.text) if said.type == "error" and "400" not in said.text else None)
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("request", lambda to: None if to.url.startswith((served.url, "data:")) else complaints.append(to.url))
     page.goto(served.url)
@@ -263,28 +260,19 @@ bash
 def test_markdown_is_rendered_in_the_colours_of_tokens(page: Page) -> None:
     """Guards readers against raw Markdown, colours against its syntax, and privacy: a picture would ask another server."""
     cut = [piece for line in MARKDOWN.splitlines(keepends=True) for piece in re.findall(r"\s*\S+\s*", line) or [line]]
-    answer_with(
-        page,
-        streamed(
-            *({"text": text, "token_ids": [7], "ends": [len(text)], "origins": [origin(n % 4)]} for n, text in enumerate(cut))
-        ),
-    )
+    pieces = [{"text": text, "token_ids": [7], "ends": [len(text)], "origins": [origin(n % 4)]} for n, text in enumerate(cut)]
+    answer_with(page, streamed(*pieces))
     say(page)
     assert answer_of(page) == MARKDOWN
-    for selector, text in (
-        ("h2", "Sky"),
-        ("strong", "bold"),
-        ("pre code", "bash\n  a = 2\n"),
-        ("a", "a link"),
-        ("li >> nth=1", "two"),
-    ):
+    drawn = {"h2": "Sky", "strong": "bold", "pre code": "bash\n  a = 2\n", "a": "a link", "li >> nth=1": "two"}
+    for selector, text in drawn.items():
         assert page.locator(f".said {selector}").inner_text() == text
     assert page.locator(".said a").get_attribute("href") == "https://example.org/a"
     assert "![a picture](https://example.org/b.png)" in page.locator(".said").inner_text()
     for words in ("Sky", "bold", "code", "one", "bash"):
         token = max(n for n, text in enumerate(cut) if text.strip("#*`,-\n ") == words)
-        drawn = page.locator(".said .t").filter(has_text=re.compile(rf"^\s*{words}\s*$")).first
-        assert (drawn.get_attribute("title") or "").split()[0] == LEVELS[token % 4], words
+        coloured = page.locator(".said .t").filter(has_text=re.compile(rf"^\s*{words}\s*$")).first
+        assert (coloured.get_attribute("title") or "").split()[0] == LEVELS[token % 4], words
 
 
 def test_stop_frees_every_tier(page: Page) -> None:

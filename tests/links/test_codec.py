@@ -27,9 +27,8 @@ OF_TYPE = {  # values of fields, by what these are annotated with
 
 def some(kind: type[Any], **special: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     """Any value of a dataclass: all its fields, those that are added later, too."""
-    return st.builds(
-        kind, **{name: special[name] if name in special else OF_TYPE[hint] for name, hint in get_type_hints(kind).items()}
-    )
+    values = {name: OF_TYPE[hint] for name, hint in get_type_hints(kind).items() if name not in special}
+    return st.builds(kind, **values, **special)
 
 
 def several(values: st.SearchStrategy[Any], size: int | None = None) -> st.SearchStrategy[tuple[Any, ...]]:
@@ -58,17 +57,10 @@ params = some(
     structured=st.none()
     | st.just(Structured(json_object=True))
     | st.builds(Structured, choice=st.lists(st.text(min_size=1), min_size=1, max_size=3))
-    | st.sampled_from(["json_schema", "regex", "grammar"]).flatmap(
-        lambda kind: st.builds(Structured, **{kind: st.text(min_size=1)})
-    ),
+    | st.one_of(st.builds(Structured, **{kind: st.text(min_size=1)}) for kind in ("json_schema", "regex", "grammar")),
 )
-specs = some(
-    SessionSpec,
-    tokens=st.lists(ids, min_size=3, max_size=8).map(tuple),
-    prompt_len=st.integers(1, 3),
-    params=params,
-    priority=st.integers(-1000, 1000),
-)
+texts = st.lists(ids, min_size=3, max_size=8).map(tuple)
+specs = some(SessionSpec, tokens=texts, prompt_len=st.integers(1, 3), params=params, priority=st.integers(-1000, 1000))
 routings = some(Routing, affinity=st.just(""), train=st.just(True))  # these two stay at the router
 opens = st.builds(Open, st.text(), specs, routings)
 values = st.floats(-1e6, 0, width=32)

@@ -31,12 +31,9 @@ RESOURCES = {
     "judging": {"full": 1, "router": 1},
     "spare": {"full": 1, "router": 1},  # started when one of them is to go
 }
+LONG = {"max_tokens": 192, "ignore_eos": True}
 REQUESTS: list[dict[str, Any]] = [
-    {
-        "prompt": prompt,
-        "params": {"max_tokens": 192, "temperature": temperature, "seed": seed, "ignore_eos": True},
-        "tiers": tiers,
-    }
+    {"prompt": prompt, "tiers": tiers, "params": {"temperature": temperature, "seed": seed, **LONG}}
     for seed, (prompt, temperature, tiers) in enumerate(
         (
             ("def read(path):\n    with open(path) as file:\n", 0.0, ["tiny", "medium"]),
@@ -56,10 +53,8 @@ FAULT_S = 12.0  # a link that carries nothing is broken after ten
 def expected() -> list[Completion]:
     """What the full model writes alone, in this process."""
     with small.cascade() as reference:
-        return [
-            reference.generate(request["prompt"], SamplingParams(**request["params"]), Speculation("off"))
-            for request in REQUESTS
-        ]
+        asked = [(request["prompt"], SamplingParams(**request["params"])) for request in REQUESTS]
+        return [reference.generate(*each, Speculation("off")) for each in asked]
 
 
 @pytest.fixture(scope="module")
@@ -155,10 +150,8 @@ def test_every_node_has_doors(nodes: Nodes, expected: list[Completion]) -> None:
             answer = nodes.outside("http", url=f"http://{place}:{port}/v1/completions", body=body)
             assert answer["choices"][0]["text"] == expected[0].text, (name, port)
         for port in (OWN_GRPC, GRPC) if own else (GRPC,):
-            assert nodes.outside("ask", address=f"{place}:{port}", request=REQUESTS[0])["text"] == expected[0].text, (
-                name,
-                port,
-            )
+            answer = nodes.outside("ask", address=f"{place}:{port}", request=REQUESTS[0])
+            assert answer["text"] == expected[0].text, (name, port)
 
 
 def test_a_partition_is_a_pause(nodes: Nodes, expected: list[Completion]) -> None:

@@ -260,10 +260,7 @@ def test_the_environment_says_where_spans_go(
 
 @pytest.mark.parametrize(
     ("variable", "value", "words"),
-    [
-        ("OTEL_TRACES_EXPORTER", "carrier-pigeon", "pip install"),
-        ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json", "http/protobuf, grpc"),
-    ],
+    [("OTEL_TRACES_EXPORTER", "pigeon", "pip install"), ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json", "http/protobuf, grpc")],
 )
 def test_exporters_that_are_not_there_are_refused(
     variable: str, value: str, words: str, monkeypatch: pytest.MonkeyPatch

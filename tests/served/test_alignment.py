@@ -41,11 +41,7 @@ def ask(deployment: str, method: str) -> list[Any]:
 
 def wait_for_weights(version: str) -> None:
     """Until all replicas of the tiny tier have these weights."""
-    wait_until(
-        lambda: {weights.version for weights in ask("tiny", "weights")} == {version},
-        lambda: f"replicas did not take the weights {version!r}",
-        every_s=0.2,
-    )
+    wait_until(lambda: {weights.version for weights in ask("tiny", "weights")} == {version}, lambda: version, every_s=0.2)
 
 
 def prompt(number: int) -> str:
@@ -90,11 +86,7 @@ def test_a_tier_learns_from_its_traffic(server: Server, reference: Cascade, fold
         texts = list(threads.map(answer, range(LEAST_LEARNT + 8)))
     assert texts[:3] == [reference.generate(prompt(number), params, Speculation("off")).text for number in range(3)]
     ask("learner", "teach")
-    wait_until(
-        lambda: (states := ask("learner", "progress")) and states[0]["students"]["tiny"]["kept"],
-        lambda: "nothing was learnt",
-        every_s=0.2,
-    )
+    wait_until(lambda: (states := ask("learner", "progress")) and states[0]["students"]["tiny"]["kept"], every_s=0.2)
     progress = ask("learner", "progress")[0]["students"]["tiny"]
     assert (progress["kept"], progress["dropped"]) == (1, 0)
     assert progress["after"] >= progress["before"] - 0.02

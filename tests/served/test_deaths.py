@@ -26,11 +26,7 @@ def params_of(client: int, turn: int) -> SamplingParams:
 
 def own_ports(port: int) -> set[int]:
     """Our own ends of connections to routers."""
-    return {
-        connection.laddr.port
-        for connection in psutil.Process().net_connections("tcp")
-        if connection.raddr and connection.raddr.port == port
-    }
+    return {end.laddr.port for end in psutil.Process().net_connections("tcp") if end.raddr and end.raddr.port == port}
 
 
 def writers(port: int) -> list[int]:
@@ -89,9 +85,8 @@ def test_killed_routers_cost_no_answer(server: Server, reference: Cascade) -> No
         os.kill(victim, signal.SIGKILL)
         wait(crowd.values(), LONG_S)
         for number, answers in crowd.items():
-            assert [essence(answer) for answer in answers.result(0)] == [
-                expected[number % 4, turn] for turn in range(NUM_ANSWERS)
-            ]
+            wanted = [expected[number % 4, turn] for turn in range(NUM_ANSWERS)]
+            assert [essence(answer) for answer in answers.result(0)] == wanted
     assert not psutil.pid_exists(victim)
     settle()
     wait_until(lambda: num_routers() == 2)

@@ -1,7 +1,6 @@
 """What Ray's node shows of a served cascade, as Prometheus sees it."""
 
 import contextlib
-import json
 import urllib.error
 import urllib.request
 from collections import defaultdict
@@ -51,10 +50,8 @@ class Shown(defaultdict[str, list[tuple[Labels, float]]]):
     def since(self, before: "Shown", name: str, **labels: str) -> float:
         """How much that sum has grown, replica by replica: those that tests before have killed vanish at any time."""
         earlier = {tuple(sorted(own_labels.items())): value for own_labels, value in before[f"ray_cascade_{name}"]}
-        shown = [
-            (own_labels, value) for own_labels, value in self[f"ray_cascade_{name}"] if labels.items() <= own_labels.items()
-        ]
-        return sum(value - earlier.get(tuple(sorted(own_labels.items())), 0.0) for own_labels, value in shown)
+        shown = [(own, value) for own, value in self[f"ray_cascade_{name}"] if labels.items() <= own.items()]
+        return sum(value - earlier.get(tuple(sorted(own.items())), 0.0) for own, value in shown)
 
 
 def when(condition: Callable[[Shown], bool]) -> Shown:
@@ -67,9 +64,7 @@ def when(condition: Callable[[Shown], bool]) -> Shown:
             shown = Shown.now()
         return condition(shown)
 
-    wait_until(
-        holds, lambda: json.dumps({name: sum(value for _, value in series) for name, series in shown.items()}), every_s=0.5
-    )
+    wait_until(holds, lambda: {name: sum(value for _, value in series) for name, series in shown.items()}, every_s=0.5)
     return shown
 
 

@@ -11,7 +11,7 @@ from hypothesis import settings
 
 # which begin after Ray's: what takes long and comes last has one process wait for the other
 LONGEST = (
-    *("test_page", "test_cli", "test_local", "test_gguf", "test_alignment", "test_layers", "test_bits", "test_pass"),
+    *("test_page", "test_cli", "test_local", "test_gguf", "test_alignment", "test_layers", "test_loading", "test_pass"),
     *("test_tools", "test_thoughts", "test_chat", "test_gpu_programme", "test_heads"),
 )
 FAKE_GPUS = 4  # that Ray is told of, for emulated devices

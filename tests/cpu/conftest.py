@@ -1,4 +1,4 @@
-"""Kernels are tried in one thread, and by `make test-all` in two; `tests/engine/test_bits.py` tries all of a pass in two."""
+"""Kernels are tried in one thread, and by `make test-all` in two; `tests/engine/test_pass.py` tries all of a pass in two."""
 
 from collections.abc import Iterator
 

@@ -16,17 +16,14 @@ from cascade.drafters.in_pass import MOST_STEPS, TRY, InPass
 from cascade.drafters.lookahead import Lookahead
 from cascade.drafters.matches import BESIDE, GRAM, LONGEST, TRIES, Matches, follow
 from cascade.drafters.matching import MAX_TENANTS, Corpus, Suffix, kind
-from cascade.messages import Message, origin
+from cascade.messages import origin
 from cascade.params import SamplingParams
-from cascade.planner.choice import Policy
 from cascade.planner.cost import Profile
 from cascade.scorer import UNREAD, Drafter, Guesser, RunnerUp, Scored
-from cascade.tier.kv_admission import KVAdmission
-from cascade.tier.loop import Limits, Loop
 from cascade.tier.tier import Tier
 from tests.test_draft import path_of
-from tests.tier.test_tier import alone, answered, opening, running, written
-from tests.toys import ToyCache, ToyModel
+from tests.tier.test_tier import alone, answered, loop_of, opening, running, written
+from tests.toys import ToyModel
 
 INSIDE = ("suffix", "lookahead")
 PERIOD = (3, 1, 4, 1, 5, 9, 2, 6)
@@ -112,10 +109,7 @@ class Partial(Nonsense):
 
 def test_a_text_that_a_drafter_raises_for_takes_it_from_nobody_else() -> None:
     """Guards companions: one text's exception left all sessions of the pass without the drafter to the end of their answers."""
-    loop = Loop[list[Message]](
-        "full", 1, Limits(32, 4096, Policy()), KVAdmission(ToyCache, 1 << 20), Profile(),
-        send_up=list.append, send_down=lambda tier, message: None, drafters=[Partial()],
-    )  # fmt: skip
+    loop = loop_of("full", 1, drafters=[Partial()])
     for token in (1, 13, 2):
         loop.receive(opening(tokens=(token, token), prompt_len=2, chain=(), drafters=("nonsense",)), [], 0.0)
     batch, _ = loop.schedule(512, 0.0)

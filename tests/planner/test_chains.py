@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from cascade.messages import Failed, Message
 from cascade.params import MOST_BRANCHES, SamplingParams
 from cascade.planner.chains import ALONE, Chain, Planner, Seen
-from cascade.planner.choice import Policy
 from cascade.planner.cost import Profile
 from cascade.planner.tuning import (
     EXPLORATION_SHARE,
@@ -27,12 +26,10 @@ from cascade.simulation.scenario import NO_FAULTS, Death, Faults, Outcome, Reque
 from cascade.simulation.simulate import simulate
 from cascade.simulation.toy_tier import ToyTier
 from cascade.tier.drafting import FIRST_BACKOFF_S, Drafting, Progress
-from cascade.tier.kv_admission import KVAdmission
-from cascade.tier.loop import Limits, Loop
 from cascade.tier.slot import Slot
 from tests.cases import examples, rare
-from tests.tier.test_tier import opening
-from tests.toys import ToyCache, pass_cost
+from tests.tier.test_tier import loop_of, opening
+from tests.toys import pass_cost
 
 ALLOWED: Chain = ("medium", "tiny")
 CHAINS: tuple[Chain, ...] = (ALONE, ("tiny",), ("medium",), ALLOWED)
@@ -468,10 +465,8 @@ def test_reading_for_others_says_nothing_of_who_drafts(reading_s: float) -> None
     """Guards a crowd from how it began: passes that read 64 prompts made slow what was in use then, and only that."""
     planner, profile, now = Heard(ALLOWED), Profile([(1, PASS_S)]), 0.0
     down: list[Message] = []
-    loop = Loop[list[Message]](
-        "full", 2, Limits(32, 4096, Policy()), KVAdmission(ToyCache, 1 << 20), profile,
-        send_up=list.append, send_down=lambda tier, message: down.append(message), planner=planner,
-    )  # fmt: skip
+    options = {"send_up": list.append, "send_down": lambda tier, message: down.append(message)}
+    loop = loop_of("full", 2, profile=profile, planner=planner, **options)
     profile.token_s = reading_s / PREFILL_TOKENS
     for prompt_len in (1, PREFILL_TOKENS + 1):
         asked = opening(1, 0.0, 50, tokens=(1,) * prompt_len, prompt_len=prompt_len, adaptive=True)

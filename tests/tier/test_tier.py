@@ -174,6 +174,13 @@ def alone(model: Any, **options: Any) -> Iterator[Tier]:
         tier.close()
 
 
+def loop_of(name: str, level: int, **options: Any) -> Loop[Any]:
+    """A tier's loop without a thread or a model."""
+    given: dict[str, Any] = {"profile": Profile(), "send_up": lambda up, message: None, "send_down": lambda tier, message: None}
+    limits = Limits(32, 4096, Policy(), options.pop("new_state", None))
+    return Loop(name, level, limits, KVAdmission(options.pop("new_store", ToyCache), 1 << 20), **given | options)
+
+
 def refusal(tier: Tier, request: Open) -> Failed:
     """What a request that cannot be served is told."""
     inbox = Inbox()
@@ -379,10 +386,7 @@ def test_a_device_never_waits_for_what_was_decided_to_be_told() -> None:
 def test_sessions_that_leave_before_they_are_told_harm_nobody(others: int) -> None:
     """Guards the loop against a client that hangs up as its pass ends: it divided by the number of sessions."""
     model, sent = ToyModel(), list[Message]()
-    loop = Loop[str](
-        "full", 2, Limits(model.vocab_size, 4096, Policy()), KVAdmission(ToyCache, 1 << 20), Profile(),
-        send_up=lambda up, message: sent.append(message), send_down=lambda tier, message: None,
-    )  # fmt: skip
+    loop = loop_of("full", 2, send_up=lambda up, message: sent.append(message))
     first, *rest = (Open(str(number), opening(adaptive=True).spec) for number in range(1 + others))
     for request in (first, *rest):
         loop.receive(request, "router", 0.0)
@@ -395,10 +399,7 @@ def test_sessions_that_leave_before_they_are_told_harm_nobody(others: int) -> No
 
 def branching(**options: object) -> tuple[Loop[str], Slot[str]]:
     """A session of a drafter that has written 7, 7, and holds a branch after its first token's runner-up 8."""
-    loop = Loop[str](
-        "tiny", 0, Limits(32, 4096, Policy(), state_maker()), KVAdmission(TokenStore, 1 << 20), Profile(),
-        send_up=lambda up, message: None, send_down=lambda tier, message: None,
-    )  # fmt: skip
+    loop = loop_of("tiny", 0, new_state=state_maker(), new_store=TokenStore)
     loop.receive(opening(chain=(), branches=1, **options), "full", 0.0)
     for now in (1.0, 2.0):
         batch, _ = loop.schedule(512, now)

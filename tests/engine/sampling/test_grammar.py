@@ -22,12 +22,10 @@ from cascade.engine import grammar as module
 from cascade.engine.grammar import Grammars, Matcher
 from cascade.engine.model import Model
 from cascade.engine.tokenizer import Tokenizer
-from cascade.messages import Edge
 from tests import small
 from tests.architectures import build
 from tests.cases import examples
-from tests.engine.sampling.test_logits_processors import Babbler
-from tests.waiting import wait_until
+from tests.engine.sampling.test_logits_processors import Babbler, all_accepted
 
 CONTEXT = 512
 VOCAB = 4096  # of the small models's tokenizer
@@ -130,14 +128,8 @@ def test_constrained_drafts_are_accepted(cascades: list[Cascade]) -> None:
     """Guards the lower tiers' masks: without them the text is right and hardly a guess is."""
     params = SamplingParams(max_tokens=480, temperature=1.0, seed=1, **ASKED["schema"])
     tiers = tuple(tier.name for tier in cascades[2].tiers[:-1])
-    edges: list[Edge] = []
-
-    def drafted() -> bool:  # a tier as fast as its verifier comes too late at times
-        edges.extend(cascades[2].generate(PROMPT, params, Speculation(tiers=tiers, branches=0, window=6)).stats.edges)
-        return sum(edge.proposed for edge in edges) > 10
-
-    wait_until(drafted)
-    assert all(edge.accepted == edge.proposed for edge in edges)
+    speculation = Speculation(tiers=tiers, branches=0, window=6)
+    all_accepted(lambda: cascades[2].generate(PROMPT, params, speculation).stats.edges, 10)
 
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1, max_size=5)

@@ -21,7 +21,7 @@ from cascade.engine.vllm import batch_invariant
 from cascade.engine.vllm.blocks import RESERVED, Blocks, PagedCache
 from cascade.engine.vllm.engine import check_options, pass_options, shut_down, start
 from cascade.engine.vllm.heads import readers, reading, with_drafts
-from cascade.engine.vllm.worker import Batch, Facts, HostCopy
+from cascade.engine.vllm.worker import Batch, Facts, Failure, HostCopy
 from cascade.engine.weights import HEAD, check_replaces, shapes
 from cascade.errors import InvalidRequest, ModelError, model_errors
 from cascade.scorer import Row, Runs, Scored
@@ -239,8 +239,8 @@ class VllmModel(Runs):
         with self._busy, torch.cuda.stream(self._stream):
             answers = self._engine.collective_rpc("cascade_call", args=(method, *args), kwargs=options)
         for answer in answers:
-            if isinstance(answer, Exception):
-                raise answer
+            if isinstance(answer, Failure):
+                raise answer.error
         return list(answers)
 
     def close(self) -> None:

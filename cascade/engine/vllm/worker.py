@@ -56,6 +56,13 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
+class Failure:
+    """An error that a worker raised; vLLM takes an exception that a worker returns for a raised one."""
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
 class HostCopy:
     """Own tokens of a pass that are being copied from a GPU to the host."""
 
@@ -95,7 +102,7 @@ class CascadeWorker:
             return getattr(self, method)(*args, **options)
         except Exception as error:
             alone = self.vllm_config.parallel_config.world_size == 1
-            return error if alone else RuntimeError(reason(error))  # not all can travel
+            return Failure(error if alone else RuntimeError(reason(error)))  # not all can travel
 
     def cascade_facts(self) -> Facts:
         """Facts that a tier needs before its first pass, for which everything is compiled afterwards."""

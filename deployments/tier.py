@@ -214,33 +214,21 @@ def load_model(config: TierConfig, folder: AdapterFolder | None = None, *, draft
             return getattr(import_module(module), name)(config)
         except (ImportError, AttributeError) as error:
             raise ModelError(f"engine is {engine.engine!r}, which cannot be imported: {error}") from error
+    source, chosen = config.model_loading_config.source, dict[str, Any](draft=draft, layers=engine.layers or ())
     if engine.runs_on(gpu=torch.cuda.is_available()) == "vllm":
         from cascade.engine.vllm.model import VllmModel
 
         share = {"gpu_memory_utilization": config.gpu_memory_utilization} if torch.cuda.is_available() else {}
-        source = config.model_loading_config.source
-        given = {**share, **engine.vllm_options}
         adapters: dict[str, Any] = {"adapters": engine.lora_modules, "folder": folder, "most": engine.max_loras}
-        chosen: dict[str, Any] = {"draft": draft, "drafter": head_of(engine.drafters), "layers": engine.layers or ()}
+        chosen |= {"drafter": head_of(engine.drafters), "options": share | engine.vllm_options}
         chosen |= {"max_pass_tokens": engine.max_pass_tokens, "max_sessions": config.deployment_config.max_ongoing_requests}
-        return VllmModel(source, cache_tokens=engine.cache_tokens, options=given, **chosen, **adapters)
+        return VllmModel(source, cache_tokens=engine.cache_tokens, **chosen, **adapters)
     from cascade.engine.loading import load
     from cascade.engine.model import Model
 
-    network = load(
-        config.model_loading_config.source,
-        dtype=engine.dtype,
-        device=engine.device,
-        **engine.hub,
-        layers=engine.layers or (),
-        draft=draft,
-    )
-    options: dict[str, Any] = {
-        "cache_tokens": engine.cache_tokens,
-        "gpu_memory_utilization": config.gpu_memory_utilization,
-        "num_threads": engine.num_threads,
-    }
-    return Model(network, **options)
+    network = load(source, dtype=engine.dtype, device=engine.device, **engine.hub, **chosen)
+    memory: dict[str, Any] = {"cache_tokens": engine.cache_tokens, "gpu_memory_utilization": config.gpu_memory_utilization}
+    return Model(network, num_threads=engine.num_threads, **memory)
 
 
 def _load_tokenizer(config: TierConfig) -> Tokenizer | None:

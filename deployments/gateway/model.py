@@ -49,9 +49,7 @@ class ServedModel:
         """Load what a router needs of the full tier's model; raises `ModelError`."""
         full = config.tiers[-1]
         engine, source = full.engine_kwargs, full.model_loading_config.source
-        self.tokenizer = tokenizer = await asyncio.to_thread(
-            Tokenizer.from_pretrained, source, revision=engine.revision, trust_remote_code=engine.trust_remote_code
-        )
+        self.tokenizer = tokenizer = await asyncio.to_thread(Tokenizer.from_pretrained, source, **engine.hub)
         generation = generation_folder(engine.generation_config)
         # default arguments of `SamplingParams`
         self.defaults = await asyncio.to_thread(sampling_defaults, source, generation, revision=engine.revision)
@@ -84,10 +82,7 @@ class ServedModel:
         return self._capabilities.adapters if self._folder is None else await asyncio.to_thread(self._folder.names)
 
     async def adapter(self, name: str | None) -> str | None:
-        """The adapter in a request's ``model``, as ADAPTER or MODEL:ADAPTER; ``None`` for the model itself.
-
-        Raises `NotFound`.
-        """
+        """The adapter in a request's ``model`` (ADAPTER or MODEL:ADAPTER); ``None`` for the model itself. Raises `NotFound`."""
         if name is None or name in self.names:
             return None
         model, _, adapter = name.rpartition(":")

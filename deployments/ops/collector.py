@@ -87,10 +87,7 @@ class Collector:
 
 
 def judged(edge: Edge) -> tuple[int, int]:
-    """How many tokens of a drafter were right and wrong, scored or not.
-
-    For drafters inside tiers only the first tokens after a text count.
-    """
+    """Tokens of a drafter that were right, and wrong, scored or not; of one inside a tier only the first after a text count."""
     if edge.agreed or edge.corrected:
         return edge.agreed, edge.corrected
     proposed, right = (sum(counts[:1]) for counts in (edge.proposed_by_position, edge.accepted_by_position))

@@ -163,14 +163,8 @@ def answer_span(tracing: Tracing, request: Span, spec: SessionSpec, index: int) 
 
 def end_answer(span: Span, outcome: str, output_tokens: int) -> None:
     """End the span of an answer of ``output_tokens`` tokens."""
-    span.set_attributes(
-        {
-            "cascade.outcome": outcome,
-            "cascade.tokens": output_tokens,
-            "gen_ai.usage.output_tokens": output_tokens,
-            "gen_ai.response.finish_reasons": [outcome],
-        }
-    )
+    span.set_attributes({"cascade.outcome": outcome, "cascade.tokens": output_tokens})
+    span.set_attributes({"gen_ai.usage.output_tokens": output_tokens, "gen_ai.response.finish_reasons": [outcome]})
     if outcome not in FINE:
         span.set_status(Status(StatusCode.ERROR, outcome))
     span.end()

@@ -24,8 +24,7 @@ ANONYMOUS = "anonymous"  # name of the account of all clients if no keys are set
 
 @dataclass(slots=True)
 class Account:
-    """Usage of one key at this router. Tokens are charged as they are read or written; with a negative balance, requests are
-    refused."""
+    """Usage of one key at this router. Tokens are charged when read or written; below a balance of 0, requests are refused."""
 
     name: str
     limits: KeyLimits = field(default_factory=KeyLimits)

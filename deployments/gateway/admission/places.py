@@ -186,10 +186,8 @@ class Places:
                 "send fewer prompts, or a smaller n"
             )
         if self.num_admitted + num_answers > self._capacity:
-            raise Overloaded(
-                f"The server is full: {self.num_running} answers are being written and {self.num_waiting} wait",
-                FULL_RETRY_AFTER_S,
-            )
+            sentence = f"The server is full: {self.num_running} answers are being written and {self.num_waiting} wait"
+            raise Overloaded(sentence, FULL_RETRY_AFTER_S)
 
     @contextlib.contextmanager
     def admitted(self, num_answers: int) -> Iterator[None]:

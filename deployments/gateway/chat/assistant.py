@@ -45,10 +45,7 @@ class ChatTask:
 
 
 class Assistant:
-    """A served model for conversations.
-
-    ``tool_format`` is the form in which it writes calls, by default the one in its chat template.
-    """
+    """A served model for conversations; ``tool_format`` is the form of its calls, by default the one in its chat template."""
 
     def __init__(self, model: ServedModel, tool_format: str | None) -> None:
         self._model = model
@@ -167,10 +164,8 @@ class Assistant:
         """A reader of one answer for calls and, unless ``within`` is ``None``, thoughts; see `TurnReader`."""
         parser = None if plan.form is None else CallParser(plan.form, frozenset(plan.functions.values()))
         splitter = None if within is None else ThoughtSplitter(within)
-        marks = () if plan.form is None else plan.form.marks
-        return TurnReader(
-            parser, self._grammars.hidden((*marks, *((OPEN, CLOSE) if splitter else ()))), splitter, show_thoughts
-        )
+        marks = (*(plan.form.marks if plan.form else ()), *((OPEN, CLOSE) if splitter else ()))
+        return TurnReader(parser, self._grammars.hidden(marks), splitter, show_thoughts)
 
     def _check_free(self) -> None:
         """Raise `InvalidRequest` if the model cannot choose whether to call tools."""

@@ -54,9 +54,8 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     for kind in KINDS
     if kind.http != 500
 }
-STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {"description": "The answer", "content": {"application/json": {}, "text/event-stream": {}}}
-}
+KINDS_OF_ANSWERS: dict[str, Any] = {"application/json": {}, "text/event-stream": {}}
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"description": "The answer", "content": KINDS_OF_ANSWERS}}
 
 
 class Call:
@@ -199,9 +198,8 @@ class HttpApi:
         if named is None:
             return body
         if body.adapter not in (None, named):
-            raise InvalidRequest(
-                f"model names the adapter {named!r}, and adapter is {body.adapter!r}: leave one out", "adapter"
-            )
+            sentence = f"model names the adapter {named!r}, and adapter is {body.adapter!r}: leave one out"
+            raise InvalidRequest(sentence, "adapter")
         return body.model_copy(update={"adapter": named, "model": named})
 
     async def _task(self, body: TurnBody) -> tuple[TurnBody, ChatTask]:
@@ -276,17 +274,11 @@ class HttpApi:
     def _described(self, name: str, account: Account) -> dict[str, Any]:
         """OpenAI's description of a model, with tiers, context length, and the limits of the caller's key."""
         model = self._model
-        key = {"name": account.name, **account.limits.model_dump()}
-        chat = model.tokenizer.chat_template is not None
-        ours = {
-            "tiers": model.chain_names,
-            "max_model_len": model.context_len,
-            "chat": chat,
-            "key": key,
-            "sampling": model.defaults,
-        }
+        key, chat = {"name": account.name, **account.limits.model_dump()}, model.tokenizer.chat_template is not None
+        ours = {"tiers": model.chain_names, "max_model_len": model.context_len, "chat": chat, "key": key}
         parent = None if name in model.names else model.names[0]
-        return {"id": name, "object": "model", "created": STARTED, "owned_by": "cascade", "parent": parent, **ours}
+        openais = {"id": name, "object": "model", "created": STARTED, "owned_by": "cascade", "parent": parent}
+        return {**openais, **ours, "sampling": model.defaults}
 
     # errors
 

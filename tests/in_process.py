@@ -2,13 +2,13 @@
 
 import asyncio
 import contextlib
-import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
+from anyio.from_thread import start_blocking_portal
 
 from cascade.engine.grammar import Grammars
 from cascade.engine.tokenizer import Tokenizer
@@ -96,8 +96,8 @@ class House:
         assert not self.router.admission._active
 
 
-@contextlib.contextmanager
-def house(
+@contextlib.asynccontextmanager
+async def living(
     *,
     pass_s: float = 0.0005,
     model: Callable[..., CountingModel] = CountingModel,
@@ -106,54 +106,63 @@ def house(
     full: dict[str, Any] | None = None,
     tracing: Callable[..., Tracing] = lambda *of: UNTRACED,
     **router: Any,
-) -> Iterator[House]:
-    """A running server; ``router`` and ``full``, the full tier's, are parts of the configuration.
+) -> AsyncIterator[House]:
+    """A running server in this event loop; ``router`` and ``full``, the full tier's, are parts of the configuration.
 
     ``tracing`` says how the router and each tier make spans.
 
     Passes of the tiers, bottom to top, take ``pace`` times ``pass_s``. Those that are not ``present`` have no replica.
     """
-    ready, stop = threading.Event(), asyncio.Event()
-    result: list[House | BaseException] = []
+    async with contextlib.AsyncExitStack() as stack:
+        values = small.config().model_dump(mode="json")
+        for section, changes in (full or {}).items():
+            values["tiers"][-1][section] |= changes
+        tokenizer = Tokenizer.from_pretrained(CascadeConfig.parse(values).tiers[-1].model_loading_config.source)
+        net = Net()
+        stack.push_async_callback(net.close)
+        for level, name in enumerate(NAMES):
+            if name not in present:
+                continue
+            lessors = {below: net.lessor(below) for below in NAMES[:level]}
+            scorer = model(vocab_size=tokenizer.num_ids, agreement=AGREEMENT[name], pass_s=pass_s * pace[level])
+            node = net.nodes[name] = Node(level, scorer, lessors, Grammars(tokenizer), tracing=tracing(name))
+            await node.start()
+        listen = ListenConfig(grpc_port=free_port(), http_port=free_port())
+        # nothing is left of a request means: no held lease either
+        values["router"] = {"listen": listen.model_dump(), "held_lease_s": 0.1, **router}
+        entry = Router()
+        handles: Any = {name: Handle(net, name) for name in NAMES}
+        await entry.start(values, handles)
+        stack.push_async_callback(entry.close)
+        yield House(
+            f"127.0.0.1:{listen.grpc_port}",
+            f"http://127.0.0.1:{listen.http_port}",
+            entry.model.names[0],
+            net,
+            entry,
+            asyncio.get_running_loop(),
+        )
 
-    async def live() -> None:
-        try:
-            async with contextlib.AsyncExitStack() as stack:
-                passes = [pass_s * share for share in pace]
-                result.append(await build(stack, passes, model, present, full or {}, router, tracing))
-                ready.set()
-                await stop.wait()
-        except BaseException as error:
-            result.insert(0, error)
-            raise
-        finally:
-            ready.set()
 
-    loop = asyncio.new_event_loop()
+@contextlib.contextmanager
+def house(
+    *, present: Sequence[str] = NAMES, tracing: Callable[..., Tracing] = lambda *of: UNTRACED, **options: Any
+) -> Iterator[House]:
+    """A running server in a thread of its own, see `living`."""
 
-    def run() -> None:
-        loop.run_until_complete(live())
-        loop.run_until_complete(_let_go(loop))
-        loop.run_until_complete(loop.shutdown_default_executor())
+    @contextlib.asynccontextmanager
+    async def live() -> AsyncIterator[House]:
+        async with living(present=present, tracing=tracing, **options) as built:
+            yield built
+        await _let_go(asyncio.get_running_loop())
 
-    thread = threading.Thread(target=run, name="house")
-    patch = pytest.MonkeyPatch()
-    patch.setattr(replica_status, "count_replicas", lambda: dict.fromkeys(map(deployment, present), 1))  # nobody asks Ray
-    if len(present) < len(NAMES):
-        patch.setattr(api, "DESCRIBE_TIMEOUT_S", 0.05)
-    patch.setattr(admission, "tracing", tracing)
-    thread.start()
-    try:
-        assert ready.wait(LONG_S)
-        built = result[0]
-        if isinstance(built, BaseException):
-            raise built
-        yield built
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(LONG_S)
-        patch.undo()
-        loop.close()
+    with pytest.MonkeyPatch.context() as patch, start_blocking_portal(name="house") as portal:
+        patch.setattr(replica_status, "count_replicas", lambda: dict.fromkeys(map(deployment, present), 1))  # nobody asks Ray
+        if len(present) < len(NAMES):
+            patch.setattr(api, "DESCRIBE_TIMEOUT_S", 0.05)
+        patch.setattr(admission, "tracing", tracing)
+        with portal.wrap_async_context_manager(live()) as built:
+            yield built
 
 
 def serving(env: Mapping[str, str] | None = None, scope: Any = "module", **options: Any) -> Any:
@@ -181,43 +190,3 @@ async def _let_go(loop: Any) -> None:
     for transport in list(loop._transports.values()):
         transport.abort()
     await asyncio.sleep(0)
-
-
-async def build(
-    stack: contextlib.AsyncExitStack,
-    pass_s: Sequence[float],
-    model: Callable[..., CountingModel],
-    present: Sequence[str],
-    full: dict[str, Any],
-    options: dict[str, Any],
-    tracing: Callable[..., Tracing],
-) -> House:
-    """A server in this event loop; see `house`."""
-    values = small.config().model_dump(mode="json")
-    for section, changes in full.items():
-        values["tiers"][-1][section] |= changes
-    tokenizer = Tokenizer.from_pretrained(CascadeConfig.parse(values).tiers[-1].model_loading_config.source)
-    net = Net()
-    stack.push_async_callback(net.close)
-    for level, name in enumerate(NAMES):
-        if name not in present:
-            continue
-        lessors = {below: net.lessor(below) for below in NAMES[:level]}
-        scorer = model(vocab_size=tokenizer.num_ids, agreement=AGREEMENT[name], pass_s=pass_s[level])
-        node = net.nodes[name] = Node(level, scorer, lessors, Grammars(tokenizer), tracing=tracing(name))
-        await node.start()
-    listen = ListenConfig(grpc_port=free_port(), http_port=free_port())
-    # nothing is left of a request means: no held lease either
-    values["router"] = {"listen": listen.model_dump(), "held_lease_s": 0.1, **options}
-    router = Router()
-    handles: Any = {name: Handle(net, name) for name in NAMES}
-    await router.start(values, handles)
-    stack.push_async_callback(router.close)
-    return House(
-        f"127.0.0.1:{listen.grpc_port}",
-        f"http://127.0.0.1:{listen.http_port}",
-        router.model.names[0],
-        net,
-        router,
-        asyncio.get_running_loop(),
-    )

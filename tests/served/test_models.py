@@ -26,13 +26,12 @@ from deployments.gateway.http.server import HttpServer
 from deployments.llm import build_openai_app
 from deployments.models import Models
 from deployments.ops.launch import free_port
-from deployments.ops.tracing import UNTRACED
 from tests import small
 from tests.conftest import Cluster
 from tests.http.test_http import ask
-from tests.in_process import House, build, house
+from tests.in_process import House, house, living
 from tests.served.test_serve import PROMPT
-from tests.tier.test_tier import NAMES, CountingModel
+from tests.tier.test_tier import CountingModel
 from tests.waiting import LONG_S, wait_until
 
 Values = dict[str, Any]
@@ -177,9 +176,8 @@ def models() -> Iterator[tuple[SimpleNamespace, dict[str, House]]]:
     """A server of two models whose languages differ, and the house of each, without Ray."""
     listen, stack = ListenConfig(http_port=free_port()), AsyncExitStack()
     with house(served_model_name="full") as full:
-        language = partial(CountingModel, seed=1)
-        name = {"served_model_name": "other"}
-        other = full.call(build(stack, (0.0005,) * 3, language, NAMES, {}, name, lambda *of: UNTRACED))
+        one = living(pace=(1, 1, 1), model=partial(CountingModel, seed=1), served_model_name="other")
+        other = full.call(stack.enter_async_context(one))
         houses = {"full": full, "other": other}
         application = Models({name: built.router for name, built in houses.items()})
         server = HttpServer(application, listen, RequestLimits())

@@ -103,7 +103,6 @@ PARTS = [bytes([number]) * number for number in range(1, 12)]
 
 
 def packages(folder: Path, sha256: str) -> Packages:
-    """Eleven parts, each in a wheel."""
     made = Packages("some-part", "1.0", len(PARTS), sha256)
     for number, part in enumerate(PARTS, 1):
         with zipfile.ZipFile(folder / f"some_part{number}-1.0-py3-none-any.whl", "w") as wheel:

@@ -44,7 +44,6 @@ def blocks(page: Path) -> Iterator[tuple[str, str]]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 

@@ -29,7 +29,6 @@ PROMPT = "def read(path):\n    with open("
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Of this test alone."""
     monkeypatch.setenv("CASCADE_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -122,26 +121,23 @@ def test_a_file_is_converted_once(tmp_path: Path, cache: Path, little: Path) -> 
     assert not list(cache.rglob("partial-*"))
 
 
+def with_(what: str, *values: Any) -> dict[str, Any]:
+    return {"more": lambda writer: getattr(writer, f"add_{what}")(*values)}
+
+
 def test_what_cannot_be_converted_is_one_sentence(tmp_path: Path, little: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards users against tracebacks of three libraries, and texts against weights that Transformers makes up."""
     whole = Path(small.gguf(tmp_path / "whole.gguf", source=little))
     changed: dict[str, dict[str, Any]] = {
         "architecture 'rwkv6'": {"architecture": "rwkv6"},
         "lacks 1 weights": {"without": "model.layers.1.mlp.up_proj.weight"},
-        "one of 3 parts": {"more": lambda w: w.add_uint16("split.count", 3)},
-        "scales positions by llama.rope.scaling.type 'yarn'": {
-            "more": lambda w: w.add_string("llama.rope.scaling.type", "yarn")
-        },
-        "scales positions by the tensor rope_freqs.weight": {
-            "more": lambda w: w.add_tensor("rope_freqs.weight", torch.ones(16).numpy())
-        },
-        "its starcoder2.rope.freq_base is 500": {
-            "architecture": "starcoder2",
-            "more": lambda w: w.add_rope_freq_base(500.0),
-        },
-        "its llama.attention.sliding_window is 8": {"more": lambda w: w.add_sliding_window(8)},
-        "its llama.final_logit_softcapping is 30": {"more": lambda w: w.add_final_logit_softcapping(30.0)},
-        "has no place for 32 of its numbers": {"more": lambda w: w.add_tensor("blk.0.attn_q.bias", torch.ones(32).numpy())},
+        "one of 3 parts": with_("uint16", "split.count", 3),
+        "scales positions by llama.rope.scaling.type 'yarn'": with_("string", "llama.rope.scaling.type", "yarn"),
+        "scales positions by the tensor rope_freqs.weight": with_("tensor", "rope_freqs.weight", torch.ones(16).numpy()),
+        "its starcoder2.rope.freq_base is 500": {"architecture": "starcoder2", **with_("rope_freq_base", 500.0)},
+        "its llama.attention.sliding_window is 8": with_("sliding_window", 8),
+        "its llama.final_logit_softcapping is 30": with_("final_logit_softcapping", 30.0),
+        "has no place for 32 of its numbers": with_("tensor", "blk.0.attn_q.bias", torch.ones(32).numpy()),
     }
     files = {
         words: small.gguf(tmp_path / f"{number}.gguf", source=little, **options)

@@ -348,7 +348,6 @@ SAID = [*range(3, VOCAB, 3)]
 
 
 def saved(architecture: str, folder: Path, ids: object = SAID) -> str:
-    """A random model whose draft vocabulary is ``ids``."""
     network = build(architecture)
     network.config.draft_vocab_size = len(SAID)
     network.save_pretrained(folder)

@@ -70,7 +70,6 @@ TEXT = text(0, VOCAB)
 
 @cache
 def served(name: str, attention: str = "native") -> Model:
-    """With the attention that is chosen here, or with that of other devices."""
     network = build(name) if attention == "native" else Published(build(name), attention=Contiguous)
     return Model(network, cache_tokens=4096)
 

@@ -117,7 +117,6 @@ class Session:
         fresh.free()
 
     def play(self, draft: Draft, most: int | None = None) -> Scored:
-        """A pass over a tree, by itself."""
         [scored] = self.model.run([self.row(draft)])
         self.check(draft, scored, most)
         return scored

@@ -23,7 +23,6 @@ def opening(max_tokens: int = 24, **changes: object) -> Open:
 
 
 def fed(work: Work) -> list[int]:
-    """All tokens of a row."""
     return [*work.tokens, *work.draft.tokens]
 
 
@@ -84,7 +83,6 @@ def test_in_turns_a_session_writes_when_it_is_asked_and_rests_when_its_text_is_u
 
 
 def drafting() -> Session:
-    """A session with a drafter whose session is called d."""
     session = Session(opening(), "full", 1, VOCAB)
     session.attach(("tiny",), "d")
     return session

@@ -20,7 +20,6 @@ POLICY = Policy()
 
 
 def profile(pass_s: float = 0.01, token_s: float = 0.0) -> Profile:
-    """What passes took lately."""
     made = Profile([(1, pass_s)])
     made.token_s = token_s
     return made

@@ -182,7 +182,6 @@ def loop_of(name: str, level: int, **options: Any) -> Loop[Any]:
 
 
 def refusal(tier: Tier, request: Open) -> Failed:
-    """What a request that cannot be served is told."""
     inbox = Inbox()
     tier.post([request], inbox)
     message = inbox.messages.get(timeout=LONG_S)

@@ -33,8 +33,6 @@ class Memory(Blocks):
 
 
 class Tokens(PagedCache):
-    """Tokens by position."""
-
     __slots__ = ("freed", "length")
     _blocks: Memory
 

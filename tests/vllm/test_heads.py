@@ -49,7 +49,6 @@ def config_of(folder: str) -> dict[str, Any]:
 
 
 def layer() -> dict[str, torch.Size]:
-    """Shapes of the weights of a layer of the model."""
     first, weights = "model.layers.0.", load_file(Path(small.paths()[-1]) / "model.safetensors")
     return {name.removeprefix(first): part.shape for name, part in weights.items() if name.startswith(first)}
 
@@ -110,7 +109,6 @@ def started(kind: str, source: str, cache_tokens: int = 4096, **options: Any) ->
 
 @pytest.fixture(scope="module")
 def expected() -> Iterator[Cascade]:
-    """The model on our own engine."""
     with Cascade.from_pretrained(small.paths()[-1:], dtype="float32", device="cpu", drafter=None) as cascade:
         yield cascade
 

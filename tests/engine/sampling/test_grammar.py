@@ -30,25 +30,19 @@ from tests.engine.sampling.test_logits_processors import Babbler, all_accepted
 CONTEXT = 512
 VOCAB = 4096  # of the small models's tokenizer
 PROMPT = "config = "
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "pattern": "^[A-Z][a-z]{1,6}$"},
-        "age": {"type": "integer", "minimum": 0, "maximum": 130},
-        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
-        "next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/point"}]},
-    },
-    "required": ["name", "age", "tags", "next"],
-    "additionalProperties": False,
-    "$defs": {
-        "point": {
-            "type": "object",
-            "properties": {"x": {"type": "integer", "minimum": -9, "maximum": 9}, "on": {"type": "boolean"}},
-            "required": ["x", "on"],
-            "additionalProperties": False,
-        }
-    },
-}
+
+
+def record(**fields: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
+
+
+POINT = record(x={"type": "integer", "minimum": -9, "maximum": 9}, on={"type": "boolean"})
+PERSON = {"$defs": {"point": POINT}} | record(
+    name={"type": "string", "pattern": "^[A-Z][a-z]{1,6}$"},
+    age={"type": "integer", "minimum": 0, "maximum": 130},
+    tags={"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
+    next={"anyOf": [{"type": "null"}, {"$ref": "#/$defs/point"}]},
+)
 SUMS = """
 root ::= term (("+" | "-") term){1,3}
 term ::= [0-9]{1,2} | "(" [a-z] "*" [0-9] ")"

@@ -120,8 +120,6 @@ def test_companions_keep_their_logits() -> None:
 
 
 class Babbler(ToyModel):
-    """Says random tokens."""
-
     def collect(self, launched: Sequence[Row]) -> list[Scored]:
         return [Scored([random.randrange(self.vocab_size) for _ in range(row.num_scored)]) for row in launched]
 

@@ -190,24 +190,9 @@ def test_own_tokens_of_a_seed_stay_the_same() -> None:
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     number=st.sampled_from([0, 2, 5]),
 )
-@example(  # as large as vocabularies are
-    rows=[(SamplingParams(temperature=0.8, top_p=0.9, seed=1), 7, 2)],
-    size=50_257,
-    shape="as drawn",
-    spread=1.0,
-    seed=0,
-    dtype=torch.bfloat16,
-    number=2,
-)
-@example(  # top_k of the whole vocabulary removes nothing, however unlikely
-    rows=[(SamplingParams(temperature=1e-30, top_k=40, seed=0), 0, 1)],
-    size=2,
-    shape="as drawn",
-    spread=1.0,
-    seed=0,
-    dtype=torch.float32,
-    number=2,
-)
+# as large as vocabularies are; and top_k of the whole vocabulary, which removes nothing, however unlikely
+@example([(SamplingParams(temperature=0.8, top_p=0.9, seed=1), 7, 2)], 50_257, "as drawn", 1.0, 0, torch.bfloat16, 2)
+@example([(SamplingParams(temperature=1e-30, top_k=40, seed=0), 0, 1)], 2, "as drawn", 1.0, 0, torch.float32, 2)
 def test_bounds_change_no_bit(
     rows: list[Choice], size: int, shape: str, spread: float, seed: int, dtype: torch.dtype, number: int
 ) -> None:

@@ -1,20 +1,25 @@
 """The files of cluster/kubernetes: what they mean, for nobody can run them here."""
 
 import re
+import shlex
 import shutil
 import subprocess
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import ray
 import yaml
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
+from ray.scripts.scripts import cli as ray_command
+from ray.serve.scripts import cli as serve_command
 
+from cascade.cli.main import main as cascade_command
 from cascade.settings.config import CascadeConfig
 from tests.cluster.demand import assert_apart, demands, nodes_for
-from tests.cluster.kubernetes import unknown
 from tests.nodes.nodes import KEEPALIVE
 
 CLUSTER = Path(__file__).parents[2] / "cluster"
@@ -173,3 +178,103 @@ def test_policies_and_routes_reach_the_pods(spec: Any) -> None:
         assert route["hostnames"] == [hosts[name]]
         service = f"{kinds['RayService']['metadata']['name']}-serve-svc"
         assert route["rules"][0]["backendRefs"] == [{"name": service, "port": ports[port]}]
+
+
+# the fields of KubeRay 1.6, Kubernetes and its gateways that we use: what they do not know, they drop without a word
+
+
+KINDS = ("RayService", "PodMonitor", "PodDisruptionBudget", "NetworkPolicy", "Gateway", "HTTPRoute", "GRPCRoute")
+LISTED = """
+allowPrivilegeEscalation apiVersion appProtocol authOptions autoscalerOptions backendRefs capabilities
+certificateRefs clusterUpgradeOptions command containerPort containers drop effect emptyDir
+enableInTreeAutoscaling env exec from fsGroup gatewayClassName gcsFaultToleranceOptions groupName headGroupSpec
+hostname hostnames idleTimeoutSeconds image ingress interval intervalSeconds key kind labels lifecycle limits
+listeners matchLabels matches maxReplicas maxSurgePercent maxUnavailable metadata method minReplicas mode
+mountPath name namespaceSelector nodeSelector operator optional parentRefs podMetricsEndpoints podSelector
+podTargetLabels policyTypes port ports preStop protocol rayClusterConfig rayClusterDeletionDelaySeconds
+rayStartParams rayVersion readOnly readOnlyRootFilesystem redisAddress redisPassword replicas request requests
+resources rules runAsNonRoot runAsUser seccompProfile secret secretKeyRef secretName sectionName securityContext
+selector serveConfigV2 serveService service sizeLimit spec stepSizePercent template terminationGracePeriodSeconds
+timeouts tls tolerations type upgradeStrategy value valueFrom volumeMounts volumes workerGroupSpecs
+"""
+FIELDS = frozenset(LISTED.split())
+# mappings whose keys are named by whoever writes them, and whose values are text
+NAMED = ("limits", "requests", "resources", "rayStartParams", "nodeSelector", "labels", "annotations", "matchLabels")
+
+
+def unknown(document: Any, path: str = "") -> Iterator[str]:
+    """Paths in a document that nobody knows, and numbers where text is wanted."""
+    if isinstance(document, list):
+        for item in document:
+            yield from unknown(item, path)
+    elif isinstance(document, dict) and path.rpartition(".")[2] in NAMED and not document.keys() <= FIELDS:
+        yield from (f"{path}.{name} must be text" for name, value in document.items() if not isinstance(value, str))
+    elif isinstance(document, dict):
+        for name, value in document.items():
+            yield from unknown(value, f"{path}.{name}") if name in FIELDS else (f"{path}.{name}",)
+
+
+# the pages on clusters: their commands and configurations are those of the programs
+
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("start/cluster", "howto/kubernetes", "howto/bare-machines", "howto/troubleshoot")
+HOWTO = "\n".join((ROOT / "docs" / f"{name}.md").read_text() for name in PAGES)
+PROGRAMS: dict[str, click.Group] = {"cascade": cascade_command, "ray": ray_command, "serve": serve_command}
+FOREIGN = {"aws", "docker", "export", "gcloud", "kubectl", "sed", "pip", "python3.11", "."}
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", HOWTO, re.MULTILINE | re.DOTALL)
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Words of each command, also of those that `ray exec` runs elsewhere and containers run inside."""
+    for line in text.replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(re.sub(r"\$\((.*?)\)", "", line), posix=True, punctuation_chars="&|;")
+        lexer.whitespace_split = True
+        command: list[str] = []
+        for word in [*lexer, "&&"]:
+            if not set(word) <= set("&|;"):
+                command.append(word)
+                continue
+            while command and re.match(r"\w+=", command[0]):
+                command = command[1:]
+            if command:
+                yield command
+            if command[:2] == ["ray", "exec"]:
+                yield from commands(command[-1])
+            if command[:2] == ["docker", "run"] and "cascade" in command:
+                yield command[command.index("cascade") :]
+            command = []
+
+
+def test_commands_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards readers against commands, options and files that do not exist."""
+    monkeypatch.chdir(ROOT)
+    mine = tmp_path / "my.yaml"
+    mine.write_text("tiers: []")
+    seen = set[str]()
+    for program, *words in (command for block in blocks("sh") for command in commands(block)):
+        group = PROGRAMS.get(program.rpartition("/")[2])
+        if group is None:
+            assert program in FOREIGN, program
+        else:
+            name, *arguments = [str(mine) if word == "/my.yaml" else word for word in words]
+            group.commands[name].make_context(name, [word.replace("cascade-serve/", "", 1) for word in arguments])
+            seen.add(f"{program} {name}")
+        files = [word.removeprefix("cascade-serve/") for word in words if re.match(r"(cascade-serve/)?cluster/\S+$", word)]
+        assert all((ROOT / file).exists() for file in files), files
+    assert {"ray start", "ray up", "ray exec", "ray attach"} <= seen
+    assert {"serve deploy", "serve status", "cascade generate", "cascade serve"} <= seen
+
+
+def test_files_and_configurations_are_taken() -> None:
+    """Guards the table of files against those that it lacks, and copied configurations against fields that nobody knows."""
+    named = set(re.findall(r"`(cluster/[\w./-]+\w)`", HOWTO)) | {f"cluster/ray-up/{name}.yaml" for name in ("gcp", "local")}
+    there = {str(path.relative_to(ROOT)) for path in (ROOT / "cluster").rglob("*") if path.is_file()}
+    assert there - {"cluster/README.md"} == {name for name in named if (ROOT / name).is_file()}
+    assert all((ROOT / name).exists() for name in named), named
+    for values in map(yaml.safe_load, blocks("yaml")):
+        if "spec" in values and values.get("kind", "RayService") in KINDS:
+            assert list(unknown(values)) == []

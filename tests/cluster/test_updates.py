@@ -135,13 +135,9 @@ def exchanged(*levels: int) -> Callable[[Values], object]:
     return change
 
 
-def test_drafters_are_exchanged_and_nobody_notices(served: Served) -> None:
-    """Guards new weights of drafters: everything was replaced, and requests were lost."""
+def test_tiers_are_exchanged_and_nobody_notices(served: Served) -> None:
+    """Guards new weights of drafters, where everything was replaced, and answers at a full replica: they go on elsewhere."""
     assert served.update(exchanged(0, 1)) == {"tiny", "medium"}
-
-
-def test_the_full_tier_is_exchanged_one_replica_after_the_other(served: Served) -> None:
-    """Guards answers at a full replica that is replaced: they go on elsewhere."""
     assert served.update(exchanged(2)) == {"full"}
 
 

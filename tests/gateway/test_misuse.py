@@ -167,14 +167,10 @@ def chat_with(schema: dict[str, Any]) -> dict[str, Any]:
     return CHAT | {"tools": [tool], "tool_choice": "none", "max_tokens": 2}
 
 
-def test_schemas_of_any_size_are_taken_at_once(served: House) -> None:
-    """Guards the router: it looked at a schema of 3 MB for half a minute, did nothing else, and Ray Serve took it for dead."""
+def test_schemas_are_taken_at_once_and_not_fetched(served: House) -> None:
+    """Guards the router, which looked at 3 MB of schema for half a minute, and the network after it against what it names."""
     large = {"type": "object", "properties": {f"a{number}": {"type": "string"} for number in range(100_000)}}
     assert ask(served, "/v1/chat/completions", chat_with(large))[0] == 200
-
-
-def test_schemas_are_not_fetched(served: House) -> None:
-    """Guards the network after the server against what a schema names."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.2)
         place = f"http://127.0.0.1:{server.getsockname()[1]}/schema"

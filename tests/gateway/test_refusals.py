@@ -287,14 +287,10 @@ def test_headers_are_named(served: House) -> None:
     refused(served, "/v1/completions", TEXT, "X-Request-Timeout-Seconds is 'soon': ", X_Request_Timeout_Seconds="soon")
 
 
-def test_every_error_is_told_as_its_own_class() -> None:
-    """Guards against errors that are told as the class they derive from, and Retry-After: whole seconds, enough of them."""
+def test_every_error_is_told_as_its_own_class_and_bugs_are_not() -> None:
+    """Guards Retry-After, whole seconds and enough of them, and what an exception's text may hold: paths, prompts, code."""
     assert len({refusal(kind("why")).code for kind in KINDS}) == len(KINDS)
     assert metadata(Overloaded("full", 1.2)) == (("retry-after", "2"),)
-
-
-def test_bugs_are_not_told() -> None:
-    """Guards against what an exception's text may hold: paths, prompts, code."""
     shown = refusal(RuntimeError("secret in /etc/passwd"))
     assert "secret" not in str(shown)
     assert shown.http == 500

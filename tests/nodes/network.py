@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -169,18 +169,15 @@ class Network:
 
     def cut(self, this: str, other: str) -> None:
         """Let nothing through between two hosts, either way, and say nothing; both go on to reach all others."""
-        for here, there in self._ends(this, other):
-            here.ip("neighbour", "replace", there.address, "lladdr", NOBODY, "dev", "eth0", "nud", "permanent")
+        self._place(this, other, NOBODY)
 
     def heal(self, this: str, other: str) -> None:
         """Undo `cut`."""
-        for here, there in self._ends(this, other):
-            here.ip("neighbour", "replace", there.address, "lladdr", there.mac, "dev", "eth0", "nud", "permanent")
+        self._place(this, other)
 
-    def _ends(self, this: str, other: str) -> Iterator[tuple[Host, Host]]:
-        ends = self.hosts[this], self.hosts[other]
-        yield ends
-        yield ends[::-1]
+    def _place(self, this: str, other: str, mac: str = "") -> None:
+        for here, there in itertools.permutations((self.hosts[this], self.hosts[other])):
+            here.ip("neighbour", "replace", there.address, "lladdr", mac or there.mac, "dev", "eth0", "nud", "permanent")
 
     def close(self) -> None:
         """Remove everything."""

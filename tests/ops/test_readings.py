@@ -166,7 +166,9 @@ def loggers() -> Iterator[None]:
 
 
 def test_records_reach_serves_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards a cluster's logs: what tiers and routers said was in no file, below warnings nowhere at all."""
+    """Guards a cluster's logs: what tiers and routers said was in no file. Outside a replica nothing is changed."""
+    join_serves()
+    assert logging.getLogger("cascade").parent is logging.getLogger()
     serves, records = logging.getLogger("ray.serve"), list[logging.LogRecord]()
     handler = logging.Handler()
     monkeypatch.setattr(handler, "emit", records.append)
@@ -182,12 +184,6 @@ def test_records_reach_serves_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         serves.setLevel(before)
     assert [record.getMessage() for record in records] == ["told"]
-
-
-def test_other_processes_are_left_alone() -> None:
-    """Guards users of the library and tests: outside a replica nothing is changed."""
-    join_serves()
-    assert logging.getLogger("cascade").parent is logging.getLogger()
 
 
 # one list of series: what dashboards, alerts and documents say of them is what is reported

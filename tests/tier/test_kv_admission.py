@@ -77,11 +77,13 @@ def test_prompts_are_recited_in_any_order_of_events() -> None:
 
 
 def test_second_session_begins_where_the_first_has_been() -> None:
-    """Guards reuse in the tier: of a session that is over and of one that is not, of the same salt, and never of drafts."""
+    """Guards reuse in the tier: of a session that is over and of one that is not, of the same salt, and never of drafts; and
+    chunks of prompts, which keep the bound on tokens of a pass, and score none twice."""
     model = ToyModel()
-    with alone(model) as tier:
+    with alone(model, max_pass_tokens=16) as tier:
         [first], _ = written(tier, prompted(LONG, cache_salt="mine"))
         settle([tier])
+        assert (model.tokens, model.passes) == (109, 7 + 9)
         for salt, scored in (("mine", 10), ("yours", 109)):
             before = model.tokens
             written(tier, prompted(LONG, cache_salt=salt))

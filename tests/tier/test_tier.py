@@ -260,15 +260,6 @@ def test_stopped_tier_answers() -> None:
     assert not tier.healthy
 
 
-def test_long_prompt_is_scored_in_chunks(models: list[CountingModel]) -> None:
-    """Guards chunked prefill: the bound on tokens of a pass holds, and the text is the same."""
-    model = models[-1]
-    with alone(model, max_pass_tokens=64) as tier:
-        written(tier, opening(3, 0.0, 10, chain=(), tokens=tuple(i % 32 for i in range(1000)), prompt_len=1000))
-    assert model.tokens == 1000 + 9
-    assert model.passes >= 1000 // 64
-
-
 @pytest.mark.parametrize(
     ("poison", "between", "healthy"),
     [(7, False, True), (0, False, False), (0, True, True)],

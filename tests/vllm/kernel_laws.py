@@ -13,6 +13,7 @@ import triton.language as tl
 from cascade.engine.sampling import kernel
 from cascade.engine.sampling.own_tokens import Choice, by_kernel, by_operations, mixed, noise_bits, runner_ups, sampled
 from cascade.params import SamplingParams
+from tests.engine.sampling.test_sampling import SHAPES as SAMPLED
 
 SEED = 2**63 - 25  # signed and negative once it is mixed
 # logarithms of NumPy and of PyTorch differ in their last places; a gap is the difference of two numbers below 64
@@ -94,16 +95,10 @@ def test_rows_do_not_disturb_each_other(number: int, filters: dict[str, Any]) ->
         assert torch.equal(chosen(logits[place : place + 1], rows[place : place + 1], 2)[:, 0], whole[:, place])
 
 
-SHAPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "all equal": torch.zeros_like,
-    "ties": torch.round,
+SHAPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = SAMPLED | {
     "two zeros": lambda logits: torch.where(logits > 0, -0.0, 0.0),
-    "masked by half": lambda logits: logits.masked_fill(logits < 0, -torch.inf),
-    "one": lambda logits: logits.masked_fill(logits < logits.amax(-1, keepdim=True), -torch.inf),
-    "masked altogether": lambda logits: torch.full_like(logits, -torch.inf),
     "not a number": lambda logits: logits.index_fill(-1, torch.tensor([7, 1300]), torch.nan),
     "infinite": lambda logits: logits.index_fill(-1, torch.tensor([5, 1300]), torch.inf),
-    "huge": lambda logits: logits * 1e30,
     "a part of wider rows": lambda logits: logits[:, :1100],
 }
 

@@ -165,7 +165,7 @@ def house(
             yield built
 
 
-def serving(env: Mapping[str, str] | None = None, scope: Any = "module", **options: Any) -> Any:
+def serving(env: Mapping[str, str] | None = None, scope: Any = "module", make: Any = house, **options: Any) -> Any:
     """A fixture: a `house` for all tests of a file, of whose requests nothing is left; ``env`` are variables that it reads."""
 
     @pytest.fixture(scope=scope)
@@ -173,7 +173,7 @@ def serving(env: Mapping[str, str] | None = None, scope: Any = "module", **optio
         with pytest.MonkeyPatch.context() as patch:
             for name, value in (env or {}).items():
                 patch.setenv(name, value)
-            with house(**options) as built:
+            with make(**options) as built:
                 yield built
                 built.settle()
 

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import pytest
 from tokenizers import AddedToken
 
 from cascade.chat.template import CLOSE, OPEN
 from cascade.engine.tokenizer import pretrained
 from cascade.simulation.toy_tier import fold
 from tests import small
-from tests.in_process import House, house
+from tests.in_process import House, house, serving
 from tests.tier.test_tier import CountingModel
 from tests.toys import Numbers
 
@@ -119,13 +118,7 @@ def thinker(tags: Literal["token", "special"]) -> str:
 
 def conversing(tags: Literal["token", "special"] = "token", **options: Any) -> Any:
     """A fixture: for all tests of a file a house of parrots that know conversations, tools and thoughts."""
-
-    @pytest.fixture(scope="module")
-    def served() -> Iterator[House]:
-        with parrots(thinker(tags), **{"pass_s": 0.001, **options}) as built:
-            yield built
-
-    return served
+    return serving(make=lambda **given: parrots(thinker(tags), **given), **{"pass_s": 0.001, **options})
 
 
 def talking(format: str, *, marks: bool = True, **options: Any) -> AbstractContextManager[House]:

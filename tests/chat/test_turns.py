@@ -1,7 +1,7 @@
 """Conversations over gRPC are those over HTTP: prompts, answers, usage, whole and in pieces."""
 
 import json
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -15,7 +15,7 @@ from cascade.v1 import serving_pb2 as pb
 from tests.chat.everywhere import MOST, SAID, TOOLS, body, everywhere, params
 from tests.chat.templates import Family
 from tests.http.test_http import ask
-from tests.in_process import House
+from tests.in_process import House, serving
 from tests.talkers import talking
 
 ASKED: dict[str, Any] = {"role": "user", "content": "one two three"}
@@ -41,10 +41,7 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], dict[str, Any], dict[str, A
 }
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[House]:
-    with talking("hermes", pass_s=0.001, limits={"max_tokens": MOST}) as built:
-        yield built
+served = serving(make=partial(talking, "hermes"), pass_s=0.001, limits={"max_tokens": MOST})
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)

@@ -52,6 +52,14 @@ def deploying(**fields: Any) -> dict[str, Any]:
     return single(deployment_config=fields)
 
 
+def routing(**fields: Any) -> dict[str, Any]:
+    return {"tiers": [tier()], "router": fields}
+
+
+def loading(**fields: Any) -> dict[str, Any]:
+    return single(model_loading_config={"model_id": "m", **fields})
+
+
 def acting(**options: Any) -> dict[str, Any]:
     return deploying(ray_actor_options=options)
 
@@ -108,30 +116,21 @@ WRONG: list[tuple[Any, str]] = [
     (aligned(device="cuda:0", num_workers=2), r"device is 'cuda:0' of 2 workers: remove it"),
     ({"tiers": [tier()], "wide": 3}, r"wide is not a known key; remove it"),
     ({"tiers": [tier()], "windw": 3}, r"windw is not a known key; did you mean 'window'\?"),
-    (
-        single(model_loading_config={"model_id": "m", "modl_source": "x"}),
-        r"tiers\.0\.model_loading_config\.modl_source is not a known key; did you mean 'model_source'\?",
-    ),
+    (loading(modl_source="x"), r"tiers\.0\.model_loading_config\.modl_source is not a known key; .* 'model_source'\?"),
     (engine(dtyp="float32"), r"dtyp is not a known key; did you mean 'dtype'\?"),
-    (
-        {"tiers": [tier()], "router": {"access": {"limits": {"gold": {"max_runing": 3}}}}},
-        r"router\.access\.limits\.gold\.max_runing is not a known key; did you mean 'max_running'\?",
-    ),
+    (routing(access={"limits": {"gold": {"max_runing": 3}}}), r"router\.access\.limits\.gold\.max_runing is .*'max_running'\?"),
     (engine(dtype="int4"), r"dtype is 'int4': .*'bfloat16' or 'float16'$"),
     (deploying(num_replicas=0), r"num_replicas is 0: input should be greater than or equal to 1$"),
     ({"tiers": [5]}, r"tiers\.0 is 5: input should be a valid mapping$"),
     ({"tiers": [tier()], 5: 3}, r": 5 is not a known key"),
-    ({"tiers": [tier()], "router": {"access": {"keys": {}}}}, r"router\.access\.keys is not a known key"),
-    (
-        single(model_loading_config={"model_id": "m", "model_source": "embedded:nonsense"}),
-        r"model_source is 'embedded:nonsense': .*embedded:tiny, embedded:medium, embedded:full",
-    ),
+    (routing(access={"keys": {}}), r"router\.access\.keys is not a known key"),
+    (loading(model_source="embedded:x"), r"model_source is 'embedded:x': .*embedded:tiny, embedded:medium, embedded:full"),
     ([tier()], r"mapping"),
     (single(placement_group_config={"bundle": [{"CPU": 1}]}), r"placement_group_config\.bundles is missing"),
     (deploying(request_router_config={"backoff": 1}), r"request_router_config of tier full has the unknown key 'backoff'"),
     (deploying(num_replicas=2, autoscaling_config={"max_replicas": 3}), r"tier full.*num_replicas.*autoscaling_config"),
     (deploying(autoscaling_config={"max_replicas": -3}), r"tier full.*max_replicas"),
-    ({"tiers": [tier()], "router": {"deployment_config": {"ray_actor_options": {"gpus": 1}}}}, r"router.*gpus"),
+    (routing(deployment_config={"ray_actor_options": {"gpus": 1}}), r"router.*gpus"),
     (acting(runtime_env=5), r"runtime_env"),
     (acting(runtime_env={"env_vars": {"A": [1]}}), r"runtime_env\.env_vars\.A: input should be a valid string"),
     (acting(num_gpus="one"), r"ray_actor_options\.num_gpus is 'one': input should be a valid number"),

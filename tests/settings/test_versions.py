@@ -72,11 +72,7 @@ CHANGES: list[tuple[Callable[[Values], None], set[str], set[str]]] = [  # what i
     (lambda values: None, set(), set()),
     (set_at("tiers.0.model_loading_config.model_source", "/new/tiny"), {"tiny"}, set()),
     (set_at("tiers.1.deployment_config.ray_actor_options", {"num_cpus": 0.25}), {"medium"}, set()),
-    (
-        set_at("tiers.1.deployment_config.ray_actor_options", {"num_cpus": 0.5, "runtime_env": {"env_vars": {"AGAIN": "1"}}}),
-        {"medium"},
-        set(),
-    ),
+    (set_at("tiers.1.deployment_config.ray_actor_options.runtime_env", {"env_vars": {"AGAIN": "1"}}), {"medium"}, set()),
     (set_at("tiers.2.engine_kwargs.max_pass_tokens", 64), {"full"}, set()),
     (set_at("tiers.2.model_loading_config.model_source", "/new"), {"full", "router"}, set()),
     (set_at("tiers.2.deployment_config.max_ongoing_requests", 8), {"router"}, {"full"}),

@@ -105,7 +105,14 @@ class Serving(Section):
 
 def cascades(args: Mapping[str, Any]) -> tuple[dict[str, CascadeConfig], Values]:
     """The cascade of each model by its ``model_id``, and the options of the common ingress of several models."""
-    serving = _read(args)
+    if not isinstance(args, Mapping) or not isinstance(args.get("llm_configs"), Sequence):
+        raise ConfigError("build_openai_app takes a mapping with the key 'llm_configs', a list of models")
+    listed = args["llm_configs"]
+    models = [_values(entry) for entry in ([listed] if isinstance(listed, str) else listed)]
+    try:
+        serving = Serving.model_validate({**args, "llm_configs": models})
+    except ValidationError as error:
+        raise ConfigError(f"build_openai_app: {sentence(error, Serving)}") from None
     names = [model.model_loading_config.model_id for model in serving.llm_configs]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"Two of llm_configs have the model_id {twice!r}: give each its own")
@@ -114,18 +121,6 @@ def cascades(args: Mapping[str, Any]) -> tuple[dict[str, CascadeConfig], Values]
     ingress = ({} if num is None else {"num_replicas": num}) | serving.ingress_deployment_config
     router = {"deployment_config": ingress} if len(names) == 1 else {}
     return {name: _cascade(model, router) for name, model in zip(names, serving.llm_configs, strict=True)}, ingress
-
-
-def _read(args: Mapping[str, Any]) -> Serving:
-    """Check ``args`` against all known keys; raises `ConfigError`."""
-    if not isinstance(args, Mapping) or not isinstance(args.get("llm_configs"), Sequence):
-        raise ConfigError("build_openai_app takes a mapping with the key 'llm_configs', a list of models")
-    listed = args["llm_configs"]
-    models = [_values(entry) for entry in ([listed] if isinstance(listed, str) else listed)]
-    try:
-        return Serving.model_validate({**args, "llm_configs": models})
-    except ValidationError as error:
-        raise ConfigError(f"build_openai_app: {sentence(error, Serving)}") from None
 
 
 def _values(model: Any) -> Any:

@@ -31,8 +31,6 @@ from tests.toys import ToyModel, full_text, pass_cost
 NAMES = ("t0", "t1", "t2", "t3", "t4")
 PASS_S = (0.001, 0.002, 0.004, 0.01, 0.03)
 AGREEMENTS = (0.6, 0.7, 0.8, 0.9, 1.0)
-
-
 TOYS = {name: ToyModel(24, agreement=share) for name, share in zip(NAMES, AGREEMENTS, strict=True)}
 
 
@@ -112,36 +110,27 @@ def check_slot(slot: Slot[str], model: ToyModel) -> None:
     assert sum(edge.emitted for edge in edges) == sum(edge.passes + edge.accepted for edge in edges)
 
 
+@st.composite
+def scenarios(draw: st.DrawFn) -> Scenario:
+    device, drafters = draw(st.sampled_from(["", "one"])), draw(st.sampled_from([(), (Nonsense(),)]))
+    tiers = tuple(replace(tier, device=device, drafters=drafters) for tier in toy_tiers(draw(st.integers(1, 5))))
+    trouble, alive = draw(faults), {tier.name for tier in tiers}
+    return Scenario(
+        tiers,
+        draw(st.lists(st.builds(replace, requests, arrive_s=st.floats(0, 0.2)), min_size=1, max_size=4).map(tuple)),
+        window=draw(st.integers(1, 20)),
+        faults=replace(trouble, deaths=tuple(death for death in trouble.deaths if death.tier in alive)),
+        max_pass_tokens=draw(st.sampled_from([1, 3, 512])),
+        deadline_s=2000,
+        adaptive=draw(st.booleans()),
+        branches=draw(st.sampled_from([0, 1, 3, MOST_BRANCHES])),
+    )
+
+
 @settings(max_examples=examples(1))
-@given(
-    num_tiers=st.integers(1, 5),
-    requests=st.lists(st.tuples(requests, st.floats(0, 0.2)), min_size=1, max_size=4),
-    window=st.integers(1, 20),
-    faults=faults,
-    max_pass_tokens=st.sampled_from([1, 3, 512]),
-    device=st.sampled_from(["", "one"]),
-    adaptive=st.booleans(),
-    branches=st.sampled_from([0, 1, 3, MOST_BRANCHES]),
-    nonsense=st.booleans(),
-)
-def test_lossless_whatever_goes_wrong(
-    num_tiers: int,
-    requests: list[tuple[Request, float]],
-    window: int,
-    faults: Faults,
-    max_pass_tokens: int,
-    device: str,
-    adaptive: bool,
-    branches: int,
-    nonsense: bool,
-) -> None:
+@given(scenarios())
+def test_lossless_whatever_goes_wrong(scenario: Scenario) -> None:
     """Guards the law: delay, loss, nonsense, deaths and batch mates change no text, no cache and no total, at any time."""
-    drafters = (Nonsense(),) if nonsense else ()
-    tiers = tuple(replace(tier, device=device, drafters=drafters) for tier in toy_tiers(num_tiers))
-    alive = {tier.name for tier in tiers}
-    faults = replace(faults, deaths=tuple(death for death in faults.deaths if death.tier in alive))
-    queue = tuple(replace(request, arrive_s=at) for request, at in requests)
-    scenario = Scenario(tiers, queue, window, faults, max_pass_tokens, 2000, adaptive, branches)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(simulator, "Loop", Checked)
         assert simulate(scenario).texts == reference(scenario)

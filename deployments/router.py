@@ -19,7 +19,7 @@ from deployments.gateway.http.api import HttpApi
 from deployments.gateway.http.server import HttpServer
 from deployments.gateway.model import ServedModel
 from deployments.links.leases import lessor
-from deployments.links.replica_status import Tiers, may_be_zero
+from deployments.links.replica_status import Siblings, Tiers, may_be_zero
 from deployments.links.tls import check
 from deployments.ops.collector import Collector
 from deployments.ops.metrics import ROUTER, report
@@ -38,9 +38,6 @@ class Router(GrpcApi):
 
     _started = False
 
-    def __init__(self) -> None:
-        """Does nothing; see `start`."""
-
     async def start(
         self,
         config: Mapping[str, Any],
@@ -52,19 +49,18 @@ class Router(GrpcApi):
         self._config = CascadeConfig.model_validate(config)
         if self._config.link_tls is not None:
             check(self._config.link_tls)
-        admission, tiers, full = Admission(self._config), Tiers(self._config, handles, limits), self._config.tiers[-1]
-        model, metrics = ServedModel(), admission.metrics
-        await model.load(self._config, tiers)
-        assistant = Assistant(model, self._config.router.tool_format)
-        alignment = self._config.alignment
+        full, alignment, self._siblings = self._config.tiers[-1], self._config.alignment, Siblings()
+        self.admission = admission = Admission(self._config)
+        self.model, self._tiers, metrics = ServedModel(), Tiers(self._config, handles, limits), admission.metrics
+        await self.model.load(self._config, self._tiers)
+        self.assistant = Assistant(self.model, self._config.router.tool_format)
         self._collector = None if learner is None or alignment is None else Collector(learner, metrics, alignment.row_tokens)
-        self._full = FullTier(self._config, lessor(handles[full.name]), model, admission, self._collector)
-        super().__init__(self._config, model, assistant, admission, self._full, tiers)
+        self._full = FullTier(self._config, lessor(handles[full.name]), self.model, admission, self._collector)
         metrics.gauges["full_min_replicas"].set(not may_be_zero(full))
         metrics.also(self._full.downlink.readings)
         reporting = report(full.model_loading_config.model_id, ROUTER, metrics.readings)
-        self._background = [asyncio.create_task(work) for work in (tiers.count(metrics.replicas), reporting)]
-        self.api = HttpApi(model, assistant, admission, self._full)
+        self._background = [asyncio.create_task(work) for work in (self._tiers.count(metrics.replicas), reporting)]
+        self.api = HttpApi(self.model, self.assistant, admission, self._full)
         self.http = self.api.application()
         await self._listen()
         self._started = True

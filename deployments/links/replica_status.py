@@ -137,16 +137,14 @@ class Siblings:
 
     def __init__(self) -> None:
         self._handle: DeploymentHandle | None = None
-        here = context()
         self.name = replica_name()
-        self._deployment = None if here is None else (here.deployment, here.app_name)
 
     async def ask(self, method: str, *args: Any) -> list[Any]:
         """Results of ``method`` of each replica, except ``None``; its first argument is the caller's name."""
-        if self._handle is None and self._deployment is not None:
+        if self._handle is None and (here := context()) is not None:
             with contextlib.suppress(Exception):  # Ray may raise anything if Serve's controller is gone
                 async with asyncio.timeout(SIBLINGS_TIMEOUT_S):
-                    self._handle = await asyncio.to_thread(serve.get_deployment_handle, *self._deployment)
+                    self._handle = await asyncio.to_thread(serve.get_deployment_handle, here.deployment, here.app_name)
         if self._handle is None:
             return []
         answers = await ask_all(self._handle, method, self.name, *args, timeout_s=SIBLINGS_TIMEOUT_S)

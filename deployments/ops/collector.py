@@ -61,8 +61,12 @@ class Collector:
         self._held.append(sample.tail(self._row_tokens))
 
     def _watch(self, edge: Edge, *, greedy: bool) -> None:
-        drift = self._drifts[edge.drafter, edge.verifier, greedy]
-        if drift.observe(*judged(edge), time.monotonic()):
+        """Count a drafter's right and wrong tokens, scored or not; of one inside a tier only the first after a text."""
+        drift, right, wrong = self._drifts[edge.drafter, edge.verifier, greedy], edge.agreed, edge.corrected
+        if not (right or wrong):
+            proposed, right = (sum(counts[:1]) for counts in (edge.proposed_by_position, edge.accepted_by_position))
+            wrong = proposed - right
+        if drift.observe(right, wrong, time.monotonic()):
             values = (edge.drafter, edge.verifier, drift.recent, drift.level, "has fallen" if drift.alarm else "is back")
             log.warning("%s agrees with %s on %.2f of its tokens, on %.2f in the long run: its acceptance %s", *values)
 
@@ -84,14 +88,6 @@ class Collector:
             except Exception as error:  # Ray may raise anything while the learner restarts
                 log.info("The learner does not answer: %s", error or type(error).__name__)
                 self._held.extendleft(reversed(sent[len(self._held) :]))  # without the oldest
-
-
-def judged(edge: Edge) -> tuple[int, int]:
-    """Tokens of a drafter that were right, and wrong, scored or not; of one inside a tier only the first after a text count."""
-    if edge.agreed or edge.corrected:
-        return edge.agreed, edge.corrected
-    proposed, right = (sum(counts[:1]) for counts in (edge.proposed_by_position, edge.accepted_by_position))
-    return right, proposed - right
 
 
 @dataclass(slots=True)

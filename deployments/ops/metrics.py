@@ -201,17 +201,13 @@ def export(readings: Iterable[Reading], common: Mapping[str, str], instruments: 
         series = SERIES[name]
         tags = {**common, **dict(zip(series.labels, values, strict=True))}
         if name not in instruments:
-            instruments[name] = _made(series)
+            shown, labels = series.shown.removeprefix(RAY), tuple(dict.fromkeys((*COMMON, *series.labels)))
+            if series.kind == "histogram":
+                instruments[name] = Histogram(shown, series.help, list(series.buckets), labels)
+            else:  # counters become gauges, since Ray's own cannot be 0 and so would be absent at first
+                instruments[name] = Gauge(shown, series.help, labels)
         match instruments[name]:
             case Gauge() as gauge:  # also unchanged ones, since Ray forgets gauges that are not repeated
                 gauge.set(value, tags)
             case Histogram() as histogram:
                 histogram.observe(value, tags)
-
-
-def _made(series: Series) -> Gauge | Histogram:
-    """An instrument of Ray. Counters become gauges, since Ray's own counters cannot be 0 and so would be absent at first."""
-    name, labels = series.shown.removeprefix(RAY), tuple(dict.fromkeys((*COMMON, *series.labels)))
-    if series.kind == "histogram":
-        return Histogram(name, series.help, list(series.buckets), labels)
-    return Gauge(name, series.help, labels)

@@ -38,19 +38,12 @@ def fits(id: str) -> bool:
     return REQUEST_ID.fullmatch(id) is not None
 
 
-def request_id(given: str) -> str:
-    """The client's id of a request, by which it can be aborted; raises `InvalidRequest` if it has a wrong form."""
-    if not fits(given):
-        raise InvalidRequest("The request id is not 1 to 128 letters, digits, dots, colons, dashes or underscores")
-    return given
-
-
 @dataclass(frozen=True, slots=True)
 class Caller:
     """The sender of a request, and the values of its HTTP headers or gRPC metadata."""
 
     account: Account
-    request_id: str | None  # the client's own, if it gave one
+    request_id: str | None  # the client's own, by which it can abort the request, if it gave one
     since: float  # when the request arrived, on the clock of `time.monotonic`
     headers: Collection[tuple[str, object]]
     timeout_s: float | None  # seconds until the request's deadline, if it has one
@@ -108,8 +101,10 @@ class Admission:
         for priority in {spec.priority for spec in specs}:
             account.check_priority(priority)
         affinity = next((str(value) for name, value in caller.headers if name == SESSION), "")
-        lifetime = Lifetime.of(caller.timeout_s)
-        id = mint() if caller.request_id is None else request_id(caller.request_id)
+        lifetime = Lifetime() if caller.timeout_s is None else Lifetime(time.monotonic() + caller.timeout_s)
+        id = mint() if caller.request_id is None else caller.request_id
+        if not fits(id):
+            raise InvalidRequest("The request id is not 1 to 128 letters, digits, dots, colons, dashes or underscores")
         request = ActiveRequest(id, account, lifetime, caller.since, affinity, train)
         lifetime.check()
         with account.admitted(num_answers), self.places.admitted(num_answers):

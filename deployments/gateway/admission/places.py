@@ -34,11 +34,6 @@ class Lifetime:
     leaving: bool = False  # aborted because the server shuts down, so another server may continue
     wakers: set[Callable[[], object]] = field(default_factory=set)  # called when the request is aborted
 
-    @classmethod
-    def of(cls, timeout_s: float | None) -> "Lifetime":
-        """A lifetime that begins now; without a deadline if ``timeout_s`` is ``None``."""
-        return cls() if timeout_s is None else cls(time.monotonic() + timeout_s)
-
     def abort(self, *, leaving: bool = False) -> None:
         """Abort the request; must be called in its event loop."""
         self.aborted, self.leaving = True, leaving

@@ -24,24 +24,15 @@ DESCRIBE_TIMEOUT_S = 2.0
 
 
 class GrpcApi:
-    """The methods, which Ray Serve or the router's own server calls by their names in the protocol."""
+    """The methods, which Ray Serve or the router's own server calls by their names in the protocol; a router has the rest."""
 
-    def __init__(
-        self,
-        config: CascadeConfig,
-        model: ServedModel,
-        assistant: Assistant,
-        admission: Admission,
-        full: FullTier,
-        tiers: Tiers,
-    ) -> None:
-        self._config = config
-        self.model = model
-        self.assistant = assistant
-        self.admission = admission
-        self._full = full
-        self._tiers = tiers
-        self._siblings = Siblings()
+    model: ServedModel
+    assistant: Assistant
+    admission: Admission
+    _config: CascadeConfig
+    _full: FullTier
+    _tiers: Tiers
+    _siblings: Siblings
 
     async def Generate(
         self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext

@@ -30,7 +30,6 @@ JOIN_S = 0.5  # between two checks whether a loop has ended
 class Tier:
     """Serves sessions of ``model`` as the tier ``name``, ``level`` tiers above the bottom one.
 
-    - ``below``: the link to the tiers below. An Open names its tier; replies come through `post`.
     - ``cache_tokens``: positions of keys and values at most, by default as many as there is memory for.
     - ``profile``: what passes cost; kept current.
     - ``new_state``: makes the state that some sampling parameters need; without it requests with such parameters fail.
@@ -43,7 +42,6 @@ class Tier:
         level: int,
         model: Scorer,
         *,
-        below: Link | None = None,
         policy: Policy = Policy(),
         planner: Planner | None = None,
         max_pass_tokens: int = 512,
@@ -54,7 +52,7 @@ class Tier:
     ) -> None:
         self.name = name
         self.level = level
-        self.below = below
+        self.below: Link | None = None  # to the tiers below: an Open names its tier; replies come through `post`
         self.planner = planner or Planner()
         self.kv_admission = KVAdmission(model.new_cache, cache_tokens or model.cache_tokens)
         profile = profile or Profile()

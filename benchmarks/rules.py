@@ -29,7 +29,7 @@ from benchmarks.document import console, finish, parsed, parser, stamp, timed
 from benchmarks.prompts import by_category
 from cascade import SamplingParams, family
 from cascade.agreement import record
-from cascade.engine.loading import load
+from cascade.engine.checkpoint import load
 from cascade.engine.model import Model
 from cascade.engine.sampling.own_tokens import adjust, own_tokens_and_next
 from cascade.scorer import Row

@@ -223,7 +223,7 @@ def load_model(config: TierConfig, folder: AdapterFolder | None = None, *, draft
         chosen |= {"drafter": head_of(engine.drafters), "options": share | engine.vllm_options}
         chosen |= {"max_pass_tokens": engine.max_pass_tokens, "max_sessions": config.deployment_config.max_ongoing_requests}
         return VllmModel(source, cache_tokens=engine.cache_tokens, **chosen, **adapters)
-    from cascade.engine.loading import load
+    from cascade.engine.checkpoint import load
     from cascade.engine.model import Model
 
     network = load(source, dtype=engine.dtype, device=engine.device, **engine.hub, **chosen)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from cascade.engine import devices, draft_vocab
+from cascade.engine.checkpoint import Network, load, network_of
 from cascade.engine.gguf import converted
-from cascade.engine.loading import Network, load, network_of
 from cascade.engine.model_config import context_len
 from cascade.engine.network.llama import Llama
 from cascade.engine.network.published import Published, probe_texts

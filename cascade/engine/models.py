@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 import torch
 
 from cascade.drafters import DrafterSpec
+from cascade.engine.checkpoint import load
 from cascade.engine.devices import UTILIZATION, cache_tokens
-from cascade.engine.loading import load
 from cascade.engine.model import Model
 from cascade.engine.threads import apart
 from cascade.engine.vllm.model import VllmModel

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from cascade.engine import draft_vocab
-from cascade.engine.loading import load, load_trainable
+from cascade.engine.checkpoint import load, load_trainable
 from cascade.engine.model import Model
 from cascade.engine.model_config import NEEDED as FAMILY
 from cascade.errors import ConfigError

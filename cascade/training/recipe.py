@@ -23,9 +23,9 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from cascade.engine import draft_vocab
+from cascade.engine.checkpoint import Network, find_device, load_trainable, network_of
 from cascade.engine.devices import product_dtype
 from cascade.engine.generation import GENERATION_CONFIG, configured_ends, read_json
-from cascade.engine.loading import Network, find_device, load_trainable, network_of
 from cascade.engine.model import Model
 from cascade.engine.model_config import context_len, read_config
 from cascade.engine.tokenizer import pretrained

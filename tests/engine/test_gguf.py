@@ -17,9 +17,8 @@ from transformers import AutoModelForCausalLM
 from cascade import Cascade, ModelError, SamplingParams, family
 from cascade.cli.main import main
 from cascade.engine import gguf
-from cascade.engine.checkpoint import anatomy
+from cascade.engine.checkpoint import anatomy, load
 from cascade.engine.gguf import converted, described
-from cascade.engine.loading import load
 from cascade.engine.tokenizer import Tokenizer
 from tests import small
 

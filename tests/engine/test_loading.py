@@ -22,11 +22,10 @@ from cascade import Cascade, ConfigError, ModelError, SamplingParams
 from cascade.cli.main import main
 from cascade.engine import adapter_folder
 from cascade.engine.adapter_folder import CONFIG, AdapterFolder
-from cascade.engine.checkpoint import anatomy
+from cascade.engine.checkpoint import anatomy, load
 from cascade.engine.draft_vocab import FILE
 from cascade.engine.generation import sampling_defaults
 from cascade.engine.layers import numbers, shown
-from cascade.engine.loading import load
 from cascade.engine.model import Model
 from cascade.engine.model_config import read_config
 from cascade.engine.tokenizer import Tokenizer, check_source

@@ -18,8 +18,7 @@ from transformers.masking_utils import causal_mask_function, chunked_causal_mask
 
 from cascade import ModelError, SamplingParams
 from cascade.cpu.cache import Span
-from cascade.engine.checkpoint import anatomy
-from cascade.engine.loading import load, load_trainable
+from cascade.engine.checkpoint import anatomy, load, load_trainable
 from cascade.engine.model import Model
 from cascade.engine.network.attention import Cache, Contiguous, Pass, Survey, attend, window_of_mask
 from cascade.engine.network.llama import Llama, is_written_out

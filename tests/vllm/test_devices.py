@@ -46,8 +46,6 @@ def test_kernels_may_see_a_block_as_several(source: str, monkeypatch: pytest.Mon
         expected = model.logits([Row(base, 0, list(range(40)), 1, GREEDY)]).clone()
         other.reuse(base, 39)
         torch.testing.assert_close(model.logits([Row(other, 39, [39], 1, GREEDY)]), expected, rtol=1e-4, atol=1e-4)
-        base.free()
-        other.free()
 
 
 def test_models_of_a_process_share_no_scratch_memory(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,9 +69,7 @@ def test_models_of_a_process_share_no_scratch_memory(source: str, monkeypatch: p
             models.append(stack.enter_context(closing(started(source))))
             pools.append(current_platform.get_global_graph_pool())
         for model in (*models, *models):
-            store = model.new_cache()
-            model.run([Row(store, 0, [3, 4, 5], 1, GREEDY)])
-            store.free()
+            model.run([Row(model.new_cache(), 0, [3, 4, 5], 1, GREEDY)])
     assert pools[0] is not pools[1]
     assert used[0] is used[2] is not used[1] is used[3]
 
@@ -102,8 +98,6 @@ def test_all_that_workers_do_is_in_the_order_of_passes(pair: Pair, monkeypatch: 
     other.reuse(base, 2)
     pair.vllm.logits([Row(other, 2, [5], 1, GREEDY)])
     pair.vllm.renew(pair.vllm._source)
-    base.free()
-    other.free()
     assert [method for method, _ in seen] == ["cascade_score", "cascade_copy", "cascade_score", "reload_weights"]
     assert {stream for _, stream in seen} == {mine}
 
@@ -119,7 +113,6 @@ def test_a_pass_that_chooses_nothing_is_waited_for(pair: Pair, monkeypatch: pyte
     assert not isinstance(launched.output, Tensor)  # whose values only are waited for
     [scored] = pair.vllm.collect(launched)
     assert not scored.own
-    store.free()
 
 
 LATENT: dict[str, Any] = {

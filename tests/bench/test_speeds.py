@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import document, drafters, never_slower
+from benchmarks import document, never_slower
 from benchmarks.family.models import Packages, join
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import report
@@ -58,12 +58,6 @@ def test_crowds_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (cell["ratio"], cell["same_text"]) == (0.818, True)
     given["auto"].texts[7] = [1, 3]
     assert not never_slower.figures(given)["same_text"]
-
-
-@pytest.mark.parametrize("kind", drafters.INSIDE)
-def test_guesses_without_a_model_take_little_memory(kind: str) -> None:
-    """Guards long contexts: at most 64 bytes a position."""
-    assert (drafters.guess_cost(kind)["bytes_a_position"] or 0) <= 64
 
 
 def turn(speed: float, text: Sequence[int] = (1, 2, 3, 4)) -> Said:

@@ -138,6 +138,11 @@ class VllmModel(Runs):
                 raise InvalidRequest(str(error)) from error
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the loaded adapters."""
+        return tuple(self._numbers)
+
+    @property
     def summary(self) -> str:
         bits = "have the same bits in every pass" if self.same_bits else "may differ in their last bits from pass to pass"
         shared = f", {self._ranks} ranks" if self._ranks > 1 else ""

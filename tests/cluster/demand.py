@@ -36,7 +36,6 @@ def nodes_for(node_types: NodeTypes, head: str, asks: list[dict[str, float]]) ->
 
 
 def fits(kind: Mapping[str, Any], demand: Mapping[str, float]) -> bool:
-    """Whether an empty node of this type has what a replica asks for."""
     return all(kind["resources"].get(name, 0.0) >= amount for name, amount in demand.items())
 
 

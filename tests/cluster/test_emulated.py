@@ -28,7 +28,6 @@ class Clock:
         self.now += seconds
 
     def run(self, *rows: Row) -> float:
-        """Seconds of a pass."""
         begin, launched = self.now, self.device.launch(rows)
         self.now += self._model_s
         self.device.collect(launched)

@@ -40,7 +40,6 @@ def given(stage: str, instruction: str) -> list[str]:
 
 
 def tracked() -> list[str]:
-    """Files of the checkout that git knows."""
     if not (ROOT / ".git").exists():
         pytest.skip("not a checkout")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True)

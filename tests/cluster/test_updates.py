@@ -50,7 +50,6 @@ def deploy(values: Values) -> None:
 
 
 def pids() -> dict[str, set[int]]:
-    """Processes of the replicas of each deployment."""
     deployments = _get_global_client().get_serve_details()["applications"][APPLICATION]["deployments"]
     return {name: {replica["pid"] for replica in deployment["replicas"]} for name, deployment in deployments.items()}
 

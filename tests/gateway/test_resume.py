@@ -44,7 +44,6 @@ def events(served: House, path: str, body: dict[str, Any]) -> list[Any]:
 
 
 def choices(pieces: Sequence[Any]) -> dict[int, dict[str, Any]]:
-    """What each choice has become."""
     answers: dict[int, dict[str, Any]] = {}
     for choice in (choice for event in pieces for choice in event["choices"]):
         answer = answers.setdefault(choice["index"], {"text": "", "ids": [], "ends": [], "logprobs": [], "finish": None})

@@ -66,8 +66,6 @@ def test_starts_and_serves_without_lower_tiers() -> None:
 
 
 class Context:
-    """What the caller of `Describe` is."""
-
     def invocation_metadata(self) -> list[tuple[str, str]]:
         return []
 

@@ -30,7 +30,6 @@ served = conversing(access={"allowed_origins": ["https://page.example"]})  # a p
 
 
 def completed(served: House, path: str, body: dict[str, Any], **headers: str) -> tuple[dict[str, str], Any]:
-    """Headers and body of an answer."""
     status, replied, answer = ask(served, path, body, **headers)
     assert status == 200, answer
     return replied, answer

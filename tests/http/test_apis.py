@@ -59,7 +59,6 @@ def of_response(answer: Any) -> tuple[str, str, list[Any]]:
 
 
 def of_message(answer: Any) -> tuple[str, str, list[Any]]:
-    """The same of a message."""
     blocks = answer.content
     thoughts = "".join(block.thinking for block in blocks if block.type == "thinking")
     words = "".join(block.text for block in blocks if block.type == "text")

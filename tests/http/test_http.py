@@ -310,7 +310,6 @@ def test_fields_are_taken_or_refused_as_the_page_says(served: House) -> None:
 
 
 def names(body: Any) -> set[str]:
-    """Of all fields that a request may have."""
     return {*body.model_fields, "structured_outputs"}
 
 

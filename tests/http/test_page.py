@@ -58,7 +58,6 @@ def page(browser: Browser, served: House) -> Iterator[Page]:
 
 
 def choose(page: Page, **settings: str) -> None:
-    """Fill in ``settings`` by their ids."""
     if not page.locator("#settings").is_visible():
         page.click("form summary")
     for name, value in settings.items():
@@ -82,13 +81,11 @@ def settled(page: Page) -> None:
 
 
 def answer_of(page: Page) -> str:
-    """The last answer, as its model wrote it."""
     text: str = page.evaluate("turns.at(-1).text")
     return text
 
 
 def figure(page: Page, name: str) -> str:
-    """A figure of the last answer."""
     return page.locator(f".{name}").last.inner_text()
 
 

@@ -61,8 +61,6 @@ class Held:
 
 
 class Node:
-    """A replica: one tier with both ends of its links."""
-
     def __init__(
         self,
         level: int,
@@ -163,7 +161,6 @@ class Net:
         return answer
 
     async def settle(self) -> None:
-        """Wait until nothing is occupied anywhere."""
         nothing = {"router": (0,), **dict.fromkeys(self.nodes, (0,) * 4)}
         await until(lambda: self.occupied == nothing and all(lease.task.done() for lease in self.leases), lambda: self.occupied)
 
@@ -201,7 +198,6 @@ async def tidy() -> AsyncIterator[None]:
 
 @pytest.fixture
 async def empty(tidy: None) -> AsyncIterator[Net]:
-    """A net without replicas."""
     net = Net()
     yield net
     await net.close()
@@ -209,7 +205,6 @@ async def empty(tidy: None) -> AsyncIterator[Net]:
 
 @pytest.fixture
 async def net(empty: Net) -> Net:
-    """Three tiers, one replica each."""
     await empty.add("tiny", pass_s=0.0002, agreement=0.6)
     await empty.add("medium", pass_s=0.001, agreement=0.8)
     await empty.add("full", pass_s=0.004)
@@ -268,7 +263,6 @@ async def relay(address: str, room: Callable[[], int] = lambda: 2**60) -> AsyncI
 
 
 def entry(node: Node) -> tuple[tuple[str, str], ...]:
-    """What lets a caller in."""
     return (("authorization", authorization(node.server.secret)),)
 
 
@@ -319,7 +313,6 @@ class Peer:
         await self.call.write(encode(messages))
 
     async def answer(self) -> Message:
-        """The next message."""
         if not self._arrived:
             self._arrived += decode(await asyncio.wait_for(self.call.read(), LONG_S))
         return self._arrived.pop(0)

@@ -48,8 +48,6 @@ class Waiting:
 
 
 class Cancelled(Waiting):
-    """The lease that Ray cancels by itself."""
-
     async def __anext__(self) -> str:
         raise asyncio.CancelledError
 
@@ -202,8 +200,6 @@ async def test_a_lease_tells_whether_its_replica_is_near(net: Net, host: str, ne
 
 
 class HoldingNet(Net):
-    """A net whose router holds leases on the full tier."""
-
     def keep(self, seconds: float) -> None:
         self.router = Downlink(LeasePool({"full": self.lessor("full")}, hold_s=seconds), self._hear)
 
@@ -212,7 +208,6 @@ class HoldingNet(Net):
         return len(self.router.leases._held)
 
     async def run(self, seed: int) -> None:
-        """A short request."""
         await self.check(opening(seed, chain=()))
 
 

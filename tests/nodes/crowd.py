@@ -18,13 +18,11 @@ Request = dict[str, Any]  # a ``prompt``, ``params`` and the ``tiers`` to use, `
 
 
 def arguments(request: Request) -> dict[str, Any]:
-    """Of a client's call."""
     speculation = None if request["tiers"] is None else Speculation(tiers=tuple(request["tiers"]))
     return {"prompt": request["prompt"], "params": SamplingParams(**request["params"]), "speculation": speculation}
 
 
 def essence(completion: Any) -> dict[str, Any]:
-    """What a test looks at."""
     edges = [[edge.drafter, edge.verifier, edge.accepted] for edge in completion.stats.edges]
     return {"text": completion.text, "token_ids": list(completion.token_ids), "edges": edges}
 
@@ -39,7 +37,6 @@ class Servant:
         self._stopping = False
 
     async def ask(self, address: str, request: Request) -> dict[str, Any]:
-        """One answer, whole."""
         async with AsyncClient(address, timeout=DEADLINE_S) as client:
             return essence(await client.generate(**arguments(request)))
 
@@ -52,7 +49,6 @@ class Servant:
             return {}
 
     async def http(self, url: str, body: dict[str, Any]) -> Any:
-        """What a server says over HTTP."""
         request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
         return json.loads(await asyncio.to_thread(lambda: urllib.request.urlopen(request, timeout=DEADLINE_S).read()))
 
@@ -84,7 +80,6 @@ class Servant:
         return outcome
 
     async def ended(self) -> int:
-        """How many answers are whole, or have failed."""
         return len(self._answers)
 
     async def end(self) -> list[dict[str, Any]]:

@@ -34,8 +34,6 @@ exit 0
 
 
 class Host:
-    """One host, until `kill`."""
-
     def __init__(self, name: str, own: Path, shared: Path, number: int) -> None:
         """``own`` is a folder that processes of this host see at ``shared``; raises `OSError` if the kernel does not let us."""
         self.name = name
@@ -83,7 +81,6 @@ class Host:
         return output
 
     def ip(self, *words: str) -> None:
-        """Change this host's network."""
         command = ["nsenter", f"--net=/proc/{self.pid}/ns/net", "ip", *words]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -172,7 +169,6 @@ class Network:
         self._place(this, other, NOBODY)
 
     def heal(self, this: str, other: str) -> None:
-        """Undo `cut`."""
         self._place(this, other)
 
     def _place(self, this: str, other: str, mac: str = "") -> None:
@@ -180,7 +176,6 @@ class Network:
             here.ip("neighbour", "replace", there.address, "lladdr", mac or there.mac, "dev", "eth0", "nud", "permanent")
 
     def close(self) -> None:
-        """Remove everything."""
         for name in list(self.hosts):
             self.remove(name)
         if hasattr(self, "outside"):

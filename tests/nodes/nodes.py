@@ -142,7 +142,6 @@ class Nodes:
         assert process.returncode == 0, output
 
     def replicas(self, deployment: str) -> dict[int, str]:
-        """Processes of a deployment's replicas, and their nodes."""
         title = f"ServeReplica:cascade:{deployment}"  # after the actor's name, before what it does
         return {process.pid: name for name, host in self.network.hosts.items() for process in host.processes(title)}
 

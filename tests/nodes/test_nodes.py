@@ -51,7 +51,6 @@ FAULT_S = 12.0  # a link that carries nothing is broken after ten
 
 @pytest.fixture(scope="module")
 def expected() -> list[Completion]:
-    """What the full model writes alone, in this process."""
     with small.cascade() as reference:
         asked = [(request["prompt"], SamplingParams(**request["params"])) for request in REQUESTS]
         return [reference.generate(*each, Speculation("off")) for each in asked]
@@ -74,8 +73,6 @@ def nodes(expected: list[Completion]) -> Iterator[Nodes]:
 
 @dataclass
 class Crowd:
-    """Clients that ask all the while."""
-
     nodes: Nodes
     answers: list[dict[str, Any]]
 

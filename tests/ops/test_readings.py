@@ -158,7 +158,6 @@ def test_the_page_is_what_prometheus_reads(served: House) -> None:
 
 @pytest.fixture(autouse=True)
 def loggers() -> Iterator[None]:
-    """Put them back as they were."""
     before = {name: logging.getLogger(name).parent for name in OURS}
     yield
     for name, parent in before.items():

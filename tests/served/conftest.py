@@ -41,6 +41,5 @@ def server(cluster: Cluster, folder: Path, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="package")
 def reference() -> Iterator[Cascade]:
-    """The full model alone, in this process."""
     with small.cascade() as cascade:
         yield cascade

@@ -40,7 +40,6 @@ def ask(deployment: str, method: str) -> list[Any]:
 
 
 def wait_for_weights(version: str) -> None:
-    """Until all replicas of the tiny tier have these weights."""
     wait_until(lambda: {weights.version for weights in ask("tiny", "weights")} == {version}, lambda: version, every_s=0.2)
 
 

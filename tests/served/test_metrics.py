@@ -44,7 +44,6 @@ class Shown(defaultdict[str, list[tuple[Labels, float]]]):
         return shown
 
     def total(self, name: str, **labels: str) -> float:
-        """Sum over the samples that have these labels."""
         return sum(value for own_labels, value in self[f"ray_cascade_{name}"] if labels.items() <= own_labels.items())
 
     def since(self, before: "Shown", name: str, **labels: str) -> float:

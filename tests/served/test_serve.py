@@ -100,7 +100,6 @@ def settle() -> None:
 
 
 def pages(url: str) -> list[Scrape]:
-    """The pages of metrics of both routers."""
     by_router: dict[str, Scrape] = {}
 
     def both() -> bool:
@@ -285,7 +284,6 @@ QUICK = {"upscale_delay_s": 0, "downscale_delay_s": 2, "metrics_interval_s": 0.5
 
 
 def num_replicas() -> int:
-    """Of tiny, those that serve."""
     states = serve.status().applications[SCALED].deployments["tiny"].replica_states
     return sum(count for state, count in states.items() if state == "RUNNING")
 
@@ -328,7 +326,6 @@ def params_of(client: int, turn: int) -> SamplingParams:
 
 
 def own_ports(port: int) -> set[int]:
-    """Our own ends of connections to routers."""
     return {end.laddr.port for end in psutil.Process().net_connections("tcp") if end.raddr and end.raddr.port == port}
 
 

@@ -62,5 +62,4 @@ class Asker(Guesser):
         return replace(draft, origins=self._origin * len(draft)) if draft else NO_DRAFT
 
     def cut(self) -> None:
-        """The text was corrected: the guesses of the last pass are void."""
         self._draft = NO_DRAFT

@@ -40,8 +40,6 @@ class Lookahead:
 
 
 class Window(Guesser):
-    """The window of one text."""
-
     def __init__(self, level: int, pool: Pool) -> None:
         self._origin = bytes([origin(level)])
         self._pool = pool
@@ -71,7 +69,6 @@ class Window(Guesser):
             self._pool.popitem(last=False)
 
     def cut(self) -> None:
-        """The text was corrected: the window is void."""
         self._tokens, self._trails = [], []
 
     def guess(self, text: Sequence[int], since: int, most: int) -> Draft:

@@ -175,7 +175,6 @@ class Matches:
         return self._tokens[: self.size]
 
     def extend(self, tokens: "list[int] | Ints") -> None:
-        """Append tokens."""
         if len(tokens) > self._limit // 2:
             tokens = tokens[-(self._limit // 2) :]
         if self.size + len(tokens) > self._limit:
@@ -190,7 +189,6 @@ class Matches:
         _learn.brief(arguments(self.address, start, self.size))
 
     def reserve(self, size: int) -> None:
-        """Make room for ``size`` tokens."""
         if size <= self.room:
             return
         self.room = room = 2 * size

@@ -32,11 +32,9 @@ class AdapterFolder:
         self._lock = threading.Lock()
 
     def names(self) -> list[str]:
-        """Names of all adapters in the folder."""
         return sorted(file.parent.name for file in self._path.glob(f"*/{CONFIG}") if NAME.fullmatch(file.parent.name))
 
     def has(self, name: str) -> bool:
-        """Whether the folder has an adapter."""
         return bool(NAME.fullmatch(name)) and (self._path / name / CONFIG).is_file()
 
     def place(self, name: str) -> str:

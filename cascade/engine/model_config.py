@@ -89,7 +89,6 @@ class FamilyConfig:
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields."""
         return dict(vars(self))
 
     def __getattr__(self, name: str) -> Any:

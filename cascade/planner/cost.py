@@ -33,7 +33,6 @@ class Profile:
 
     @property
     def points(self) -> tuple[tuple[int, float], ...]:
-        """Pairs of tokens and seconds."""
         return tuple(zip(self._tokens, self._seconds, strict=True))
 
     def predict(self, num_tokens: int, context: int = 0) -> float:

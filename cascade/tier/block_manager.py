@@ -69,7 +69,6 @@ class BlockManager:
         return self.blocks(positions) <= self.total
 
     def blocks(self, positions: int) -> int:
-        """Blocks that a session of this length takes."""
         return self._whole(num_blocks(positions))
 
     # operations of a session

@@ -64,8 +64,6 @@ class Watchdog:
 
 @dataclass(slots=True)
 class Flight:
-    """A pass that runs."""
-
     batch: Batch[Any]
     begin: float  # on the clock of `time.monotonic`
     num_tokens: int = 0
@@ -95,7 +93,6 @@ class Runner:
         return self._broken < MAX_PASS_FAILURES
 
     def launch(self, batch: Batch[Any]) -> Flight:
-        """Begin a pass."""
         if self._ended is not None:
             self._profile.rested(time.monotonic() - self._ended)
         return self._launch(batch)

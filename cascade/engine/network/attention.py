@@ -136,8 +136,6 @@ def window_of_mask(*, mask_function: Callable[..., Tensor], local_size: int | No
 
 @dataclass(slots=True)
 class NativePass:
-    """A pass of `Native`."""
-
     spans: dict[int, Spans]  # by layer
     windows: dict[int, int | None]
 

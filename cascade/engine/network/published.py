@@ -62,7 +62,6 @@ class Published:
 
     @property
     def shapes(self) -> dict[str, list[int]]:
-        """Shapes of its weights by name."""
         return {name: [*part.shape] for name, part in self.module.state_dict().items()}
 
     @property

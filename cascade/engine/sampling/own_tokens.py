@@ -119,7 +119,6 @@ def filtered_logits(logits: Tensor, places: Sequence[int], params: Sequence[Samp
 
 
 def sampled(rows: Sequence[Choice]) -> Iterator[Sampled]:
-    """Rows of logits that are sampled."""
     begin = 0
     for params, position, n in rows:
         if params.temperature > 0:

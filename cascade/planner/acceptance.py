@@ -9,7 +9,6 @@ in 0.6.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -27,7 +26,6 @@ from cascade.planner.tuning import (
     PRIOR_WEIGHT,
     PRIOR_WRONG,
     VERDICT_MEMORY,
-    WARMEST,
 )
 from cascade.scorer import UNIT
 
@@ -35,17 +33,6 @@ _GAPS = 9  # kinds of gaps: unknown, then one for each power of two
 _GAP = bytes(gap.bit_length() for gap in range(256))  # the kind of each gap
 _LATER = MAX_RANKS * _GAPS  # number of kinds of guesses right after the text; kinds of later guesses begin here
 _LATER_GAP = bytes(_LATER + kind for kind in _GAP)  # the kind of a later own token, by its gap
-
-
-class Calibrations:
-    """A `Calibration` for each drafter and temperature: with more noise gaps are larger, and tell less."""
-
-    def __init__(self) -> None:
-        self._by_drafter: dict[tuple[str, float], Calibration] = defaultdict(Calibration)
-
-    def of(self, drafter: str, temperature: float) -> "Calibration":
-        """The calibration that all sessions share; drafter "" is the tier itself, judged by the tier above."""
-        return self._by_drafter[drafter, round(min(temperature, WARMEST), 1)]
 
 
 class Calibration:

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Generic, NamedTuple
 
 from cascade.messages import Failed, Message, Open, Proposal
-from cascade.planner.acceptance import Calibrations
+from cascade.planner.acceptance import Calibration
 from cascade.planner.chains import ALONE, Chain, Planner, Seen
 from cascade.planner.choice import NO_GUESS, Policy
 from cascade.planner.cost import Profile
-from cascade.planner.tuning import MAX_READING_SHARE, PREFILL_TOKENS, SCOUTS, SETTLING_PASSES
+from cascade.planner.tuning import MAX_READING_SHARE, PREFILL_TOKENS, SCOUTS, SETTLING_PASSES, WARMEST
 from cascade.session.session import Session, Work
 from cascade.tier.slot import Slot, U
 
@@ -41,8 +41,12 @@ class Drafting(Generic[U]):
         self._send = send
         self._planner = planner
         self._failures: dict[str, Failure] = {}  # by tier, until it works again
-        self.calibrations = Calibrations()
+        self._calibrations: dict[tuple[str, float], Calibration] = defaultdict(Calibration)  # by drafter and temperature
         self._num_begun = 0
+
+    def calibration(self, drafter: str, temperature: float) -> Calibration:
+        """All sessions share it. Drafter "" is the tier itself, judged by the tier above. With more noise gaps tell less."""
+        return self._calibrations[drafter, round(min(temperature, WARMEST), 1)]
 
     def begin(self, slot: Slot[U], num_sessions: int, now: float) -> None:
         """Find a drafter for a new session of ``num_sessions``. It has no time to settle: late first guesses count."""
@@ -68,7 +72,7 @@ class Drafting(Generic[U]):
             name = f"{session.name}.{slot.num_drafters}"
             slot.opened_in_turns = usable[0] in self._planner.shared
             spec = session.attach(usable, name, in_turns=slot.opened_in_turns)
-            session.guesses.calibration = self.calibrations.of(usable[0], spec.params.temperature)
+            session.guesses.calibration = self.calibration(usable[0], spec.params.temperature)
             slot.attached, slot.settling = usable, SETTLING_PASSES
             self._send(session.drafter, Open(session.drafter_session, spec, slot.routing))
         again_at = (failure.retry_at for tier, failure in self._failures.items() if tier in chain)

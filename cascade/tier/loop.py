@@ -112,7 +112,7 @@ class Loop(Generic[U]):
             self._send_up(up, Failed(opening.session, f"session {opening.session} is open already", self._name))
             return
         spec = opening.spec
-        verdicts = self._drafting.calibrations.of("", spec.params.temperature)
+        verdicts = self._drafting.calibration("", spec.params.temperature)
         session = Session(opening, self._name, self._level, self._limits.vocab_size, verdicts)
         try:
             self._check(spec)
@@ -131,7 +131,7 @@ class Loop(Generic[U]):
         for drafter in self._drafters:
             if drafter.name in spec.drafters:
                 try:
-                    calibration = self._drafting.calibrations.of(drafter.name, spec.params.temperature)
+                    calibration = self._drafting.calibration(drafter.name, spec.params.temperature)
                     begun.append(InnerDrafter(drafter.name, calibration, drafter.begin(spec.cache_salt)))
                 except Exception:
                     self._remove([], drafter.name)

@@ -25,11 +25,8 @@ Table: TypeAlias = list[tuple[dict[str, Any], str | None, str]]  # changes of a 
 HALF = "\\ud800"  # as JSON spells it: no text has it
 USER: dict[str, Any] = {"role": "user", "content": "x"}
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
-CALLED: dict[str, Any] = {
-    "role": "assistant",
-    "content": None,
-    "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}],
-}
+CALL = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}
+CALLED: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 TEXT: dict[str, Any] = {"prompt": "x", "max_tokens": 4}
 CHAT: dict[str, Any] = {"messages": [USER], "max_tokens": 4, "seed": 3}
 ANTHROPICS: dict[str, Any] = {"messages": [USER], "max_tokens": 4}

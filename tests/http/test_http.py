@@ -172,12 +172,11 @@ def test_kinds_of_work_do_not_wait_for_each_other(served: House) -> None:
 # parameters, by OpenAI's names
 
 
-def test_logprobs_of_chats_have_their_own_form(served: House) -> None:
+def test_logprobs_of_chats_have_their_own_form(served: House, client: OpenAI) -> None:
     """Guards log-probabilities of chats: one a token, with its bytes and the likeliest others, whole and in pieces."""
-    with OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
-        request: dict[str, Any] = {"model": served.model, "messages": MESSAGES, "logprobs": True, "top_logprobs": 3, "seed": 3}
-        choice: Any = client.chat.completions.create(**request, max_tokens=10).choices[0]
-        pieces: Any = list(client.chat.completions.create(**request, max_tokens=10, stream=True))
+    request: dict[str, Any] = {"model": served.model, "messages": MESSAGES, "logprobs": True, "top_logprobs": 3, "seed": 3}
+    choice: Any = client.chat.completions.create(**request, max_tokens=10).choices[0]
+    pieces: Any = list(client.chat.completions.create(**request, max_tokens=10, stream=True))
     content = choice.logprobs.content
     logprobs = [piece.choices[0].logprobs for piece in pieces]
     assert [entry for part in logprobs if part is not None for entry in part.content] == content
@@ -207,12 +206,11 @@ def test_forms_of_texts_have_vllms_names(served: House, forms: list[dict[str, An
         assert texts[-1] != texts[0]
 
 
-def test_every_piece_may_have_the_usage_so_far(served: House) -> None:
+def test_every_piece_may_have_the_usage_so_far(served: House, client: OpenAI) -> None:
     """Guards `continuous_usage_stats`, which GuideLLM sends: counts only grow, and the last one is the answer's usage."""
-    with OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
-        options: Any = {"include_usage": True, "continuous_usage_stats": True}
-        request: dict[str, Any] = {"model": served.model, "prompt": [PROMPT, "x"], "n": 2, "max_tokens": 20, "seed": 3}
-        *pieces, last = client.completions.create(**request, stream=True, stream_options=options)
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    request: dict[str, Any] = {"model": served.model, "prompt": [PROMPT, "x"], "n": 2, "max_tokens": 20, "seed": 3}
+    *pieces, last = client.completions.create(**request, stream=True, stream_options=options)
     counts = [piece.usage.completion_tokens for piece in pieces if piece.usage is not None]
     assert len(counts) == len(pieces) > 2
     assert counts == sorted(counts)

@@ -65,23 +65,16 @@ routings = some(Routing, affinity=st.just(""), train=st.just(True))  # these two
 opens = st.builds(Open, st.text(), specs, routings)
 values = st.floats(-1e6, 0, width=32)
 parents = st.lists(st.integers(0, 99), max_size=8).map(lambda drawn: tuple(n % (node + 1) - 1 for node, n in enumerate(drawn)))
+byte = st.integers(0, 255)
 drafts = parents.flatmap(
-    lambda shape: st.builds(
-        Draft,
-        several(ids, len(shape)),
-        st.binary(min_size=len(shape), max_size=len(shape)),
-        parents=st.sampled_from(((), shape)),
+    lambda tree: st.builds(
+        Draft, several(ids, len(tree)), several(byte, len(tree)).map(bytes), parents=st.sampled_from(((), tree))
     )
 )
 logprobs = st.builds(Logprobs, values, several(st.tuples(ids, values)))
+others = {"edges": several(some(Edge)), "prompt_logprobs": several(logprobs)}
 proposals = drafts.flatmap(
-    lambda draft: some(
-        Proposal,
-        draft=st.just(draft),
-        edges=several(some(Edge)),
-        logprobs=st.just(()) | several(logprobs, len(draft)),
-        prompt_logprobs=several(logprobs),
-    )
+    lambda draft: some(Proposal, draft=st.just(draft), logprobs=st.just(()) | several(logprobs, len(draft)), **others)
 )
 messages = st.one_of(opens, some(Commit), some(Close), proposals, some(Failed))
 

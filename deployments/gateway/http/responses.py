@@ -236,7 +236,8 @@ class ResponseReply(PartsReply):
         self._id = id
         self._num_events = 0
         self._status = "completed"  # status of items when they end
-        given = body.model_dump(by_alias=True, include={"tools", "tool_choice", "text", "reasoning"})
+        kept = {"instructions", "max_output_tokens", "tools", "tool_choice", "text", "reasoning"}
+        given = body.model_dump(by_alias=True, include=kept)
         response = {
             "id": f"resp_{id}",
             "object": "response",
@@ -244,18 +245,14 @@ class ResponseReply(PartsReply):
             "status": "in_progress",
             "model": model,
             "output": [],
-            "error": None,
-            "incomplete_details": None,
-            "usage": None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
+            **dict.fromkeys(("error", "incomplete_details", "usage")),
+            **given,
             "temperature": task.params.temperature,
             "top_p": task.params.top_p,
             "tools": given["tools"] or [],
             "tool_choice": given["tool_choice"] or "auto",
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "text": given["text"] or {"format": {"type": "text"}},
-            "reasoning": given["reasoning"],
             "store": False,
             "metadata": body.metadata or {},
         }

@@ -91,18 +91,19 @@ class Cascade:
         self._loaded: Sequence[Loaded] = ()  # models that `from_pretrained` has loaded, and `close` must close
         self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}  # mailboxes of event loops that wait for answers
         grammars = Grammars(tokenizer)
+        devices = [str(getattr(model, "device", "cpu")) for model in models]
         self.tiers = tuple(
             Tier(
                 name,
                 level,
                 model,
                 policy=policy,
-                planner=Planner([other for other, its in zip(names, models, strict=True) if _device(its) == _device(model)]),
+                planner=Planner([other for other, its in zip(names, devices, strict=True) if its == device]),
                 profile=apart(partial(measure, model, max_tokens=64, budget_s=0.3)),  # short, since the caller waits
                 new_state=state_maker(grammars.matcher),
                 drafters=inner,
             )
-            for level, (name, model, inner) in enumerate(zip(names, models, drafters, strict=True), len(kinds))
+            for level, (name, model, device, inner) in enumerate(zip(names, models, devices, drafters, strict=True), len(kinds))
         )
         self.context_len = min(*(model.context_len for model in models), self.tiers[-1].kv_admission.num_tokens)
         self._capabilities = Capabilities(
@@ -279,11 +280,6 @@ def token_ids(given: Any) -> list[int] | None:
         return None
     whole = all(isinstance(token, Integral) and not isinstance(token, bool) for token in listed)
     return [int(token) for token in listed] if whole else None
-
-
-def _device(model: Scorer) -> str:
-    """The device of a model; a model that does not name one runs on this machine's CPU."""
-    return str(getattr(model, "device", "cpu"))
 
 
 def _is_batch(prompt: object) -> bool:

@@ -87,13 +87,6 @@ def _pairs(bias: Mapping[int, float] | Iterable[tuple[int, float]]) -> tuple[tup
         raise InvalidRequest(f"logit_bias is {bias!r}: it must be a mapping from token id to bias", "logit_bias") from None
 
 
-def _json(schema: Mapping[str, Any]) -> str:
-    try:
-        return json.dumps(schema, ensure_ascii=False)
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"structured.json_schema is not JSON: {error}", "structured.json_schema") from None
-
-
 def is_text(value: str) -> bool:
     """Whether UTF-8 can encode a string: JSON can spell a lone surrogate, UTF-8 cannot."""
     try:
@@ -115,7 +108,10 @@ class Structured:
 
     def __post_init__(self) -> None:
         if isinstance(self.json_schema, Mapping):
-            object.__setattr__(self, "json_schema", _json(self.json_schema))
+            try:
+                object.__setattr__(self, "json_schema", json.dumps(self.json_schema, ensure_ascii=False))
+            except (TypeError, ValueError) as error:
+                raise InvalidRequest(f"structured.json_schema is not JSON: {error}", "structured.json_schema") from None
         _require(not isinstance(self.choice, str), "structured.choice", self.choice, "a list of texts")
         object.__setattr__(self, "choice", tuple(self.choice))
         given = [name for name in STRUCTURED_KINDS if getattr(self, name)]

@@ -70,7 +70,13 @@ def unpacked(packed: Path, full: Path) -> Path:
             shutil.copy(file, folder)
         weights = widened(load_file(packed / WEIGHTS))
         if MAP in weights:
-            rows = _mapped(full, weights.pop(MAP))
+            wide, to_narrow = _embedding(full), weights.pop(MAP)
+            if wide.shape[1] != len(to_narrow):
+                raise ModelError(
+                    f"{str(full)!r} has embeddings of {wide.shape[1]} numbers, and the drafters that ship are for a model of "
+                    f"{len(to_narrow)}: give a model with --draft or in a configuration"
+                )
+            rows = (wide @ to_narrow.float()).to(torch.bfloat16)
             rows[_draft_ids(packed)] = weights[EMBEDDING]
             weights[EMBEDDING] = rows
         save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
@@ -86,16 +92,6 @@ def widened(packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for name, tensor in packed.items()
         if not name.endswith(SCALE)
     }
-
-
-def _mapped(full: Path, to_narrow: Tensor) -> Tensor:
-    wide = _embedding(full)
-    if wide.shape[1] != len(to_narrow):
-        raise ModelError(
-            f"{str(full)!r} has embeddings of {wide.shape[1]} numbers, and the drafters that ship are for a model of "
-            f"{len(to_narrow)}: give a model with --draft or in a configuration"
-        )
-    return (wide @ to_narrow.float()).to(torch.bfloat16)
 
 
 def _embedding(folder: Path) -> Tensor:

@@ -204,7 +204,12 @@ def _tier(model: TierBelow, name: str) -> Values:
         if "runtime_env" in actor:
             raise ConfigError(f"{loading.model_id!r} has runtime_env twice, also in ray_actor_options: remove one of them")
         actor["runtime_env"] = model.runtime_env
-    placement = _placement(model.placement_group_config, ranks)
+    placement: Values | None = None
+    if (group := model.placement_group_config) is not None:
+        if (group.bundles is None) == (group.bundle_per_worker is None):
+            raise ConfigError("placement_group_config: give either bundles or bundle_per_worker")
+        bundles: list[Any] = group.bundles or [group.bundle_per_worker] * ranks  # one for each rank
+        placement = {"bundles": bundles, "strategy": group.strategy}
     cpu = model.accelerator_config is not None and model.accelerator_config.kind == "cpu"
     if not (cpu or placement or engine.get("device") == "cpu" or engine.get("emulated")):
         actor.setdefault("num_gpus", ranks)
@@ -217,15 +222,6 @@ def _tier(model: TierBelow, name: str) -> Values:
         "placement_group_config": placement,
         "deployment_config": deployment | {"ray_actor_options": actor},
     }
-
-
-def _placement(config: Placement | None, ranks: int) -> Values | None:
-    """The placement group; ``bundle_per_worker`` becomes a bundle for each rank."""
-    if config is None:
-        return None
-    if (config.bundles is None) == (config.bundle_per_worker is None):
-        raise ConfigError("placement_group_config: give either bundles or bundle_per_worker")
-    return {"bundles": config.bundles or [config.bundle_per_worker] * ranks, "strategy": config.strategy}
 
 
 def load_config(path: Path) -> CascadeConfig:

@@ -10,6 +10,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from cascade.answer import Answer
@@ -23,6 +24,7 @@ from cascade.tier.runner import row_of
 from cascade.tier.scheduler import Batch
 
 ROUTER = "router"
+MUTE: Any = SimpleNamespace(step=lambda token: "", flush=lambda: "")  # a decoder for answers whose text is not needed
 
 
 class Agenda:
@@ -257,17 +259,6 @@ class Node:
 
 
 @dataclass(slots=True)
-class _Mute:
-    """A decoder for answers whose text is not needed."""
-
-    def step(self, token: int) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""
-
-
-@dataclass(slots=True)
 class Router:
     """Opens requests at the full tier, takes its proposals as the answer, and retries when the tier dies."""
 
@@ -300,7 +291,7 @@ class Router:
             adaptive=self.scenario.adaptive,
         )
         self.texts[index], self.times[index] = [], []
-        self._open(Answer(spec, _Mute(), index), spec)
+        self._open(Answer(spec, MUTE, index), spec)
 
     def receive(self, source: str, message: Message) -> None:
         answer = self._answers.get(message.session)

@@ -129,7 +129,12 @@ def _bind_tier(config: CascadeConfig, tier: TierConfig, lower: dict[str, Any], p
     from deployments.tier import TierReplica
 
     preferring = PREFERRING if config.affine and tier is config.tiers[-1] else {}
-    options = preferring | _surging(tier) | {"name": prefix + tier.name}
+    # in an update, new replicas start before old ones stop if the cluster has room for one more now; otherwise old ones stop
+    # first, since Serve would wait for room for ever
+    free = ray.available_resources() if ray.is_initialized() else {}
+    room = all(free.get(name, 0.0) + ROUNDING >= amount for name, amount in tier.resources.items())
+    surging = {"max_surge_percent": SURGE_PERCENT if room else 0}
+    options = preferring | surging | tier_options(tier) | {"name": prefix + tier.name}
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
     shared = [other.name for other in config.tiers if other.name in lower and shares_processors(tier, other, nodes)]
     versions = packages() if config.verify else {}
@@ -179,16 +184,6 @@ def _deployment(kind: type, options: Mapping[str, Any], owner: str, fixed: Mappi
     except (ValueError, TypeError, ImportError, AttributeError) as error:  # the last two for class names
         reason = sentence(error) if isinstance(error, ValidationError) else " ".join(str(error).split())
         raise ConfigError(f"Ray Serve does not take the deployment_config of {owner}: {reason}") from None
-
-
-def _surging(tier: TierConfig) -> dict[str, Any]:
-    """Options of a tier. In an update, new replicas start before old ones stop, if the cluster has room for one more now.
-
-    Otherwise old ones stop first, since Serve would wait for room for ever.
-    """
-    free = ray.available_resources() if ray.is_initialized() else {}
-    room = all(free.get(name, 0.0) + ROUNDING >= amount for name, amount in tier.resources.items())
-    return {"max_surge_percent": SURGE_PERCENT if room else 0} | tier_options(tier)
 
 
 def _environment(actor: Mapping[str, Any]) -> dict[str, Any]:

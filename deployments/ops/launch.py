@@ -94,7 +94,10 @@ class Server:
     def _start(self, tell: Callable[[str], object], num_gpus: int | None) -> None:
         """Return when all tiers are ready."""
         config = self.config
-        _check_files(config)
+        Access(config.router.access)  # raises `ConfigError` if keys cannot be used, as the next lines do for certificates
+        for tls in (config.link_tls, self._listen.tls):
+            if tls is not None:
+                check(tls)
         tell("Starting Ray, reading configurations")
         with ThreadPoolExecutor(1) as beside:  # imports PyTorch while Ray's processes start
             reading = beside.submit(verified, config)
@@ -189,15 +192,6 @@ def listening_at(config: CascadeConfig, listen: ListenConfig, node: str | None =
         update = {"deployment_config": deployment.model_copy(update={"ray_actor_options": actor})}
         router = router.model_copy(update=update)
     return config.model_copy(update={"router": router})
-
-
-def _check_files(config: CascadeConfig) -> None:
-    """Raise `ConfigError` if keys or certificates cannot be used."""
-    Access(config.router.access)
-    listen = config.router.listen
-    for tls in (config.link_tls, None if listen is None else listen.tls):
-        if tls is not None:
-            check(tls)
 
 
 def _cause(error: Exception, application: str) -> str:

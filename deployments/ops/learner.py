@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ray.serve.handle import DeploymentHandle
 
@@ -24,7 +24,6 @@ from cascade.training.reservoir import Sample
 from deployments.links.replica_status import ask_all
 from deployments.replica import starting
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0  # seconds between two steps
@@ -222,7 +221,13 @@ class Learner:
         """Run a round in a thread of its own; False if answers had to be forgotten meanwhile."""
         self._forgotten.clear()
         train = partial(self._train, student, self._answers.newest, self._answers.older)
-        training = asyncio.create_task(_lowly(train))
+
+        def run() -> None:
+            with contextlib.suppress(OSError, AttributeError):  # not possible on all systems
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
+            train()
+
+        training = asyncio.create_task(asyncio.to_thread(apart, run))
         while not training.done():
             await asyncio.wait([training], timeout=POLL_S)
             self._tidy()
@@ -266,14 +271,3 @@ class Learner:
         record.kept += not outcome.problem
         record.dropped += bool(outcome.problem)
         log.log(logging.WARNING if outcome.problem else logging.INFO, "%s", outcome)
-
-
-async def _lowly(work: Callable[[], T]) -> T:
-    """Run ``work`` in a thread of the lowest priority."""
-
-    def run() -> T:
-        with contextlib.suppress(OSError, AttributeError):  # not possible on all systems
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
-        return work()
-
-    return await asyncio.to_thread(apart, run)

@@ -44,10 +44,12 @@ class Account:
                 f"The request asks for {num_answers} answers at once: key {self.name} may have {most}; "
                 "send fewer prompts, or a smaller n"
             )
-        self._refill()
-        if rate is not None and self._balance <= 0:
-            wait_s = (1 - self._balance) * 60 / rate
-            raise Overloaded(f"Key {self.name} may use {rate} tokens a minute, and has used them", wait_s)
+        if rate is not None:
+            now = time.monotonic()
+            self._balance, self._since = min(float(rate), self._balance + (now - self._since) * rate / 60), now
+            if self._balance <= 0:
+                wait_s = (1 - self._balance) * 60 / rate
+                raise Overloaded(f"Key {self.name} may use {rate} tokens a minute, and has used them", wait_s)
         if most is not None and self.num_running + num_answers > most:
             raise Overloaded(f"Key {self.name} may have {most} answers written at once, and has {self.num_running}")
         self.num_running += num_answers
@@ -67,13 +69,6 @@ class Account:
     def charge(self, num_tokens: int) -> None:
         """Count tokens that were read or written for the key."""
         self._balance -= num_tokens
-
-    def _refill(self) -> None:
-        """Add the tokens earned since the last update."""
-        rate, now = self.limits.tokens_per_minute, time.monotonic()
-        if rate is not None:
-            self._balance = min(float(rate), self._balance + (now - self._since) * rate / 60)
-        self._since = now
 
 
 class Access:

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from cascade.answer import Completion
 from cascade.cli import screen
-from cascade.cli.connection import Backend, Message, connected
+from cascade.cli.chat import Backend, Message, connected
 from cascade.cli.options import DRAFT
 from cascade.cli.screen import console
 from cascade.cli.serve import configured, started

@@ -3,7 +3,6 @@
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -195,7 +194,7 @@ def serve(host: str | None, port: int | None, grpc_port: int | None, api_key: st
         server.wait()
 
 
-@contextmanager
+@contextlib.contextmanager
 def started(config: "CascadeConfig", **options: Any) -> Iterator["Server"]:
     """Start a server, and stop it at the end; a terminal shows the progress."""
     with console.status("Loading Ray") as status:

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
-from cascade.cli.connection import DEFAULT_ADDRESS
+from cascade.cli.chat import DEFAULT_ADDRESS
 from cascade.cli.screen import console, level_style
 from cascade.client.connection import API_KEY, NO_KEY, is_near
 from cascade.errors import CascadeError, Unauthenticated, Unavailable

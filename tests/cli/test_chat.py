@@ -19,8 +19,7 @@ from rich.console import Console
 
 from cascade import Cascade, Chunk, SamplingParams, Speculation
 from cascade.cli import screen
-from cascade.cli.chat import Conversation, stopping
-from cascade.cli.connection import Piece
+from cascade.cli.chat import Conversation, Piece, stopping
 from tests.cli import run
 from tests.in_process import house
 from tests.small import paths

@@ -41,17 +41,10 @@ def _encode(message: Message) -> pb.Message:
             return pb.Message(session=session, close=pb.Close(keep=keep))
         case Failed(_, reason, tier, fault):
             return pb.Message(session=session, failed=pb.Failed(reason=reason, tier=tier, fault=fault))
-        case Open():
-            return pb.Message(session=session, open=_encode_open(message))
-
-
-def _encode_open(opening: Open) -> pb.Open:
-    spec, routing = opening.spec, opening.routing
-    return pb.Open(
-        sampling=wire.encode_sampling(replace(spec.params, stop=())),
-        **{name: getattr(spec, name) for name in OF_SPEC},
-        **{name: getattr(routing, name) for name in OF_ROUTING},
-    )
+        case Open(_, spec, routing):
+            same = {name: getattr(spec, name) for name in OF_SPEC} | {name: getattr(routing, name) for name in OF_ROUTING}
+            sampling = wire.encode_sampling(replace(spec.params, stop=()))
+            return pb.Message(session=session, open=pb.Open(sampling=sampling, **same))
 
 
 def _encode_proposal(proposal: Proposal) -> pb.Proposal:

@@ -122,7 +122,7 @@ class Admission:
 
     def refused(self, error: CascadeError, id: str | None, account: Account | None) -> None:
         """Count a request that gets an error, and log at most one a second, since faults come in bursts."""
-        self.metrics.refused(error.code)
+        self.metrics.counters["refused"].labels(error.code).inc()
         self._num_unlogged += 1
         if (now := time.monotonic()) < self._log_after:
             return

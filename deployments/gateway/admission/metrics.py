@@ -96,10 +96,6 @@ class RouterMetrics:
         if self._kept is not None:
             self._kept.append(Reading(name, (), value))
 
-    def refused(self, code: str) -> None:
-        """A request got an error."""
-        self.counters["refused"].labels(code).inc()
-
     def ended(self, outcome: str, prompt_tokens: int, output_tokens: int) -> None:
         """An answer is over, complete or not."""
         self.counters["answers"].labels(outcome).inc()

@@ -45,9 +45,7 @@ class Middleware:
 
     def __init__(self, app: ASGIApp, admission: Admission) -> None:
         self._application = app
-        self._access = admission.access
-        self._limits = admission.limits
-        self._refused = admission.refused
+        self._admission = admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -67,17 +65,17 @@ class Middleware:
             await send(message)
 
         try:
-            route = route_of(scope)
-            if route != HEALTH and not (route == "/metrics" and self._access.config.open_metrics):  # before the body is read
-                state["account"] = self._access.account(authorization(dict(scope["headers"])))
-            body = await read_body(scope, receive, self._limits)
+            route, access = route_of(scope), self._admission.access
+            if route != HEALTH and not (route == "/metrics" and access.config.open_metrics):  # before the body is read
+                state["account"] = access.account(authorization(dict(scope["headers"])))
+            body = await read_body(scope, receive, self._admission.limits)
             state["since"] = time.monotonic()
             await self._application(scope, replay(body, receive), reply)
         except ClientLeft:
             pass
         except Exception as error:
             refused = refusal(error)
-            self._refused(refused, request_id, state.get("account"))
+            self._admission.refused(refused, request_id, state.get("account"))
             if not begun:
                 await refused_response(refused, scope)(scope, receive, reply)
 

@@ -52,7 +52,7 @@ def own_tokens_and_next(logits: Tensor, rows: Sequence[Choice], number: int = 0)
 def by_operations(logits: Tensor, noisy: Sequence[Sampled], number: int) -> Tensor:
     """`own_tokens_and_next` by PyTorch's operations, on any device."""
     if not noisy:
-        return _best(logits, number)
+        return with_runner_ups(logits, number)
     places, params, noises = zip(*noisy, strict=True)
     every, (size, device) = len(noisy) == len(logits), (logits.shape[-1], logits.device)
     some = logits if every else logits[list(places)]
@@ -60,10 +60,10 @@ def by_operations(logits: Tensor, noisy: Sequence[Sampled], number: int) -> Tens
         best = _best_by_bounds(some, params, noises, number)
     else:
         positions, seeds = sent(noises, device).T
-        best = _best(adjust(some, params) + gumbel(noise_bits(seeds, positions, size)), number)
+        best = with_runner_ups(adjust(some, params) + gumbel(noise_bits(seeds, positions, size)), number)
     if every:
         return best
-    whole = _best(logits, number)
+    whole = with_runner_ups(logits, number)
     whole[:, list(places)] = best
     return whole
 
@@ -128,12 +128,6 @@ def sampled(rows: Sequence[Choice]) -> Iterator[Sampled]:
         begin += n
 
 
-def _best(scores: Tensor, number: int) -> Tensor:
-    """`own_tokens_and_next` of scores ``[n, V]`` that already include noise."""
-    own = scores.argmax(-1)
-    return with_runner_ups(own, scores.float(), number) if number else own[None]
-
-
 def _best_by_bounds(logits: Tensor, params: Sequence[SamplingParams], noises: Sequence[tuple[int, int]], number: int) -> Tensor:
     """`own_tokens_and_next` of ``logits`` ``[n, V]``, all of them sampled, with noise only for tokens that can win.
 
@@ -153,21 +147,23 @@ def _best_by_bounds(logits: Tensor, params: Sequence[SamplingParams], noises: Se
             position, seed = noises[row]
             scores = (logits[row : row + 1] - logits[row].max()) / _column(temperatures[row : row + 1], logits.device)
             noise = gumbel(noise_bits(seed, torch.tensor([position]), logits.shape[-1]))
-            best[:, row] = _best(scores + noise, number)[:, 0]
+            best[:, row] = with_runner_ups(scores + noise, number)[:, 0]
     return best
 
 
-def with_runner_ups(own: Tensor, scores: Tensor, number: int) -> Tensor:
-    """``own`` tokens ``[N]``, and the tokens with the next ``number`` of perturbed ``scores`` ``[N, V]`` float32.
+def with_runner_ups(scores: Tensor, number: int) -> Tensor:
+    """Own tokens of ``scores`` ``[N, V]`` that already include noise, and the tokens with the next ``number`` of these scores.
 
-        x_0 = own,   x_i = argmax over x not in {x_0, ..., x_{i-1}} of scores(x),   gap_i = scores(x_0) - scores(x_i) >= 0
+        x_0 = argmax of scores,   x_i = argmax over x not in {x_0, ..., x_{i-1}},   gap_i = scores(x_0) - scores(x_i) >= 0
 
-    int64 ``[1 + 2 * number, N]``, so that the host reads once, by `runner_ups`: ``own``, the ``x_i``, then the bits of the
-    float32 gaps, infinite for filtered tokens.
+    int64 ``[1 + 2 * number, N]``, so that the host reads once, by `runner_ups`: the ``x_i``, then the bits of the float32 gaps,
+    infinite for filtered tokens.
     """
-    chosen = own[:, None]
-    most = scores.gather(1, chosen)
-    left = scores.scatter(1, chosen, -torch.inf)
+    own = scores.argmax(-1)
+    if not number:
+        return own[None]
+    scores, chosen = scores.float(), own[:, None]
+    most, left = scores.gather(1, chosen), scores.scatter(1, chosen, -torch.inf)
     ids, gaps = [own], []
     for _ in range(number):
         best = left.argmax(-1, keepdim=True)

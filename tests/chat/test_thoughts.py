@@ -12,7 +12,7 @@ from cascade.chat.template import CLOSE, OPEN
 from cascade.client import Client
 from cascade.params import Structured
 from deployments.gateway.chat.reader import ThoughtSplitter
-from tests.chat.everywhere import SAID, STOP, TOOLS, WEATHER, everywhere, params, user
+from tests.chat.test_turns import SAID, STOP, STRICT, TOOLS, everywhere, params, user
 from tests.http.test_http import ask
 from tests.in_process import House
 from tests.talkers import conversing
@@ -48,7 +48,6 @@ served = conversing("special")
 THOUGHT = "<think>\nfirst one, then two\n</think>\n\nHere it is."
 OPENED: dict[str, Any] = {"chat_template_kwargs": {"thinking": True}}
 CLOSED: dict[str, Any] = {"chat_template_kwargs": {"thinking": False}}
-STRICT: dict[str, Any] = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
 ENFORCED_CALL: dict[str, Any] = {"tools": [STOP], "tool_choice": "required", "parallel_tool_calls": False, **OPENED}
 TURNS: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, str, str]]] = {  # said, sampling, options, what is heard
     "written tags": (THOUGHT, {}, {}, ("\nfirst one, then two\n", "\n\nHere it is.", "stop")),

@@ -15,13 +15,12 @@ from cascade.params import Speculation, Structured
 from deployments.gateway.chat.assistant import Assistant
 from deployments.gateway.chat.calls import FORMATS
 from tests.cases import rare
-from tests.chat.everywhere import SAID, STOP, TOOLS, WEATHER, everywhere, params, user
+from tests.chat.test_turns import SAID, STOP, STRICT, TOOLS, WEATHER, everywhere, params, user
 from tests.in_process import House
 from tests.talkers import talker, talking
 from tests.waiting import first
 
 CITY = WEATHER["function"]["parameters"]
-STRICT: dict[str, Any] = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
 FAMILIES = [  # format of calls, whether its marks are tokens
     pytest.param(("hermes", True), id="hermes-tokens"),
     rare(("hermes", False), id="hermes-spelled"),

@@ -14,7 +14,7 @@ from cascade.errors import KINDS, InvalidRequest, Overloaded
 from cascade.params import Handling, SamplingParams, Structured
 from cascade.v1 import serving_pb2 as pb
 from deployments.gateway.admission.admission import metadata, refusal
-from tests.chat.everywhere import MOST, STOP, TOOLS, WEATHER
+from tests.chat.test_turns import MOST, STOP, TOOLS, WEATHER
 from tests.http.test_http import ask
 from tests.in_process import House
 from tests.talkers import conversing

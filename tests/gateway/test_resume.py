@@ -13,7 +13,7 @@ import pytest
 from cascade.client.exchange import encode_request
 from cascade.client.rpc import stub_of
 from cascade.params import SamplingParams, Structured
-from tests.chat.everywhere import SAID, TOOLS, user
+from tests.chat.test_turns import SAID, TOOLS, user
 from tests.client.test_conformance import LIKELY
 from tests.http.test_http import PROMPT, ask
 from tests.in_process import House, serving

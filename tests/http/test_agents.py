@@ -15,7 +15,7 @@ from cascade.client import Client
 from cascade.engine.grammar import Grammars
 from cascade.errors import ConfigError, InvalidRequest
 from cascade.params import SamplingParams, Structured
-from tests.chat.everywhere import SAID
+from tests.chat.test_turns import SAID
 from tests.http.test_http import PROMPT, ask
 from tests.in_process import House
 from tests.talkers import conversing

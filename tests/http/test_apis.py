@@ -11,7 +11,7 @@ from anthropic import Anthropic
 from openai import OpenAI
 
 from deployments.gateway.http.messages import MessagesBody
-from tests.chat.everywhere import SAID, user
+from tests.chat.test_turns import SAID, user
 from tests.http.test_http import ask
 from tests.in_process import House
 from tests.talkers import conversing

@@ -129,22 +129,13 @@ def test_killed_replicas_are_a_pause(client: Client, reference: Cascade) -> None
     assert completion.text == expected.text
 
 
+SHAPE: Any = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": {300: 3.0}}
 PARAMS = {
     "greedy": SamplingParams(max_tokens=48, temperature=0),
     "top_k": SamplingParams(max_tokens=48, temperature=0.7, seed=1, top_k=40),
     "top_p": SamplingParams(max_tokens=48, temperature=1.5, seed=2, top_p=0.95),
     "min_p": SamplingParams(max_tokens=48, temperature=1.0, seed=3, min_p=0.02),
-    "shaped": SamplingParams(
-        max_tokens=48,
-        temperature=0.9,
-        seed=4,
-        presence_penalty=0.5,
-        frequency_penalty=0.5,
-        repetition_penalty=1.2,
-        logit_bias={300: 3.0},
-        min_tokens=40,
-        logprobs=2,
-    ),
+    "shaped": SamplingParams(max_tokens=48, temperature=0.9, seed=4, min_tokens=40, logprobs=2, **SHAPE),
     "structured": SamplingParams(
         max_tokens=48, temperature=1.1, seed=5, structured=Structured(regex=r"x = \[[0-9]{3}(, [0-9]{3}){5}\]")
     ),

@@ -35,10 +35,7 @@ OF_PASSES = {  # counters by name, and the fields of `Edge` that they sum
     "proposed_tokens": "proposed",
     "accepted_tokens": "accepted",
 }
-OF_DRAFTERS = {  # the same, for edges with a drafter
-    "agreed_tokens": "agreed",
-    "corrections": "corrected",
-}
+OF_DRAFTERS = {"agreed_tokens": "agreed", "corrections": "corrected"}  # the same, for edges with a drafter
 BY_POSITION = ("proposed_by_position", "accepted_by_position")  # fields of `Edge`
 
 

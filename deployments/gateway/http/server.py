@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import h11
 import uvicorn
@@ -29,19 +30,9 @@ class HttpServer:
         self._listen = listen
         self._read_timeout_s = limits.read_timeout_s
         tls = listen.tls
-        self._server = _Uvicorn(
-            uvicorn.Config(
-                application,
-                http=protocol(limits.body_timeout_s),
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                ssl_certfile=None if tls is None else tls.certificate,
-                ssl_keyfile=None if tls is None else tls.key,
-            )
-        )
+        off: dict[str, Any] = {"ws": "none", "lifespan": "off", "log_config": None, "access_log": False, "server_header": False}
+        files: dict[str, Any] = {} if tls is None else {"ssl_certfile": tls.certificate, "ssl_keyfile": tls.key}
+        self._server = _Uvicorn(uvicorn.Config(application, http=protocol(limits.body_timeout_s), **off, **files))
         self._serving: asyncio.Task[None] | None = None
         self._renewing: asyncio.Task[None] | None = None
 

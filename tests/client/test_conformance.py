@@ -24,26 +24,13 @@ ROOT = Path(__file__).parents[2]
 LIKELY = {0: 18.0, 322: 20.0, 306: 20.0, 563: 20.0, 626: 20.0, 273: 20.0, 538: 20.0}
 PLAIN: dict[str, Any] = {"max_tokens": 24, "seed": 8, "logit_bias": LIKELY}
 ADAPTER = "red"
-CHOSEN: dict[str, dict[str, Any]] = {  # values that are not the defaults, and that show in the text
-    "max_tokens": {"max_tokens": 7},
-    "min_tokens": {"min_tokens": 20},
-    "temperature": {"temperature": 0.3},
-    "top_k": {"top_k": 2},
-    "top_p": {"top_p": 0.3},
-    "min_p": {"min_p": 0.5},
-    "seed": {"seed": 12},
-    "presence_penalty": {"presence_penalty": 2.0},
-    "frequency_penalty": {"frequency_penalty": 2.0},
-    "repetition_penalty": {"repetition_penalty": 5.0},
-    "logit_bias": {"logit_bias": LIKELY | {322: -20.0}},
-    "stop": {"stop": (" y", "never")},
-    "stop_token_ids": {"stop_token_ids": (626,)},
-    "ignore_eos": {"ignore_eos": True},
-    "structured": {"structured": Structured(regex="( name| self){3,5}")},
-    "adapter": {"adapter": ADAPTER},
-    "logprobs": {"logprobs": 2},
-    "prompt_logprobs": {"logprobs": 2, "prompt_logprobs": 2},
-}
+# values that are not the defaults, and that show in the text
+SAMPLED = {"max_tokens": 7, "min_tokens": 20, "temperature": 0.3, "top_k": 2, "top_p": 0.3, "min_p": 0.5, "seed": 12}
+PENALTIES = {"presence_penalty": 2.0, "frequency_penalty": 2.0, "repetition_penalty": 5.0, "logprobs": 2}
+ENDS = {"stop": (" y", "never"), "stop_token_ids": (626,), "ignore_eos": True}
+FORMS = {"structured": Structured(regex="( name| self){3,5}"), "adapter": ADAPTER, "logit_bias": LIKELY | {322: -20.0}}
+ALONE: dict[str, Any] = {**SAMPLED, **PENALTIES, **ENDS, **FORMS}
+CHOSEN = {name: {name: value} for name, value in ALONE.items()} | {"prompt_logprobs": {"logprobs": 2, "prompt_logprobs": 2}}
 TOGETHER: dict[str, dict[str, Any]] = {  # what looks at the text before a place, beside each other
     "penalties": {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.5, "logprobs": 3, "min_tokens": 9},
     "stop behind min_tokens": {"stop": (" y x", "y z", " x"), "min_tokens": 6, "logprobs": 0},

@@ -28,11 +28,6 @@ class ToolPlan:
     free: bool = True  # the text may also have words
     several: bool = True  # the text may have several calls
 
-    @property
-    def enforced(self) -> bool:
-        """Whether a grammar enforces calls."""
-        return bool(self.schemas) or not self.several
-
 
 @dataclass(frozen=True, slots=True)
 class ChatTask:
@@ -98,7 +93,7 @@ class Assistant:
     async def _enforced(self, plan: ToolPlan, params: SamplingParams) -> SamplingParams:
         """``params`` with a grammar for words and calls, if calls are enforced; raises `InvalidRequest`."""
         words = params.structured
-        if plan.form is None or not (plan.enforced or words):
+        if plan.form is None or not (plan.schemas or not plan.several or words):
             return params
         # calls without a mark may begin like words, and a grammar's rules may have the same names as ours
         if words is not None and not (plan.free and plan.form.begin and words.grammar is None):

@@ -1,12 +1,14 @@
 """Attention of packed rows over the keys and values of sessions, with the tiles of `cascade.cpu.tile`.
 
 Keys lie in blocks of sixteen positions, ``[kv_heads, capacity / 16, head_dim, 16]``, values in blocks of sixteen dimensions,
-``[kv_heads, blocks, capacity, 16]``, both float32 or both bfloat16. So scores are products of queries with keys, and outputs
-are products of weights with values. An output is summed in the order of positions, and hidden positions add nothing: its bits
-depend on its text alone.
+``[kv_heads, blocks, capacity, 16]``, both float32 or both bfloat16. Of bfloat16 a word is a pair: of dimensions of a key,
+``[kv_heads, capacity / 16, head_dim / 2, 16, 2]``, or of positions of a value, ``[kv_heads, blocks, capacity / 2, 16, 2]``. So
+scores are products of queries with keys, and outputs are products of weights with values; where the processor multiplies pairs,
+queries and weights are rounded to bfloat16. An output is summed in the order of positions, and hidden positions add nothing:
+its bits depend on its text alone.
 
 A fork holds its positions in blocks of its own; the first block may begin with positions of its base. Its rows read both in the
-order of positions, and nothing is copied. All rows of a pass are stored before any row attends.
+order of positions. All rows of a pass are stored before any row attends.
 """
 
 from collections.abc import Sequence
@@ -34,7 +36,23 @@ from cascade.cpu.jit import (
     run_step,
     thread_num,
 )
-from cascade.cpu.tile import LANES, ROWS, largest, multiply, multiply_onward, total
+from cascade.cpu.processor import has_pairs
+from cascade.cpu.tile import LANES, ROWS, WORD, Loop, Widened, continuer, largest, multiplier, round_all, total
+
+ROUNDS = has_pairs()  # where keys and values are bfloat16, queries and weights are rounded to it
+
+
+def _loop_of_short() -> type[Loop]:
+    if not ROUNDS:
+        return Widened
+    from cascade.cpu.dots import Dots  # compiled on import, for processors that multiply pairs
+
+    return Dots
+
+
+# Keys and values come from memory. Without prefetches, attention of many rows takes 1.4 times as long (docs/log.md).
+multiply, multiply_onward = multiplier(ahead=True), continuer()
+multiply_short, multiply_short_onward = multiplier(_loop_of_short(), ahead=True), continuer(_loop_of_short())
 
 # Places of arguments: addresses, and strides between heads and tokens in elements. `_SHORT`: keys and values are bfloat16.
 _NUM_ROWS, _QUERIES, _QUERY_HEAD, _QUERY_TOKEN = range(4)
@@ -84,6 +102,12 @@ def _finite(x: float) -> Any:
 
 
 @inlined
+def _words(places: int, short: int) -> Any:
+    """Words of so many places of the depth."""
+    return (places + 1) // 2 if short else places
+
+
+@inlined
 def _put(address: int, place: int, number: float, short: int) -> None:
     """Store a number, clamped by `_finite`, as float32 or, if ``short``, as bfloat16."""
     if short:
@@ -96,19 +120,20 @@ def _put(address: int, place: int, number: float, short: int) -> None:
 def _store_head(given: int, span: int, head: int) -> None:
     """Store the new keys and values of one head of a span."""
     key_size, value_size, capacity = integer(given, _KEY_SIZE), integer(given, _VALUE_SIZE), integer(span, _CAPACITY)
-    blocks = (value_size + LANES - 1) // LANES
+    blocks, short = (value_size + LANES - 1) // LANES, integer(given, _SHORT)
     new_keys, new_values = floats(integer(given, _NEW_KEYS)), floats(integer(given, _NEW_VALUES))
-    keys, values, short = integer(span, _KEYS), integer(span, _VALUES), integer(given, _SHORT)
+    keys, values, per_word = integer(span, _KEYS), integer(span, _VALUES), 2 if short else 1
+    line = LANES * per_word  # numbers of a word of all lanes
     for token in range(integer(span, _TOKENS)):
         position, at = integer(span, _START) + token - integer(span, _ORIGIN), integer(span, _FIRST) + token
         source = head * integer(given, _KEY_HEAD) + at * integer(given, _KEY_TOKEN)
-        to = (head * (capacity // LANES) + position // LANES) * key_size * LANES + position % LANES
+        to = (head * (capacity // LANES) + position // LANES) * _words(key_size, short) * line + position % LANES * per_word
         for place in range(key_size):
-            _put(keys, to + place * LANES, new_keys[source + place], short)
+            _put(keys, to + place // per_word * line + place % per_word, new_keys[source + place], short)
         source = head * integer(given, _VALUE_HEAD) + at * integer(given, _VALUE_TOKEN)
         for place in range(value_size):
-            to = ((head * blocks + place // LANES) * capacity + position) * LANES + place % LANES
-            _put(values, to, new_values[source + place], short)
+            to = ((head * blocks + place // LANES) * capacity // per_word + position // per_word) * line
+            _put(values, to + place % LANES * per_word + position % per_word, new_values[source + place], short)
 
 
 @inlined
@@ -140,19 +165,43 @@ def _softmax(given: int, scores: int, length: int, first: int, last: int, head: 
 
 
 @inlined
-def _score(given: int, span: int, head: int, rows: int, begin: int, length: int, queries: int, scores: int, spare: int) -> None:
-    """Scores of ``rows`` queries with ``length`` keys from position ``begin`` on, those of a fork's base first."""
-    key_size, short, capacity = integer(given, _KEY_SIZE), integer(given, _SHORT), integer(span, _CAPACITY)
-    size, shared = key_size * LANES * (2 if short else 4), max(0, integer(span, _POSITION) - begin)
+def _multiply(
+    short: int, rows: int, x: int, x_stride: int, w: int, apart: int, number: int, out: int, stride: int, depth: int
+) -> None:
+    if short:
+        multiply_short(rows, x, x_stride, w, apart, number, out, stride, depth, depth)
+    else:
+        multiply(rows, x, x_stride, w, apart, number, out, stride, depth, depth)
+
+
+@inlined
+def _multiply_onward(short: int, rows: int, x: int, x_stride: int, w: int, out: int, stride: int, depth: int) -> None:
+    if short:
+        multiply_short_onward(rows, x, x_stride, w, 0, out, stride, depth, depth)
+    else:
+        multiply_onward(rows, x, x_stride, w, 0, out, stride, depth, depth)
+
+
+@inlined
+def _score(
+    given: int, span: int, head: int, rows: int, begin: int, length: int, queries: int, between: int, scores: int, spare: int
+) -> None:
+    """Scores of ``rows`` queries, ``between`` words apart, with ``length`` keys from position ``begin`` on.
+
+    Those of a fork's base come first.
+    """
+    short, capacity, shared = integer(given, _SHORT), integer(span, _CAPACITY), max(0, integer(span, _POSITION) - begin)
+    depth = _words(integer(given, _KEY_SIZE), short)
+    apart, size = depth * LANES, depth * LANES * WORD
     own = integer(span, _KEYS) + (head * (capacity // LANES) + (begin - integer(span, _ORIGIN)) // LANES) * size
     base = integer(span, _BASE_KEYS) + (head * (integer(span, _BASE_CAPACITY) // LANES) + begin // LANES) * size
-    before, stride = -(-shared // LANES), key_size * LANES
-    multiply(short, rows, queries, base, scores, length, key_size, key_size, before, stride)
+    before = -(-shared // LANES)
+    _multiply(short, rows, queries, between, base, apart, before, scores, length, depth)
     after, to = length // LANES - before, scores + before * LANES * 4
-    multiply(short, rows, queries, own + before * size, to, length, key_size, key_size, after, stride)
+    _multiply(short, rows, queries, between, own + before * size, apart, after, to, length, depth)
     if shared % LANES:  # the block in which the fork begins has positions of both
         block = shared // LANES * LANES
-        multiply(short, rows, queries, own + block // LANES * size, spare, LANES, key_size, key_size, 1, stride)
+        _multiply(short, rows, queries, between, own + block // LANES * size, apart, 1, spare, LANES, depth)
         numbers, products = floats(scores), floats(spare)
         for row in range(rows):
             for lane in range(shared % LANES, LANES):
@@ -160,55 +209,86 @@ def _score(given: int, span: int, head: int, rows: int, begin: int, length: int,
 
 
 @inlined
-def _weigh_values(given: int, span: int, head: int, rows: int, begin: int, length: int, weights: int, out: int) -> None:
-    """Weighted sums of ``length`` values from position ``begin`` on, those of a fork's base first."""
-    capacity, base_capacity, short = integer(span, _CAPACITY), integer(span, _BASE_CAPACITY), integer(given, _SHORT)
-    blocks, shared = (integer(given, _VALUE_SIZE) + LANES - 1) // LANES, max(0, integer(span, _POSITION) - begin)
-    size, stride, rest = LANES * (2 if short else 4), blocks * LANES, length - shared
-    own = integer(span, _VALUES) + (head * blocks * capacity + begin + shared - integer(span, _ORIGIN)) * size
-    base = integer(span, _BASE_VALUES) + (head * blocks * base_capacity + begin) * size
+def _weigh_values(
+    given: int, span: int, head: int, rows: int, begin: int, length: int, weights: int, between: int, out: int, spare: int
+) -> None:
+    """Sums of ``length`` values from position ``begin`` on, by ``weights`` whose rows are ``between`` words apart.
+
+    Those of a fork's base come first.
+    """
+    short, blocks = integer(given, _SHORT), (integer(given, _VALUE_SIZE) + LANES - 1) // LANES
+    shared, per_word, line, stride = max(0, integer(span, _POSITION) - begin), 2 if short else 1, LANES * WORD, blocks * LANES
+    apart, base_apart = integer(span, _CAPACITY) // per_word * LANES, integer(span, _BASE_CAPACITY) // per_word * LANES
+    own = integer(span, _VALUES) + (head * blocks * apart) * WORD + (begin - integer(span, _ORIGIN)) // per_word * line
+    base = integer(span, _BASE_VALUES) + (head * blocks * base_apart) * WORD + begin // per_word * line
+    depth, whole = length // per_word, shared // per_word
+    step = WORD if ROUNDS else per_word * WORD  # bytes of a row's weights that a word of values meets
     if not shared:
-        multiply(short, rows, weights, own, out, stride, length, length, blocks, capacity * LANES)
+        _multiply(short, rows, weights, between, own, apart, blocks, out, stride, depth)
         return
-    multiply(short, rows, weights, base, out, stride, shared, shared, blocks, base_capacity * LANES)
+    if whole:
+        _multiply(short, rows, weights, between, base, base_apart, blocks, out, stride, whole)
+    else:
+        sums = floats(out)
+        for place in range(rows * stride):
+            sums[place] = float32(0.0)
+    mixed = shared % per_word  # 1: the fork begins within a pair
     for block in range(blocks):
-        at, values = out + block * LANES * 4, own + block * capacity * size
-        multiply_onward(short, rows, weights + shared * rows * 4, values, at, stride, rest)
+        at, values, first = out + block * line, own + block * apart * WORD, whole + mixed
+        if mixed:
+            pairs, even, odd = (
+                halves(spare),
+                halves(base + (block * base_apart + whole * LANES) * WORD),
+                halves(values + whole * line),
+            )
+            for lane in range(LANES):
+                pairs[2 * lane], pairs[2 * lane + 1] = even[2 * lane], odd[2 * lane + 1]
+            _multiply_onward(short, rows, weights + whole * step, between, spare, at, stride, 1)
+        if first < depth:
+            _multiply_onward(short, rows, weights + first * step, between, values + first * line, at, stride, depth - first)
 
 
 @inlined
 def _attend_rows(given: int, span: int, head: int, row: int, rows: int, scratch: int) -> None:
     """Attend with ``rows`` queries of one key head from ``row`` on; the query heads of a token are consecutive rows."""
     group, key_size, value_size = integer(given, _GROUP), integer(given, _KEY_SIZE), integer(given, _VALUE_SIZE)
-    window, start = integer(given, _WINDOW), integer(span, _START)
+    window, start, rounds = integer(given, _WINDOW), integer(span, _START), ROUNDS and integer(given, _SHORT)
     nearest, farthest = start + row // group, start + (row + rows - 1) // group
     begin = max(0, nearest - window + 1) // LANES * LANES if window else 0
     length = (farthest // LANES + 1) * LANES - begin
     blocks = (value_size + LANES - 1) // LANES
     wide = max(length, blocks * LANES)
-    scores = scratch + max(rows * key_size, LANES) * 4
-    weights = scores + rows * wide * 4
-    queries, packed, transposed = floats(integer(given, _QUERIES)), floats(scratch), floats(weights)
+    spare, even = scratch + ROWS * 4, _words(key_size, 1) * 2
+    packed = spare + LANES * WORD
+    scores = packed + rows * even * 4
+    rest = scores + rows * wide * 4
+    queries, sums = floats(integer(given, _QUERIES)), floats(scratch)
     for query in range(rows):
         source = (head * group + (row + query) % group) * integer(given, _QUERY_HEAD)
         source += (integer(span, _FIRST) + (row + query) // group) * integer(given, _QUERY_TOKEN)
+        line = query * even
         for place in range(key_size):
-            packed[place * rows + query] = queries[source + place]
-    _score(given, span, head, rows, begin, length, scratch, scores, weights)
+            _put(packed, line + place, queries[source + place], rounds)
+        for place in range(key_size, even):
+            _put(packed, line + place, float32(0.0), rounds)
+    _score(given, span, head, rows, begin, length, packed, even // 2 if rounds else even, scores, rest)
     for query in range(rows):
         position, at = start + (row + query) // group, scores + query * length * 4
         first = max(0, position - window + 1 - begin) if window else 0
-        numbers = floats(at)
-        sum = _softmax(given, at, length, first, position + 1 - begin, head * group + (row + query) % group)
-        for place in range(length):
-            transposed[place * rows + query] = numbers[place]
-        packed[query] = sum
-    _weigh_values(given, span, head, rows, begin, length, weights, scores)
-    out, products = floats(integer(given, _OUT)), floats(scores)
+        sums[query] = _softmax(given, at, length, first, position + 1 - begin, head * group + (row + query) % group)
+        if rounds:
+            round_all(at, rest + query * length * 2, length)
+    if rounds:
+        weighted = scores
+        _weigh_values(given, span, head, rows, begin, length, rest, length // 2, weighted, spare)
+    else:
+        weighted = rest
+        _weigh_values(given, span, head, rows, begin, length, scores, length, weighted, spare)
+    out, products = floats(integer(given, _OUT)), floats(weighted)
     for query in range(rows):
         to = (integer(span, _FIRST) + (row + query) // group) * integer(given, _OUT_TOKEN)
         to += (head * group + (row + query) % group) * value_size
-        share = float32(1.0) / packed[query]
+        share = float32(1.0) / sums[query]
         for place in range(value_size):
             out[to + place] = products[query * blocks * LANES + place] * share
 
@@ -306,7 +386,7 @@ def heads_of(part: Tensor) -> Heads:
 def scratch_of(spans: Spans, sizes: Sizes) -> int:
     """Scratch of each thread, in float32 elements."""
     wide = max(spans.longest + LANES, blocks_of(sizes.value_size) * LANES)
-    return ROWS * (sizes.key_size + 2 * wide) + LANES
+    return ROWS * (1 + sizes.key_size + 1 + 2 * wide) + LANES
 
 
 def of_pass(spans: Spans, window: int | None, scratch: int, size: int) -> tuple[int, ...]:

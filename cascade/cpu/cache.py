@@ -55,32 +55,37 @@ class BlockedCache:
             keys[:, : old_keys.shape[1]] = old_keys
             values[:, :, : old_values.shape[2]] = old_values
 
+    @property
+    def _per_word(self) -> int:
+        """Places of the depth in a word, see `cascade.cpu.attention`."""
+        return 2 if self.dtype is torch.bfloat16 else 1
+
     def _sizes(self, capacity: int) -> Iterator[int]:
         """Elements of the keys of a layer, of its values, of the keys of the next layer, and so on."""
         for _, heads, key_size, value_size in self.shapes.values():
-            yield heads * capacity * key_size
+            yield heads * capacity * -(-key_size // self._per_word) * self._per_word
             yield heads * capacity * blocks_of(value_size) * LANES
 
     def layers(self) -> list[tuple[Tensor, Tensor]]:
-        """By layer: keys ``[kv_heads, capacity / 16, key_size, 16]`` and values ``[kv_heads, blocks, capacity, 16]``.
+        """By layer: keys ``[kv_heads, capacity / 16, words, 16, p]`` and values ``[kv_heads, blocks, capacity / p, 16, p]``.
 
-        They begin at the origin. Empty if nothing was written.
+        ``p`` is the number of places in a word. They begin at the origin. Empty if nothing was written.
         """
         if self.capacity and not self._layers:
-            parts = iter(self._memory.split(list(self._sizes(self.capacity))))
+            parts, per_word = iter(self._memory.split(list(self._sizes(self.capacity)))), self._per_word
             for shape in self.shapes.values():
-                keys = next(parts).view(shape.kv_heads, self.capacity // LANES, shape.key_size, LANES)
-                values = next(parts).view(shape.kv_heads, blocks_of(shape.value_size), self.capacity, LANES)
+                keys = next(parts).view(shape.kv_heads, self.capacity // LANES, -1, LANES, per_word)
+                values = next(parts).view(shape.kv_heads, blocks_of(shape.value_size), -1, LANES, per_word)
                 self._layers.append((keys, values))
         return self._layers
 
     @torch.inference_mode()
     def reuse(self, source: "BlockedCache", positions: int) -> None:
         """Copy the first ``positions`` of ``source``, bit by bit; there must be room for them."""
-        blocks = blocks_of(positions)
+        blocks, words = blocks_of(positions), -(-positions // self._per_word)
         for (keys, values), (other_keys, other_values) in zip(self.layers(), source.layers(), strict=True):
             keys[:, :blocks] = other_keys[:, :blocks]
-            values[:, :, :positions] = other_values[:, :, :positions]
+            values[:, :, :words] = other_values[:, :, :words]
 
     def fork(self, position: int) -> "BlockedFork":
         """A continuation of this text from ``position`` on, which takes memory as it grows."""
@@ -89,13 +94,16 @@ class BlockedCache:
     @torch.inference_mode()
     def join(self, fork: "BlockedFork") -> None:
         """Copy the contents of ``fork`` bit by bit, and free it."""
-        start, end, origin = fork.position, fork.end, fork.origin
+        start, end, origin, per_word = fork.position, fork.end, fork.origin, self._per_word
         self.prepare(end)
         first, lane, last = start // LANES, start % LANES, blocks_of(end)
         for (mine, my_values), (keys, values) in zip(self.layers(), fork.layers(), strict=False):
             mine[:, first, :, lane:] = keys[:, 0, :, lane:]
             mine[:, first + 1 : last] = keys[:, 1 : last - first]
-            my_values[:, :, start:end] = values[:, :, start - origin : end - origin]
+            for place in range(per_word):  # of a pair in which the fork begins, this text keeps the first position
+                begin, after = (-(-(position - place) // per_word) for position in (start, end))
+                skipped = origin // per_word
+                my_values[:, :, begin:after, :, place] = values[:, :, begin - skipped : after - skipped, :, place]
         fork.free()
 
     @property

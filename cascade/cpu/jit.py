@@ -154,10 +154,12 @@ def _pointer(kind: types.Type, to: ir.Type) -> Any:
     return _unary(types.CPointer(kind), types.int64, lambda b, address: b.inttoptr(address, to.as_pointer()))
 
 
-def _rounded(b: Any, number: Any) -> Any:
-    word = b.bitcast(number, I32)
-    even = b.and_(b.lshr(word, ir.Constant(I32, 16)), ir.Constant(I32, 1))
-    return b.trunc(b.lshr(b.add(b.add(word, even), ir.Constant(I32, 0x7FFF)), ir.Constant(I32, 16)), I16)
+def round_bits(b: Any, number: Any, words: ir.Type = I32, short: ir.Type = I16, lanes: int | None = None) -> Any:
+    """The bits of a float32, or of a vector of ``lanes`` of them, rounded to bfloat16."""
+    half, one, least = (ir.Constant(words, value if lanes is None else [value] * lanes) for value in (16, 1, 0x7FFF))
+    word = b.bitcast(number, words)
+    even = b.and_(b.lshr(word, half), one)
+    return b.trunc(b.lshr(b.add(b.add(word, even), least), half), short)
 
 
 def _power_of_two(b: Any, exponent: Any) -> Any:
@@ -180,7 +182,7 @@ bits_of = _unary(types.int32, types.float32, lambda b, number: b.bitcast(number,
 """The bits of a float32, an int32."""
 power_of_two = _unary(types.float32, types.int64, _power_of_two)
 """``2 ** exponent`` as a float32, for exponents from -126 to 127."""
-rounded = _unary(types.int16, types.float32, _rounded)
+rounded = _unary(types.int16, types.float32, round_bits)
 """A float32 as bfloat16, an int16: to the nearest, and of two to the even one."""
 
 

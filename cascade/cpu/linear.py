@@ -18,57 +18,50 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cascade.cpu.jit import Step, Worker, floats, integer, kernel, num_threads, run_step, thread_num
+from cascade.cpu.jit import Step, Worker, floats, halves, integer, kernel, num_threads, rounded, run_step, thread_num
 from cascade.cpu.layers import Rows, shift_step
 from cascade.cpu.processor import has_matrix_tiles, has_pairs
-from cascade.cpu.tile import AT_ONCE, LANES, STEP, group_of, multiply
+from cascade.cpu.tile import LANES, STEP, Widened, group_of, multiplier, product
 
 MADV_COLLAPSE = 25
 PAGE_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")  # the size of huge pages
 CHAIN = 512  # terms that are summed in one chain: rounding errors grow with its length
 
 
+_product, _product_widened = product(multiplier()), product(multiplier(Widened))
+
+
 @kernel
 def _multiply(given: int) -> None:
-    x, w, out, rows, depth = integer(given, 0), integer(given, 1), integer(given, 2), integer(given, 3), integer(given, 4)
-    stride, blocks, group, halves = integer(given, 5), integer(given, 6), integer(given, 7), integer(given, 8)
-    here, threads = thread_num(), num_threads()
-    size = depth * LANES * (2 if halves else 4)
-    first, last = blocks * here // threads, blocks * (here + 1) // threads
-    if rows <= group:
-        weights, to = w + first * size, out + first * LANES * 4
-        multiply(halves, rows, x, weights, to, stride, depth, CHAIN, last - first, depth * LANES)
-        return
-    for block in range(first, last, AT_ONCE):
-        number = min(AT_ONCE, last - block)
-        for row in range(0, rows, group):  # blocks are read once from memory, then from a cache
-            taken, to = min(group, rows - row), out + (row * stride + block * LANES) * 4
-            source = x + row * depth * 4
-            multiply(halves, taken, source, w + block * size, to, stride, depth, CHAIN, number, depth * LANES)
+    _product(given)
 
 
 @kernel
-def _interleave(given: int) -> None:
-    """Transpose each group of rows to ``[depth, rows]``."""
-    rows, numbers, to = integer(given, 0), floats(integer(given, 2)), floats(integer(given, 3))
-    depth, group, here, threads = integer(given, 4), integer(given, 5), thread_num(), num_threads()
+def _multiply_widened(given: int) -> None:
+    _product_widened(given)
+
+
+@kernel
+def _round(given: int) -> None:
+    """Round rows to bfloat16, and pad them with zeros."""
+    x, out, rows, size, depth = integer(given, 0), integer(given, 1), integer(given, 2), integer(given, 3), integer(given, 4)
+    here, threads = thread_num(), num_threads()
     for row in range(rows * here // threads, rows * (here + 1) // threads):
-        first = row // group * group
-        count = min(group, rows - first)
-        for place in range(depth):
-            to[first * depth + place * count + row - first] = numbers[row * depth + place]
+        numbers, to = floats(x + row * size * 4), halves(out + row * depth * 2)
+        for place in range(size):
+            to[place] = rounded(numbers[place])
+        for place in range(size, depth):
+            to[place] = 0
 
 
 @lru_cache
-def _kernels(pairs: bool) -> tuple[Worker, Worker]:
-    """The functions that prepare and multiply rows on this processor; kernels of ``pairs`` are compiled when first imported."""
-    if not pairs:
-        return _interleave, _multiply
+def _multiply_pairs() -> Worker:
+    """The kernel for rows and weights in bfloat16 on this processor, which is compiled when first imported."""
     if has_matrix_tiles():
-        from cascade.cpu.matrix_tiles import multiply, prepare
+        from cascade.cpu.matrix_tiles import multiply
     else:
-        from cascade.cpu.dots import multiply, prepare
-    return prepare, multiply
+        from cascade.cpu.dots import multiply
+    return multiply
 
 
 class Linear:
@@ -78,18 +71,18 @@ class Linear:
     the depth at once: matrix tiles (AMX), or AVX-512. Sums are float32.
     """
 
-    __slots__ = ("_kernels", "bias", "blocks", "in_features", "out_features")
+    __slots__ = ("_multiply", "_rounds", "bias", "blocks", "in_features", "out_features")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Copy ``weight`` ``[out_features, in_features]``, float32 or bfloat16, in the order of the kernels."""
         weight = weight.detach()
         self.out_features, self.in_features = weight.shape
-        pairs, half = weight.dtype is torch.bfloat16 and has_pairs(), weight.to(torch.bfloat16)
-        held = half if torch.equal(half.to(weight.dtype), weight) else weight
-        filled = F.pad(held, (0, -self.in_features % STEP if pairs else 0, 0, -self.out_features % LANES))
-        together = 2 if pairs else 1
-        self.blocks = filled.view(-1, LANES, filled.shape[1] // together, together).transpose(1, 2).contiguous()
-        self._kernels = _kernels(pairs)
+        self._rounds, half = weight.dtype is torch.bfloat16 and has_pairs(), weight.to(torch.bfloat16)
+        in_half = self._rounds or (self.in_features % 2 == 0 and torch.equal(half.to(weight.dtype), weight))
+        held, per_word = (half, 2) if in_half else (weight.float(), 1)
+        filled = F.pad(held, (0, -self.in_features % STEP if self._rounds else 0, 0, -self.out_features % LANES))
+        self.blocks = filled.view(-1, LANES, filled.shape[1] // per_word, per_word).transpose(1, 2).contiguous()
+        self._multiply = _multiply_pairs() if self._rounds else _multiply_widened if in_half else _multiply
         collapse(self.blocks.data_ptr(), self.blocks.nbytes)
         self.bias = None if bias is None else bias.detach().float()
 
@@ -104,13 +97,13 @@ class Linear:
         return self.blocks.numel()
 
     def steps(self, x: Rows, room: Rows, rows: int, out: Rows) -> Iterator[Step]:
-        """Multiply contiguous rows ``x``; ``room`` is memory for as many rows in the order of the kernel."""
-        count, places, _, together = self.blocks.shape
-        depth, group, (prepare, multiply) = places * together, group_of(rows), self._kernels
-        if ordered := rows > 1 or together > 1:
-            yield Step(prepare, (rows, self.in_features, x.address, room.address, depth, group))
-        given, halves = (room if ordered else x).address, self.blocks.dtype is torch.bfloat16
-        yield Step(multiply, (given, self.blocks.data_ptr(), out.address, rows, depth, self.width, count, group, halves))
+        """Multiply contiguous rows ``x``; ``room`` is memory for as many rows in bfloat16."""
+        count, words, _, per_word = self.blocks.shape
+        if self._rounds:
+            yield Step(_round, (x.address, room.address, rows, self.in_features, words * per_word))
+        given, between = (room.address, words) if self._rounds else (x.address, self.in_features)
+        addresses, chain = (given, self.blocks.data_ptr(), out.address), CHAIN // per_word
+        yield Step(self._multiply, (*addresses, rows, words, between, self.width, count, group_of(rows), chain))
         if self.bias is not None:
             yield shift_step(out, rows, self.bias)
 

@@ -15,7 +15,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from cascade.cpu.jit import I16, I64, floats, function_of, halves, integer, kernel, num_threads, rounded, thread_num
+from cascade.cpu.jit import I16, I64, function_of, integer, kernel, num_threads, thread_num
 from cascade.cpu.tile import LANES, STEP
 
 I8 = ir.IntType(8)
@@ -149,8 +149,8 @@ twice_one_block = _tiles(2, 1)
 
 @kernel
 def multiply(given: int) -> None:
-    x, w, out, rows, depth = integer(given, 0), integer(given, 1), integer(given, 2), integer(given, 3), integer(given, 4)
-    stride, blocks = integer(given, 5), integer(given, 6)
+    x, w, out, rows, depth = integer(given, 0), integer(given, 1), integer(given, 2), integer(given, 3), 2 * integer(given, 4)
+    stride, blocks = integer(given, 6), integer(given, 7)
     here, threads = thread_num(), num_threads()
     size, block, last = depth * LANES * 2, blocks * here // threads, blocks * (here + 1) // threads
     first, second, most = 0, 0, 4 if rows <= TILE_ROWS else 2
@@ -175,16 +175,3 @@ def multiply(given: int) -> None:
                 one_block(given_rows, weights, to, stride, depth)
         block += many
     release()
-
-
-@kernel
-def prepare(given: int) -> None:
-    """Round rows to bfloat16, and pad them with zeros."""
-    rows, size, x, out, depth = integer(given, 0), integer(given, 1), integer(given, 2), integer(given, 3), integer(given, 4)
-    here, threads = thread_num(), num_threads()
-    for row in range(rows * here // threads, rows * (here + 1) // threads):
-        numbers, to = floats(x + row * size * 4), halves(out + row * depth * 2)
-        for place in range(size):
-            to[place] = rounded(numbers[place])
-        for place in range(size, depth):
-            to[place] = 0

@@ -4,6 +4,9 @@ Each result is one chain of fused multiply-adds over the depth, in order. So its
 blocks side by side or of threads, nor on the width of registers. Each step of a chain waits four cycles for the one before on
 most processors, so a tile should have eight chains or more. Blocks side by side share each number of a row that is loaded, as
 rows share weights.
+
+A step of the depth takes one word of each column and row. A word is a float32, or a pair of bfloat16 at two
+places of the depth that follow each other.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +16,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from cascade.cpu.jit import F32, I8, I16, I32, I64, function_of, inlined
+from cascade.cpu.jit import F32, I8, I16, I32, I64, function_of, inlined, integer, num_threads, round_bits, thread_num
 from cascade.cpu.processor import has_avx512
 
 LANES = 16  # columns of a block
@@ -22,11 +25,11 @@ _MANY_REGISTERS = has_avx512()
 ROWS = 12 if _MANY_REGISTERS else 6  # the most rows of a tile: their sums stay in registers
 # blocks side by side in a tile of 1, 2, 3, ... rows, so that all its sums stay in registers; a tile of more rows has one block
 WIDE = (4, 4, 4, 4, 4, 4, 2, 2, 2, 2, 2, 2) if _MANY_REGISTERS else (4, 2, 2)
-AHEAD = 2048  # elements of a block between what is read and what is prefetched
+AHEAD = 1024  # words of a block between what is read and what is prefetched
 AT_ONCE = max(WIDE)  # blocks that are multiplied with all rows before the next ones are read
+WORD = 4  # bytes
 
-VECTOR = ir.VectorType(F32, LANES)
-HALVES, WORDS = ir.VectorType(I16, LANES), ir.VectorType(I32, LANES)
+VECTOR, WORDS, HALVES = (ir.VectorType(kind, LANES) for kind in (F32, I32, I16))
 UNDEFINED = ir.Constant(VECTOR, ir.Undefined)
 
 
@@ -37,18 +40,21 @@ def _everywhere(b: Any, number: Any) -> Any:
 
 
 class Loop:
-    """Builds the code of a tile of ``rows`` by ``blocks``, with weights of 32 or 16 bits; ``onward`` adds to the output."""
+    """Builds the code of a tile of ``rows`` by ``blocks`` of float32.
 
-    def __init__(self, b: Any, rows: int, blocks: int, width: int, onward: bool) -> None:
-        self._b, self._rows, self._blocks, self._width, self._onward = b, rows, blocks, width, onward
+    ``onward`` adds to the output. ``ahead`` prefetches: for blocks in runs too short for the processor's own prefetching.
+    """
+
+    def __init__(self, b: Any, rows: int, blocks: int, onward: bool, ahead: bool) -> None:
+        self._b, self._rows, self._blocks, self._onward, self._ahead = b, rows, blocks, onward, ahead
         self._chains = [(row, block) for row in range(rows) for block in range(blocks)]
 
-    def build(self, x: Any, w: Any, out: Any, stride: Any, depth: Any, chunk: Any, block_stride: Any) -> None:
-        """Chains have the length ``chunk``, and chunks are summed; blocks begin ``block_stride`` elements apart."""
+    def build(self, x: Any, x_stride: Any, w: Any, block_stride: Any, out: Any, stride: Any, depth: Any, chunk: Any) -> None:
+        """Chains have the length ``chunk``, and chunks are summed; strides are between rows and between blocks, in words."""
         b, begin, zero, nil = self._b, self._b.block, ir.Constant(VECTOR, [0.0] * LANES), ir.Constant(I64, 0)
         outer, inner, after, done = (b.append_basic_block(name) for name in ("outer", "inner", "after", "done"))
-        x, out = (b.inttoptr(address, F32.as_pointer()) for address in (x, out))
-        w = b.inttoptr(w, (F32 if self._width == 32 else I16).as_pointer())
+        x, w, out = (b.inttoptr(address, F32.as_pointer()) for address in (x, w, out))
+        given = [b.gep(x, [b.mul(x_stride, ir.Constant(I64, row))]) for row in range(self._rows)]
         b.branch(outer)
         b.position_at_end(outer)
         first, sums = b.phi(I64), [b.phi(VECTOR) for _ in self._chains]
@@ -64,7 +70,8 @@ class Loop:
         b.branch(inner)
         b.position_at_end(inner)
         place, chains = b.phi(I64), [b.phi(VECTOR) for _ in self._chains]
-        longer, following = self._step(x, w, block_stride, place, chains), b.add(place, ir.Constant(I64, 1))
+        columns = self._columns(w, block_stride, place)
+        longer, following = self._step(given, columns, place, chains), b.add(place, ir.Constant(I64, 1))
         b.cbranch(b.icmp_unsigned("<", following, last), inner, after)
         b.position_at_end(after)
         added = [b.fadd(total, chain) for total, chain in zip(sums, longer, strict=True)]
@@ -79,58 +86,63 @@ class Loop:
         for at, total in zip(places, added, strict=True):
             b.store(total, at, align=4)
 
-    def _step(self, x: Any, w: Any, block_stride: Any, place: Any, chains: list[Any]) -> list[Any]:
-        """One step of the depth: a vector of weights of each block times one number of each row."""
+    def _step(self, given: list[Any], columns: list[Any], place: Any, chains: list[Any]) -> list[Any]:
+        """One step of the depth: the words at a place of the rows ``given`` times ``columns``, the words of each block."""
+        return self._added(self._numbers(given, place), columns, chains)
+
+    def _added(self, numbers: list[Any], columns: list[Any], chains: list[Any]) -> list[Any]:
         b, fma = self._b, function_of(self._b, "llvm.fma.v16f32", ir.FunctionType(VECTOR, [VECTOR] * 3))
-        starts = self._starts(w, block_stride, place)
-        if self._blocks > 1:
-            self._prefetch(starts, block_stride)
-        weights = [self._weights(at) for at in starts]
-        numbers = self._numbers(x, place)
         return [
-            b.call(fma, [numbers[row], weights[block], chain]) for (row, block), chain in zip(self._chains, chains, strict=True)
+            b.call(fma, [numbers[row], columns[block], chain]) for (row, block), chain in zip(self._chains, chains, strict=True)
         ]
 
-    def _numbers(self, x: Any, place: Any) -> list[Any]:
-        """A vector of the number of each row at a place of the depth."""
-        b = self._b
-        given = b.gep(x, [b.mul(place, ir.Constant(I64, self._rows))])
-        return [_everywhere(b, b.load(b.gep(given, [ir.Constant(I64, row)]))) for row in range(self._rows)]
+    def _numbers(self, given: list[Any], place: Any) -> list[Any]:
+        """A vector of the word of each row at a place."""
+        return [_everywhere(self._b, self._b.load(self._b.gep(row, [place]))) for row in given]
 
-    def _starts(self, w: Any, block_stride: Any, place: Any) -> list[Any]:
-        """Addresses of the weights of each block at a place of the depth."""
+    def _columns(self, w: Any, block_stride: Any, place: Any) -> list[Any]:
+        """The words of each block at a place of the depth."""
         b = self._b
         here = b.mul(place, ir.Constant(I64, LANES))
         starts = [here, *(b.add(here, b.mul(block_stride, ir.Constant(I64, block))) for block in range(1, self._blocks))]
-        return [b.gep(w, [start]) for start in starts]
+        addresses = [b.gep(w, [start]) for start in starts]
+        if self._ahead:
+            self._prefetch(addresses, block_stride)
+        return [b.load(b.bitcast(at, VECTOR.as_pointer()), align=4) for at in addresses]
 
-    def _prefetch(self, starts: list[Any], block_stride: Any) -> None:
-        """Prefetch weights into the second cache: the next blocks where blocks are short, else `AHEAD` elements further on.
-
-        A pass reads keys and values from memory, in runs too short for the processor's own prefetching. Without prefetches,
-        attention of many rows takes 1.4 times as long (docs/log.md).
-        """
+    def _prefetch(self, addresses: list[Any], block_stride: Any) -> None:
+        """Prefetch words into the second cache: the next blocks where blocks are short, else `AHEAD` words further on."""
         b, next_ones, distance = self._b, ir.Constant(I64, self._blocks), ir.Constant(I64, AHEAD)
         is_short = b.icmp_unsigned("<=", block_stride, distance)
         ahead = b.select(is_short, b.mul(block_stride, next_ones), distance)
         prefetch = function_of(b, "llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32]))
-        for start in starts:
-            at = b.bitcast(b.gep(start, [ahead]), I8.as_pointer())
+        for address in addresses:
+            at = b.bitcast(b.gep(address, [ahead]), I8.as_pointer())
             b.call(prefetch, [at, *(ir.Constant(I32, number) for number in (0, 2, 1))])  # to read, second cache, data
 
-    def _weights(self, at: Any) -> Any:
-        b = self._b
-        if self._width == 32:
-            return b.load(b.bitcast(at, VECTOR.as_pointer()), align=4)
-        halves = b.load(b.bitcast(at, HALVES.as_pointer()), align=2)
-        return b.bitcast(b.shl(b.zext(halves, WORDS), ir.Constant(WORDS, [16] * LANES)), VECTOR)
+
+class Widened(Loop):
+    """A loop over columns of bfloat16, which are widened to float32; a word of theirs meets two numbers of a row."""
+
+    def _step(self, given: list[Any], columns: list[Any], place: Any, chains: list[Any]) -> list[Any]:
+        b, words = self._b, [self._b.bitcast(column, WORDS) for column in columns]
+        first = [b.bitcast(b.shl(word, ir.Constant(WORDS, [16] * LANES)), VECTOR) for word in words]
+        second = [b.bitcast(b.and_(word, ir.Constant(WORDS, [0xFFFF0000] * LANES)), VECTOR) for word in words]
+        here = b.mul(place, ir.Constant(I64, 2))
+        chains = self._added(self._numbers(given, here), first, chains)
+        return self._added(self._numbers(given, b.add(here, ir.Constant(I64, 1))), second, chains)
 
 
-def _tile(blocks_by_rows: Mapping[int, int], width: int, onward: bool = False, loop: type[Loop] = Loop) -> Any:
-    """A tile that dispatches on its number of rows, each with its blocks side by side; other numbers take the last entry."""
+def _tile(blocks_by_rows: Mapping[int, int], loop: type[Loop], *, onward: bool = False, ahead: bool = False) -> Any:
+    """A tile that dispatches on its number of rows, each with its blocks side by side; other numbers take the last entry.
+
+    It takes the number of rows, and then what `Loop.build` takes.
+    """
 
     @intrinsic
-    def tile(_: Any, rows: Any, x: Any, w: Any, out: Any, stride: Any, depth: Any, chunk: Any, block_stride: Any) -> Any:
+    def tile(
+        _: Any, rows: Any, x: Any, x_stride: Any, w: Any, block_stride: Any, out: Any, stride: Any, depth: Any, chunk: Any
+    ) -> Any:
         def build(context: Any, b: Any, signature: Any, given: Any) -> Any:
             number, *rest = given
             cases = {rows: b.append_basic_block(f"rows{rows}") for rows in blocks_by_rows}
@@ -140,43 +152,48 @@ def _tile(blocks_by_rows: Mapping[int, int], width: int, onward: bool = False, l
                 if case is not last:
                     switch.add_case(ir.Constant(I64, rows), case)
                 b.position_at_end(case)
-                loop(b, rows, blocks_by_rows[rows], width, onward).build(*rest)
+                loop(b, rows, blocks_by_rows[rows], onward, ahead).build(*rest)
                 b.branch(done)
             b.position_at_end(done)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 8), build
+        return types.void(*[types.int64] * 9), build
 
     return tile
 
 
 _ONE_BLOCK = dict.fromkeys(range(1, ROWS + 1), 1)
-_onward, _onward_of_halves = _tile(_ONE_BLOCK, 32, onward=True), _tile(_ONE_BLOCK, 16, onward=True)
 
 
-def tile_blocks(width: int, loop: type[Loop] = Loop) -> Any:
-    """Multiply with `WIDE` blocks side by side, and with single blocks for the rest."""
-    single, several = (_tile(blocks, width, loop=loop) for blocks in (_ONE_BLOCK, dict(enumerate(WIDE, 1))))
-    nbytes = width // 8
+def multiplier(loop: type[Loop] = Loop, *, ahead: bool = False) -> Any:
+    """A function that multiplies at most `ROWS` rows with blocks: `WIDE` of them side by side, and single ones for the rest.
+
+    ``x`` is the address of rows that are ``x_stride`` words apart, ``w`` that of ``number`` blocks ``[depth, 16]`` that are
+    ``block_stride`` words apart. Products come to rows of float32 at ``out``, ``stride`` apart. ``chunk`` is a chain's length.
+    """
+    single, several = _tile(_ONE_BLOCK, loop), _tile(dict(enumerate(WIDE, 1)), loop, ahead=ahead)
 
     @inlined
-    def blocks(
-        rows: int, x: int, w: int, out: int, stride: int, depth: int, chunk: int, number: int, block_stride: int
+    def multiply(
+        rows: int, x: int, x_stride: int, w: int, block_stride: int, number: int, out: int, stride: int, depth: int, chunk: int
     ) -> None:
         block = 0
         if rows <= len(WIDE):
             while block + WIDE[rows - 1] <= number:
-                at, to = w + block * block_stride * nbytes, out + block * LANES * 4
-                several(rows, x, at, to, stride, depth, chunk, block_stride)
+                at, to = w + block * block_stride * WORD, out + block * LANES * 4
+                several(rows, x, x_stride, at, block_stride, to, stride, depth, chunk)
                 block += WIDE[rows - 1]
         while block < number:
-            single(rows, x, w + block * block_stride * nbytes, out + block * LANES * 4, stride, depth, chunk, 0)
+            at, to = w + block * block_stride * WORD, out + block * LANES * 4
+            single(rows, x, x_stride, at, 0, to, stride, depth, chunk)
             block += 1
 
-    return blocks
+    return multiply
 
 
-_blocks, _blocks_of_halves = tile_blocks(32), tile_blocks(16)
+def continuer(loop: type[Loop] = Loop) -> Any:
+    """A tile of one block in chains that continue from ``out``: two calls over parts of the depth equal one over all."""
+    return _tile(_ONE_BLOCK, loop, onward=True)
 
 
 def group_of(rows: int) -> int:
@@ -184,28 +201,33 @@ def group_of(rows: int) -> int:
     return -(-rows // -(-rows // ROWS))
 
 
-@inlined
-def multiply(
-    halves: int, rows: int, x: int, w: int, out: int, stride: int, depth: int, chunk: int, number: int, block_stride: int
-) -> None:
-    """Multiply ``rows`` rows with ``number`` blocks, to rows of float32 at ``out`` that are ``stride`` elements apart.
+def product(multiply: Any) -> Any:
+    """A kernel's function: rows times a matrix in blocks that lie one after another, with ``multiply`` of `multiplier`.
 
-    ``x`` is the address of ``[depth, rows]`` float32, ``rows`` at most `ROWS`. ``w`` is the address of blocks ``[depth, 16]``,
-    ``block_stride`` elements apart, of float32 or, with ``halves``, bfloat16. ``chunk`` is the length of a chain.
+    Arguments: addresses of rows, blocks and output; the number of rows, the depth in words, the words between rows of the input
+    and of the output, the numbers of blocks and of rows in a tile, and the length of a chain in words.
     """
-    if halves:
-        _blocks_of_halves(rows, x, w, out, stride, depth, chunk, number, block_stride)
-    else:
-        _blocks(rows, x, w, out, stride, depth, chunk, number, block_stride)
 
+    @inlined
+    def function(given: int) -> None:
+        x, w, out, rows, depth = integer(given, 0), integer(given, 1), integer(given, 2), integer(given, 3), integer(given, 4)
+        x_stride, stride, blocks, group, chain = (
+            integer(given, 5),
+            integer(given, 6),
+            integer(given, 7),
+            integer(given, 8),
+            integer(given, 9),
+        )
+        here, threads, size = thread_num(), num_threads(), depth * LANES
+        first, last = blocks * here // threads, blocks * (here + 1) // threads
+        at_once = last - first if rows <= group else AT_ONCE  # blocks are read once from memory, then from a cache
+        for block in range(first, last, max(1, at_once)):
+            number, weights = min(at_once, last - block), w + block * size * WORD
+            for row in range(0, rows, group):
+                taken, to = min(group, rows - row), out + (row * stride + block * LANES) * 4
+                multiply(taken, x + row * x_stride * WORD, x_stride, weights, size, number, to, stride, depth, chain)
 
-@inlined
-def multiply_onward(halves: int, rows: int, x: int, w: int, out: int, stride: int, depth: int) -> None:
-    """`multiply` one block in chains that continue from ``out``: two calls over parts of the depth equal one over all."""
-    if halves:
-        _onward_of_halves(rows, x, w, out, stride, depth, depth, 0)
-    else:
-        _onward(rows, x, w, out, stride, depth, depth, 0)
+    return function
 
 
 def _fold(join: Callable[[Any, Any, Any], Any]) -> Any:
@@ -246,3 +268,26 @@ largest = _fold(lambda b, first, second: b.select(b.fcmp_ordered(">", second, fi
 """``largest(address, length, start)``: the maximum of ``start`` and ``length`` float32, a positive multiple of `LANES`."""
 total = _fold(lambda b, first, second: b.fadd(first, second))
 """``total(address, length, 0)``: the sum, lane by lane, then over the lanes in order."""
+
+
+@intrinsic
+def round_all(_: Any, source: Any, to: Any, length: Any) -> Any:
+    """Round ``length`` float32, a positive multiple of `LANES`, to bfloat16: LLVM makes no vectors of a loop over them."""
+
+    def build(context: Any, b: Any, signature: Any, given: Any) -> Any:
+        source, to = (b.inttoptr(address, kind.as_pointer()) for address, kind in zip(given, (F32, I16), strict=False))
+        begin, loop, done = b.block, b.append_basic_block("loop"), b.append_basic_block("done")
+        b.branch(loop)
+        b.position_at_end(loop)
+        place = b.phi(I64)
+        numbers = b.load(b.bitcast(b.gep(source, [place]), VECTOR.as_pointer()), align=4)
+        rounded = round_bits(b, numbers, WORDS, HALVES, LANES)
+        b.store(rounded, b.bitcast(b.gep(to, [place]), HALVES.as_pointer()), align=2)
+        following = b.add(place, ir.Constant(I64, LANES))
+        place.add_incoming(ir.Constant(I64, 0), begin)
+        place.add_incoming(following, loop)
+        b.cbranch(b.icmp_unsigned("<", following, given[2]), loop, done)
+        b.position_at_end(done)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), build

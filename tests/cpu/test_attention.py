@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cascade.cpu.attention import Kind, Sizes, attend
+from cascade.cpu.attention import ROUNDS, Kind, Sizes, attend
 from cascade.cpu.cache import BlockedCache, Span, tables
 from tests.cases import crossed, examples
 from tests.cpu.forks import TEXTS, Piece, check_forks
@@ -63,9 +63,12 @@ def test_attention_is_what_is_written_out(kind: str, form: tuple[str, torch.dtyp
     heads, dtype = form
     shape = Sizes(12, *HEADS[heads])
     query, *held = text = texts(shape)
-    expected = written_out((query, *(part.to(dtype).float() for part in held)), KINDS[kind])
+    rounds = ROUNDS and dtype is torch.bfloat16  # queries and weights, too
+    expected = written_out(
+        (query.to(dtype).float() if rounds else query, *(part.to(dtype).float() for part in held)), KINDS[kind]
+    )
     scores = score(BlockedCache({0: shape}, dtype), shape, text, 0, LENGTH, KINDS[kind])
-    torch.testing.assert_close(scores, expected, rtol=1e-4, atol=3e-5)
+    torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-2 if rounds else 3e-5)
 
 
 @settings(max_examples=examples(0.3))

@@ -36,6 +36,7 @@ from cascade.engine.weights import HEAD, shape_of
 
 DTYPES = (torch.float32, torch.bfloat16)
 KEPT = 512  # memory and programs are kept for passes of up to so many tokens: making a program takes some 5 ms
+LEAST_KEPT = 32  # the tokens of the smallest memory that is kept; it doubles as passes grow
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
 LAYER = "model.layers.{}."  # prefix of the names of a layer's weights
 UNUSED = "rotary_emb.inv_freq"  # suffix of further tensors in old checkpoints
@@ -290,8 +291,8 @@ class Llama:
         """Memory for a pass of so many tokens; that of passes with at most `KEPT` is kept."""
         workspace = self._workspace
         if workspace is None or tokens > workspace.most:
-            workspace = Workspace(self, max(tokens, KEPT))
-            self._workspace = workspace if workspace.most == KEPT else self._workspace
+            workspace = Workspace(self, max(LEAST_KEPT, 1 << (tokens - 1).bit_length()) if tokens <= KEPT else tokens)
+            self._workspace = workspace if tokens <= KEPT else self._workspace
         return workspace
 
     def _angles(self, positions: int) -> tuple[Tensor, Tensor]:

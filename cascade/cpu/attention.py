@@ -109,11 +109,11 @@ def _words(places: int, short: int) -> Any:
 
 @inlined
 def _put(address: int, place: int, number: float, short: int) -> None:
-    """Store a number, clamped by `_finite`, as float32 or, if ``short``, as bfloat16."""
+    """Store a number as float32 or, if ``short``, as bfloat16."""
     if short:
-        halves(address)[place] = rounded(_finite(number))
+        halves(address)[place] = rounded(number)
     else:
-        floats(address)[place] = _finite(number)
+        floats(address)[place] = number
 
 
 @inlined
@@ -129,11 +129,11 @@ def _store_head(given: int, span: int, head: int) -> None:
         source = head * integer(given, _KEY_HEAD) + at * integer(given, _KEY_TOKEN)
         to = (head * (capacity // LANES) + position // LANES) * _words(key_size, short) * line + position % LANES * per_word
         for place in range(key_size):
-            _put(keys, to + place // per_word * line + place % per_word, new_keys[source + place], short)
+            _put(keys, to + place // per_word * line + place % per_word, _finite(new_keys[source + place]), short)
         source = head * integer(given, _VALUE_HEAD) + at * integer(given, _VALUE_TOKEN)
         for place in range(value_size):
             to = ((head * blocks + place // LANES) * capacity // per_word + position // per_word) * line
-            _put(values, to + place % LANES * per_word + position % per_word, new_values[source + place], short)
+            _put(values, to + place % LANES * per_word + position % per_word, _finite(new_values[source + place]), short)
 
 
 @inlined
@@ -188,7 +188,7 @@ def _score(
 ) -> None:
     """Scores of ``rows`` queries, ``between`` words apart, with ``length`` keys from position ``begin`` on.
 
-    Those of a fork's base come first.
+    Those of a fork's base come first. ``spare`` is room for one block of scores.
     """
     short, capacity, shared = integer(given, _SHORT), integer(span, _CAPACITY), max(0, integer(span, _POSITION) - begin)
     depth = _words(integer(given, _KEY_SIZE), short)
@@ -214,7 +214,7 @@ def _weigh_values(
 ) -> None:
     """Sums of ``length`` values from position ``begin`` on, by ``weights`` whose rows are ``between`` words apart.
 
-    Those of a fork's base come first.
+    Those of a fork's base come first. ``spare`` is room for a pair of all lanes.
     """
     short, blocks = integer(given, _SHORT), (integer(given, _VALUE_SIZE) + LANES - 1) // LANES
     shared, per_word, line, stride = max(0, integer(span, _POSITION) - begin), 2 if short else 1, LANES * WORD, blocks * LANES
@@ -278,12 +278,8 @@ def _attend_rows(given: int, span: int, head: int, row: int, rows: int, scratch:
         sums[query] = _softmax(given, at, length, first, position + 1 - begin, head * group + (row + query) % group)
         if rounds:
             round_all(at, rest + query * length * 2, length)
-    if rounds:
-        weighted = scores
-        _weigh_values(given, span, head, rows, begin, length, rest, length // 2, weighted, spare)
-    else:
-        weighted = rest
-        _weigh_values(given, span, head, rows, begin, length, scores, length, weighted, spare)
+    weights, weighted, between = (rest, scores, length // 2) if rounds else (scores, rest, length)
+    _weigh_values(given, span, head, rows, begin, length, weights, between, weighted, spare)
     out, products = floats(integer(given, _OUT)), floats(weighted)
     for query in range(rows):
         to = (integer(span, _FIRST) + (row + query) // group) * integer(given, _OUT_TOKEN)

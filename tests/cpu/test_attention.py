@@ -71,6 +71,19 @@ def test_attention_is_what_is_written_out(kind: str, form: tuple[str, torch.dtyp
     torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-2 if rounds else 3e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_queries_that_are_no_numbers_stay_so(dtype: torch.dtype) -> None:
+    """Guards the check of logits at load: what overflows must not come out as a number, and harms no other position."""
+    shape, kind = Sizes(12, *HEADS["grouped"]), KINDS["full"]
+    text = texts(shape)
+    clean = score(BlockedCache({0: shape}, dtype), shape, text, 0, LENGTH, kind)
+    text[0][:, 7], text[0][:, 9, 3] = torch.nan, torch.inf
+    scores = score(BlockedCache({0: shape}, dtype), shape, text, 0, LENGTH, kind)
+    others = [at for at in range(LENGTH) if at not in (7, 9)]
+    assert scores[[7, 9]].isnan().all(dim=1).tolist() == [True, True]
+    assert torch.equal(scores[others], clean[others])
+
+
 @settings(max_examples=examples(0.3))
 @given(rng=st.randoms(use_true_random=False), heads=st.sampled_from(sorted(HEADS)), kind=st.sampled_from(sorted(KINDS)))
 def test_forks_are_texts_of_their_own(rng: random.Random, heads: str, kind: str) -> None:

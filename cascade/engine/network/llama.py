@@ -269,7 +269,7 @@ class Llama:
         given = [Heads(part.address, size, part.stride) for part in (q, k, v)]
         for layer, span, window in zip(self.layers, spans, self._windows, strict=True):
             yield norm_step(x, r.normed, shape, *layer.attention_norm)
-            yield from layer.qkv.steps(r.normed, r.ordered, tokens, r.qkv)
+            yield from layer.qkv.steps(r.normed, r.rounded, tokens, r.qkv)
             if layer.q_norm is not None and layer.k_norm is not None:
                 yield norm_step(q, q, (tokens, queries), *layer.q_norm)
                 yield norm_step(k, k, (tokens, turned - queries), *layer.k_norm)
@@ -277,13 +277,13 @@ class Llama:
             attend = attend_step(given, r.attended.address, 0, span, self.sizes, Kind(size**-0.5, window))
             yield store_step(attend)
             yield attend
-            yield from layer.o.steps(r.attended, r.ordered, tokens, r.projected)
+            yield from layer.o.steps(r.attended, r.rounded, tokens, r.projected)
             yield add_step(x.address, r.projected, r.residual.address, shape)
 
             yield norm_step(r.residual, r.normed, shape, *layer.mlp_norm)
-            yield from layer.gate_up.steps(r.normed, r.ordered, tokens, r.gate_up)
+            yield from layer.gate_up.steps(r.normed, r.rounded, tokens, r.gate_up)
             yield gate_step(r.gate_up, r.gated.address, (tokens, r.gated.stride))
-            yield from layer.down.steps(r.gated, r.ordered, tokens, r.down)
+            yield from layer.down.steps(r.gated, r.rounded, tokens, r.down)
             yield add_step(r.residual.address, r.down, x.address, shape)
         yield norm_step(x, x, shape, *self._norm)
 
@@ -307,7 +307,7 @@ class Scratch(NamedTuple):
     """Buffers for one layer, ``[most, ...]`` each, which the next layer overwrites."""
 
     normed: Rows
-    ordered: Rows  # a product's rows, in its layout
+    rounded: Rows  # a product's rows in bfloat16, see `Linear.steps`
     qkv: Rows
     attended: Rows
     projected: Rows  # the projected rows of attention
@@ -326,8 +326,8 @@ class Workspace:
         layer = network.layers[0]
         size, half = len(layer.attention_norm.weight), layer.gate_up.out_features // 2
         attended = network.sizes.heads * network.sizes.value_size
-        ordered = max(size, half, attended) + STEP
-        widths = (size, ordered, layer.qkv.width, attended, layer.o.width, size, layer.gate_up.width, half, layer.down.width)
+        rounded = (max(size, half, attended) + STEP) // 2  # two to a float32, filled up to whole steps
+        widths = (size, rounded, layer.qkv.width, attended, layer.o.width, size, layer.gate_up.width, half, layer.down.width)
         self._memory = [torch.zeros(most, width) for width in widths]
         self.scratch = Scratch(*map(Rows.of, self._memory))
         self.cos, self.sin = torch.zeros(2, most, network.sizes.key_size)

@@ -30,6 +30,8 @@ from cascade.prompts import read_prompts
 if TYPE_CHECKING:  # both import PyTorch, which starts slowly
     from cascade.agreement import Written
     from cascade.engine.tokenizer import Tokenizer
+    from cascade.scorer import Drafter
+    from cascade.settings.config import CascadeConfig
 
 FOLDER = Path(__file__).parent
 QUESTIONS = {prompt.category: prompt.text for prompt in read_prompts(FOLDER / "questions.jsonl")}  # by kind
@@ -81,7 +83,7 @@ def demo(model: str | None, drafts: tuple[str, ...]) -> None:
             rows = [compared(served, f"{len(few)} questions, temperature {t:g}", few, COMPARED_TOKENS, t) for t in (0.0, 0.7)]
             rows.append(compared(served, "a program printed again", [AGAIN], AGAIN_TOKENS))
     if len(config.tiers) > 1:
-        rows.append(on_devices({tier.name: tier.model_loading_config.source for tier in config.tiers}, answers))
+        rows.append(on_devices(config, answers))
     show(rows)
     if not all(row.same for row in rows):
         raise click.exceptions.Exit(1)
@@ -153,24 +155,26 @@ def timed(served: Backend, conversation: Sequence[Message], params: SamplingPara
     return last.chunk.completion, time.perf_counter() - begin
 
 
-def on_devices(sources: Mapping[str, str], answers: Mapping[str, Completion]) -> Row:
-    """Simulate how fast the same answers come with a GPU for each tier; at a terminal, two panes show it.
-
-    ``sources`` are the models by tier, bottom to top.
-    """
+def on_devices(config: "CascadeConfig", answers: Mapping[str, Completion]) -> Row:
+    """Simulate how fast the same answers come with a GPU for each tier; at a terminal, two panes show it."""
     from cascade.agreement import chat_ids
+    from cascade.drafters import make
     from cascade.engine.tokenizer import Tokenizer
 
+    sources = {tier.name: tier.model_loading_config.source for tier in config.tiers}
     tokenizer = Tokenizer.from_pretrained([*sources.values()][-1])
     texts = [(tuple(chat_ids(tokenizer, QUESTIONS[kind])), completion.token_ids) for kind, completion in answers.items()]
     with console.status("The draft models guess along these answers"):
-        outcome = simulated(sources, texts, PARAMS, list(answers), tokenizer.num_ids)
+        readers = [drafter for drafter in config.tiers[-1].engine_kwargs.drafters if not drafter.reads]
+        drafters = make(readers, config.drafters, tokenizer.encode)
+        outcome = simulated(sources, drafters, texts, PARAMS, list(answers), tokenizer.num_ids)
     panes(outcome, texts, tokenizer)
     alone, cascade = outcome.speeds
+    names = (*(drafter.name for drafter in drafters), *sources)
     shares = listed([f"{name} in {share:.2f}" for name, share in outcome.agreement.items()])
     note = (
         f"computed, not measured, for passes as long as those of {listed(outcome.models)} on an H100 each; guesses are those "
-        f"of the models here, which agree with the full one along these answers: {shares} of tokens."
+        f"of {listed([*names[:-1]])} here. Of tokens of these answers the models agree with the full one: {shares}."
     )
     return Row(f"{len(texts)} questions, simulated GPUs", alone, cascade, note)
 
@@ -205,12 +209,18 @@ class Simulated:
 
 
 def simulated(
-    sources: Mapping[str, str], texts: "Sequence[Written]", params: SamplingParams, kinds: Sequence[str], vocab: int
+    sources: Mapping[str, str],
+    drafters: "Sequence[Drafter]",
+    texts: "Sequence[Written]",
+    params: SamplingParams,
+    kinds: Sequence[str],
+    vocab: int,
 ) -> Simulated:
     """Simulate answers that the full model gave with ``params``, with a device for each tier.
 
-    ``sources`` are two or three models by tier, bottom to top. The draft models give their own tokens along the answers, and
-    passes take as long as those of a published trio on published devices (`cascade.simulation.costs`).
+    ``sources`` are two or three models by tier, bottom to top; ``drafters`` are inside the full one. The draft models give
+    their own tokens along the answers, and passes take as long as those of a published trio on published devices
+    (`cascade.simulation.costs`).
     """
     from cascade.agreement import along
     from cascade.simulation.costs import QWEN3, TRIO
@@ -218,7 +228,7 @@ def simulated(
 
     recording = along([*sources.values()][:-1], texts, [params] * len(texts), kinds)
     full = len(sources) - 1
-    tiers = recorded_tiers([*sources], (*QWEN3[:full], QWEN3[-1]), recording, vocab)
+    tiers = recorded_tiers([*sources], (*QWEN3[:full], QWEN3[-1]), recording, vocab, drafters)
     models = [*TRIO]
     return Simulated(
         timelines(tiers, recording, drafts=False),

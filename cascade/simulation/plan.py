@@ -6,13 +6,14 @@ and runner-ups are right as often as measured on the family that ships (`ToyTier
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
 from cascade.errors import ConfigError
 from cascade.params import SamplingParams
 from cascade.planner.cost import Profile
+from cascade.scorer import Drafter
 from cascade.simulation.recording import RecordedTier, Recording
 from cascade.simulation.scenario import Outcome, Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
@@ -73,9 +74,12 @@ def toy_tiers(names: Sequence[str], costs: Sequence[Profile], agreement: Sequenc
     return _tiers(names, costs, chained(agreement), partial(ToyTier, VOCAB))
 
 
-def recorded_tiers(names: Sequence[str], costs: Sequence[Profile], recording: Recording, vocab: int) -> tuple[SimTier, ...]:
-    """Tiers, bottom to top, that repeat the recorded own tokens along the recorded texts."""
-    return _tiers(names, costs, recording.agreement, partial(RecordedTier, vocab, recording=recording))
+def recorded_tiers(
+    names: Sequence[str], costs: Sequence[Profile], recording: Recording, vocab: int, drafters: Sequence[Drafter] = ()
+) -> tuple[SimTier, ...]:
+    """Tiers, bottom to top, that repeat the recorded own tokens along the recorded texts; the top one has ``drafters``."""
+    *lower, full = _tiers(names, costs, recording.agreement, partial(RecordedTier, vocab, recording=recording))
+    return (*lower, replace(full, drafters=tuple(drafters)))
 
 
 def _tiers(
@@ -112,10 +116,12 @@ def predict(tiers: Sequence[SimTier], traffic: Traffic, recording: Recording | N
 def timelines(tiers: Sequence[SimTier], recording: Recording, *, drafts: bool) -> list[tuple[float, ...]]:
     """When each token of each recorded text comes, in seconds after its request; requests come one after the other.
 
-    With ``drafts`` the planner chooses the tiers that draft, after one answer for learning. Without, no tier drafts.
+    With ``drafts`` the planner chooses the drafters and tiers that draft, after one answer for learning. Without, none does. No
+    request reuses anything of another.
     """
-    requests = _requests(Traffic(), 1, recording)
-    outcome = simulate(Scenario(tuple(tiers) if drafts else (tiers[-1],), requests, adaptive=drafts))
+    requests = [replace(request, cache_salt=str(at)) for at, request in enumerate(_requests(Traffic(), 1, recording))]
+    chosen = tuple(tiers) if drafts else (replace(tiers[-1], drafters=()),)
+    outcome = simulate(Scenario(chosen, tuple(requests), adaptive=drafts))
     pairs = zip(requests, outcome.times, strict=True)
     answers = [tuple(time - request.arrive_s for time in times) for request, times in pairs]
     return [answers[-1], *answers[1:-1]]

@@ -36,6 +36,7 @@ class Request:
     params: SamplingParams = GREEDY
     ends: frozenset[int] = frozenset()
     arrive_s: float = 0.0
+    cache_salt: str = ""  # prompts and texts are reused only among requests with the same salt
 
 
 @dataclass(frozen=True, slots=True)

@@ -289,6 +289,7 @@ class Router:
             draft_window=self.scenario.window,
             draft_branches=self.scenario.branches,
             adaptive=self.scenario.adaptive,
+            cache_salt=request.cache_salt,
         )
         self.texts[index], self.times[index] = [], []
         self._open(Answer(spec, MUTE, index), spec)

@@ -202,8 +202,8 @@ def test_questions_are_answered_and_modes_compared(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(demo, "PARAMS", replace(demo.PARAMS, max_tokens=16))
     given: dict[str, Completion] = {}
 
-    def on_devices(sources: Mapping[str, str], answers: Mapping[str, Completion]) -> demo.Row:
-        assert [*sources] == ["tiny", "medium", "full"]  # toys are no models that could be recorded
+    def on_devices(config: CascadeConfig, answers: Mapping[str, Completion]) -> demo.Row:
+        assert config.names == ("tiny", "medium", "full")  # toys are no models that could be recorded
         given.update(answers)
         return demo.Row("a GPU for each tier", 1.0, 2.0, "computed")
 
@@ -241,7 +241,7 @@ def test_answers_are_simulated_with_the_models_that_ship() -> None:
     prompts = ["def read(path):\n", "import os\n\n"]
     with Cascade.from_pretrained(family.paths()[-1:], dtype="float32") as full:
         texts = [(tuple(full.tokenizer.encode(text)), full.generate(text, params).token_ids) for text in prompts]
-    shown = simulated(dict(zip(family.NAMES, family.paths(), strict=True)), texts, params, ["code", "code"], small.VOCAB)
+    shown = simulated(dict(zip(family.NAMES, family.paths(), strict=True)), (), texts, params, ["code", "code"], small.VOCAB)
     assert [len(times) for times in shown.alone] == [len(times) for times in shown.cascade] == [len(ids) for _, ids in texts]
     alone, cascade = shown.speeds
     assert alone == pytest.approx(39, rel=0.05)

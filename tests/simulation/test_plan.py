@@ -9,13 +9,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from cascade import Cascade, SamplingParams
 from cascade.agreement import agreement, chat_ids, ranked, record, search, written
+from cascade.drafters import make, specs
 from cascade.engine.layers import numbers
 from cascade.engine.model import Model
 from cascade.errors import ConfigError
 from cascade.prompts import BUILT_IN, read_prompts
 from cascade.scorer import RunnerUp
 from cascade.simulation.costs import ACCELERATORS, Load, flat
-from cascade.simulation.plan import ALONE, PLANNER, Traffic, chained, predict, recorded_tiers, toy_tiers
+from cascade.simulation.plan import ALONE, PLANNER, Traffic, chained, predict, recorded_tiers, timelines, toy_tiers
 from cascade.simulation.recording import RecordedText, Recording
 from tests import small
 from tests.cli import run
@@ -103,6 +104,17 @@ def test_corrections_by_a_runner_up_are_prepared() -> None:
         shares.append(prediction.prepared["tiny → full"])
     assert shares[0] > 0.9
     assert shares[1] == 0
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_text_drafters_guess_from_the_text_alone(repeats: bool) -> None:
+    """Guards the simulated speed of the demo: `suffix` gains where a text repeats itself, and nothing from an earlier answer."""
+    tokens = [place % 8 if repeats else (place * 37) % 64 for place in range(64)]
+    full, below = (tuple((RunnerUp(token, 0.0),) for token in written) for written in (tokens, [63] * 64))
+    texts = Recording((RecordedText(tuple(range(40, 48)), (below, full)),))
+    tiers = recorded_tiers(("tiny", "full"), flat(2, 20), texts, 64, make(specs("suffix"), ("suffix",), None))
+    (alone,), (drafted,) = (timelines(tiers, texts, drafts=drafts) for drafts in (False, True))
+    assert (alone[-1] / drafted[-1] > 2) is repeats
 
 
 def test_the_commands_measure_and_predict(tmp_path: Path) -> None:

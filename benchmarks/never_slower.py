@@ -36,7 +36,7 @@ class Size:
     """How much is asked."""
 
     tokens: int = 48  # of an answer in the mean
-    loads: tuple[tuple[int, int], ...] = ((1, 40), (8, 16), (32, 6))  # requests at once, rounds of each mode
+    loads: tuple[tuple[int, int], ...] = ((1, 40), (8, 16), (32, 6), (64, 4))  # requests at once, rounds of each mode
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
 
 

@@ -36,6 +36,7 @@ PARTS = ("one", "scale", "map", "pair")
 QUICK_STRETCH = 1.0
 PROMPTS, TOKENS = 2, 96  # of each category that are recorded; of a text
 DTYPE = "float32"  # of what is recorded
+DRAFTERS = ("suffix", "lookahead")  # inside the full tier, whose passes of many tokens take no longer than those of one
 
 
 def measure(parts: Sequence[str], *, quick: bool) -> dict[str, Any]:
@@ -52,7 +53,7 @@ def measure(parts: Sequence[str], *, quick: bool) -> dict[str, Any]:
         console.print(single.agreement(recording, family.NAMES))
     figures: dict[str, Any] = {}
     if "one" in parts:
-        setup = Setup(size.stretch, recording=RECORDING)
+        setup = Setup(size.stretch, recording=RECORDING, drafters=DRAFTERS)
         figures["one"] = timed("One request", lambda: single.measure(recording, setup, size, console.print))
         console.print(single.table(figures["one"]))
     if "scale" in parts:

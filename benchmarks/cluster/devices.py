@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from benchmarks.cluster.emulated import Device, num_gpus
+from cascade.drafters import make, specs
 from cascade.engine.model_config import context_len, read_config
 from cascade.engine.tokenizer import Tokenizer
 from cascade.params import DEFAULT_WINDOW, Speculation
@@ -37,7 +38,7 @@ class Setup:
 
     With a file of a `Recording` own tokens are the recorded ones, without one tiers are the toys of `FILE`. Without
     ``pass_ms``, the milliseconds of passes of each tier by tokens, passes take what `FILE` says. ``sources`` are models whose
-    tokens were recorded, by tier; other tiers are left out then.
+    tokens were recorded, by tier; other tiers are left out then. ``drafters`` are inside the full tier.
     """
 
     stretch: float = 6.0
@@ -45,6 +46,7 @@ class Setup:
     recording: Path | None = None
     pass_ms: tuple[Mapping[int, float], ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
+    drafters: tuple[str, ...] = ()
 
     @property
     def values(self) -> dict[str, Any]:
@@ -63,6 +65,7 @@ class Setup:
             if self.pass_ms:
                 device |= {"pass_ms": dict(self.pass_ms[level]), "context_ms": 0.0}
             deployment["num_replicas"] = self.replicas[level]
+        values["tiers"][-1]["engine_kwargs"]["drafter"] = [*self.drafters]
         return values
 
     @property
@@ -89,11 +92,12 @@ class Setup:
         return [_model(tier) for tier in self.config.tiers]
 
     def tiers(self) -> list[SimTier]:
-        """The same tiers in the simulator, with a replica each."""
-        return [
+        """The same tiers in the simulator, with a replica each and drafters that know no text yet."""
+        *lower, full = (
             SimTier(tier.name, model, Device.of(tier).cost.predict, HOP_S)
             for tier, model in zip(self.config.tiers, self.models(), strict=True)
-        ]
+        )
+        return [*lower, replace(full, drafters=tuple(make(specs(self.drafters), self.drafters, None)))]
 
 
 def _model(tier: TierConfig) -> ToyTier:
@@ -119,16 +123,20 @@ class Simulated:
 
 
 def simulated(tiers: Sequence[SimTier], requests: Sequence[Request], speculation: Speculation, warm_up: int) -> Simulated:
-    """The requests in turn, with the tiers that a ``speculation`` asks for.
+    """The requests in turn, with the tiers and drafters that a ``speculation`` asks for; none reuses anything of another.
 
     One more of ``warm_up`` tokens comes before and does not count: servers have learnt by then what guesses are worth.
     """
-    lower = speculation.chosen(tuple(tier.name for tier in tiers))
+    *below, full = tiers
+    lower = speculation.chosen((*(drafter.name for drafter in full.drafters), *(tier.name for tier in tiers)))
+    readers = tuple(drafter for drafter in full.drafters if drafter.name in lower)
     first = replace(requests[0], params=replace(requests[0].params, max_tokens=warm_up, seed=len(requests)))
     arrivals = [PAUSE_S * place for place in range(1 + len(requests))]
     scenario = Scenario(
-        (*(tier for tier in tiers[:-1] if tier.name in lower), tiers[-1]),
-        tuple(replace(request, arrive_s=at) for request, at in zip((first, *requests), arrivals, strict=True)),
+        (*(tier for tier in below if tier.name in lower), replace(full, drafters=readers)),
+        tuple(
+            replace(request, arrive_s=at, cache_salt=str(at)) for request, at in zip((first, *requests), arrivals, strict=True)
+        ),
         window=speculation.draft_window(DEFAULT_WINDOW),
         branches=speculation.most_branches,
         adaptive=speculation.adaptive,

@@ -22,6 +22,7 @@ from cascade.simulation.scenario import Request, SimTier
 from deployments.ops.launch import Server
 
 PAIR, THREE = "pair, ", "three"  # names of modes: the first is followed by that of the lower tier
+TEXT, ALL = "text drafters", "three, text drafters"
 WARM_ALONE = 8  # tokens
 
 
@@ -35,12 +36,16 @@ class Size:
     warm_up: int = 48  # of one that does not count, in each mode
 
 
-def modes(names: Sequence[str]) -> tuple[Mode, ...]:
-    """Of tiers of these names, bottom to top: the full one alone, each pair, three tiers if there are, the planner's choice."""
+def modes(names: Sequence[str], drafters: tuple[str, ...]) -> tuple[Mode, ...]:
+    """Of tiers of these names, bottom to top: the full one alone, each pair, three tiers if there are, the planner's choice.
+
+    If there are ``drafters`` inside the full tier: also these alone, and with all tiers.
+    """
     *lower, _ = names
     pairs = [Mode(f"{PAIR}{name}", Speculation(tiers=(name,))) for name in lower]
     three = [Mode(THREE, Speculation(tiers=tuple(lower)))] if len(lower) > 1 else []
-    return (ALONE, *pairs, *three, AUTO)
+    text = [Mode(TEXT, Speculation(tiers=drafters)), Mode(ALL, Speculation(tiers=(*drafters, *lower)))] if drafters else []
+    return (ALONE, *pairs, *three, *text, AUTO)
 
 
 @dataclass(slots=True)
@@ -72,10 +77,10 @@ class Run:
 
 def measure(recording: Recording, setup: Setup, size: Size, report: Callable[[str], object]) -> dict[str, Any]:
     """Every mode on every recorded prompt; ``report`` is called with a line when a prompt is through."""
-    texts, ends, tiers = recording.texts, setup.ends, setup.tiers()
+    texts, ends, names = recording.texts, setup.ends, [tier.name for tier in setup.config.tiers]
     prompts, params = [text.prompt for text in texts], SamplingParams(max_tokens=size.tokens, temperature=0)
     requests = [Request(prompt, replace(params, seed=seed), ends) for seed, prompt in enumerate(prompts)]
-    runs = [predicted(tiers, requests, mode, size) for mode in modes([tier.name for tier in tiers])]
+    runs = [predicted(setup.tiers(), requests, mode, size) for mode in modes(names, setup.drafters)]
     with Server.start(setup.values, port=0, num_gpus=setup.num_gpus) as server, Client(server.address) as client:
         for run in runs:  # links and leases exist, and the planner knows what pays
             answer(client, prompts[0], replace(params, max_tokens=warm_up(run.mode, size), seed=len(prompts)), run.mode)
@@ -88,7 +93,7 @@ def measure(recording: Recording, setup: Setup, size: Size, report: Callable[[st
                 run.full_passes += completion.stats.full_passes
             speeds = ", ".join(f"{run.mode.name} {run.speed([number]):.2f}" for run in runs)
             report(f"{number + 1}/{len(prompts)} {texts[number].category}: {speeds} tokens/s")
-    return figures(setup, runs, texts) | {"agreement": agreement(recording, [tier.name for tier in tiers])}
+    return figures(setup, runs, texts) | {"agreement": agreement(recording, names)}
 
 
 def answer(client: Client, prompt: Sequence[int], params: SamplingParams, mode: Mode) -> Any:

@@ -108,7 +108,7 @@ def test_corrections_by_a_runner_up_are_prepared() -> None:
 
 @pytest.mark.parametrize("repeats", [False, True])
 def test_text_drafters_guess_from_the_text_alone(repeats: bool) -> None:
-    """Guards the simulated speed of the demo: `suffix` gains where a text repeats itself, and nothing from an earlier answer."""
+    """Guards the demo's simulated speed: `suffix` gains where a text repeats itself, and nothing from an earlier answer."""
     tokens = [place % 8 if repeats else (place * 37) % 64 for place in range(64)]
     full, below = (tuple((RunnerUp(token, 0.0),) for token in written) for written in (tokens, [63] * 64))
     texts = Recording((RecordedText(tuple(range(40, 48)), (below, full)),))

@@ -113,6 +113,8 @@ endif
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml
 	$(INSTALL) --editable .
 	$(INSTALL) --no-deps $(DEMO_MODEL)
+	@echo "Compiling kernels, which replicas would otherwise do at once, while others time their passes"
+	@$(BIN)/python -c "from cascade import Cascade, family; Cascade.from_pretrained(family.paths()[:1]).close()"
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

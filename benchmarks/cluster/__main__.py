@@ -3,11 +3,11 @@
     make bench-cluster
 
 First the family is recorded (`cascade.agreement`): its answers to built-in prompts, and each tier's tokens along them. Passes
-take what those of Qwen3 0.6B, 4B and 32B take on an H100 each. Parts: ``one`` (one request at a time: the full model
-alone, pairs, three tiers, beside the simulator), ``scale`` (1 to 64 requests at once, one to four full replicas), ``map`` (as
-``one``, a trio of the map for which three tiers pay, `placed`) and ``pair`` (as ``one``, Qwen2.5-Coder 0.5B and 1.5B as
-`benchmarks.family` has recorded them, in the time of Qwen3 0.6B and 32B). Texts must be those that the full model wrote alone,
-else the run fails.
+take what those of Qwen3 0.6B, 4B and 32B take on an H100 each. Parts: ``one`` (one request at a time: the full model alone,
+pairs, three tiers, and these with text drafters inside the full one, beside the simulator), ``scale`` (1 to 64 requests at
+once, one to four full replicas), ``map`` (one request at a time, a trio of the map for which three tiers pay, `placed`) and
+``pair`` (the same, Qwen2.5-Coder 0.5B and 1.5B as `benchmarks.family` has recorded them, in the time of Qwen3 0.6B and 32B).
+Texts must be those that the full model wrote alone, else the run fails.
 With ``--only`` the other parts of the document at ``--results`` stay.
 Devices are fakes (`benchmarks.cluster.emulated`): what is measured is all around them. The last line is one JSON document.
 """

@@ -18,8 +18,10 @@ from transformers.masking_utils import causal_mask_function, chunked_causal_mask
 
 from cascade import ModelError, SamplingParams
 from cascade.cpu.cache import Span
+from cascade.cpu.program import Program
 from cascade.engine.checkpoint import anatomy, load, load_trainable
 from cascade.engine.model import Model
+from cascade.engine.network import llama
 from cascade.engine.network.attention import Cache, Contiguous, Pass, Survey, attend, window_of_mask
 from cascade.engine.network.llama import Llama, is_written_out
 from cascade.engine.network.published import Published, agree
@@ -251,6 +253,23 @@ def test_probe_takes_keys_as_large_as_published_ones() -> None:
         for layer in network.model.layers:
             layer.self_attn.k_proj.bias.normal_(0, 200)
     Model(network.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("tokens", [1, 33, 100])
+def test_a_size_of_pass_has_one_program(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards speed: passes of more than 32 tokens once made their programs anew each time, for several milliseconds."""
+    model, made = Model(build("llama")), list[Program]()
+
+    def program(*given: Any) -> Program:
+        made.append(Program(*given))
+        return made[-1]
+
+    monkeypatch.setattr(llama, "Program", program)
+    for _ in range(3):
+        cache = model.new_cache()
+        model.run([Row(cache, 0, (7,) * tokens, 1, GREEDY)])
+        cache.free()
+    assert len(made) <= 1
 
 
 def test_a_model_may_be_asked_by_several_threads() -> None:

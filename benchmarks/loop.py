@@ -14,9 +14,10 @@ from statistics import median
 from typing import Any
 
 from benchmarks.document import console, finish, parsed, parser, stamp
+from cascade.cpu.cache import Packed
 from cascade.draft import Draft
 from cascade.drafters import make, specs
-from cascade.engine.scoring import Packed, choices
+from cascade.engine.sampling.own_tokens import choices
 from cascade.messages import Commit, Link, Message, Open, Proposal, SessionSpec
 from cascade.params import SamplingParams
 from cascade.planner.cost import Profile

@@ -192,10 +192,6 @@ class Answer:
         self._extend(new, proposal.draft.origins[num_old:])
         return self._piece(), Commit(proposal.session, begin, tuple(new))
 
-    def resumed(self) -> SessionSpec:
-        """The session with which another replica continues this text."""
-        return self.spec.after(self.tokens)
-
     def _extend(self, tokens: Sequence[int], origins: bytes) -> None:
         params = self.spec.params
         for token, origin in zip(tokens, origins, strict=True):

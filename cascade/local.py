@@ -11,7 +11,6 @@ from typing import Any, Literal, Self, TypeAlias, overload
 
 from cascade import family
 from cascade.answer import Answer, Chunk, Completion
-from cascade.capabilities import Capabilities, Task
 from cascade.drafters import AUTO, DrafterSpec, check_drafters, head_of, make, specs
 from cascade.drafters.in_pass import InPass
 from cascade.engine import generation
@@ -22,7 +21,7 @@ from cascade.engine.sampling.state import state_maker
 from cascade.engine.threads import apart
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ConfigError, InvalidRequest
-from cascade.messages import Link, Message
+from cascade.messages import Capabilities, Link, Message, Task
 from cascade.params import DEFAULT_WINDOW, MAX_WINDOW, Handling, SamplingParams, Speculation
 from cascade.planner.chains import Planner
 from cascade.planner.choice import Policy

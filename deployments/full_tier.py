@@ -162,7 +162,7 @@ class FullTier:
         while not answer.finished:
             session = mint()
             inbox = self.inboxes[session] = Inbox(retry_budget, request.lifetime)
-            self.downlink.put([Open(session, answer.resumed(), routing)])
+            self.downlink.put([Open(session, answer.spec.after(answer.tokens), routing)])
             pause_s = 0.0
             try:
                 while not answer.finished:

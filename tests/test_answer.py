@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cascade.answer import Answer, Chunk, Completion, undrafted
-from cascade.capabilities import Capabilities, Task
 from cascade.draft import Draft
-from cascade.messages import Edge, Logprobs, Proposal, SessionSpec
+from cascade.messages import Capabilities, Edge, Logprobs, Proposal, SessionSpec, Task
 from cascade.params import MOST_BRANCHES, Handling, SamplingParams, Speculation, Structured
 from tests.cases import examples
 

@@ -15,7 +15,7 @@ FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those 
     ("cascade.errors", "cascade.v1"),
     ("cascade.params", "cascade.draft", "cascade.splitmix", "cascade.prompts"),
     ("cascade.messages",),
-    ("cascade.scorer", "cascade.answer", "cascade.capabilities"),
+    ("cascade.scorer", "cascade.answer"),
     ("cascade.cpu", "cascade.planner"),
     ("cascade.drafters", "cascade.client"),
     ("cascade.session", "cascade.engine"),

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cascade.cpu.attention import FIELDS, Sizes, Spans, blocks_of
 from cascade.cpu.tile import LANES
-from cascade.scorer import TILE, grown_capacity, tiled
+from cascade.scorer import TILE, Row, grown_capacity, tiled
 
 
 class BlockedCache:
@@ -148,6 +148,28 @@ class Span(NamedTuple):
     begin: int
     end: int
     start: int
+
+
+class Packed(NamedTuple):
+    """The rows of a pass one after another, as one input of a network."""
+
+    tokens: list[int]
+    positions: list[int]
+    keep: list[int]  # indices whose logits are wanted
+    spans: list[Span]  # one for each row
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Self:
+        packed = cls([], [], [], [])
+        tokens, positions, keep, spans = packed
+        for row in rows:
+            begin, start = len(tokens), row.start
+            tokens += row.input_ids
+            end = len(tokens)
+            spans.append(Span(row.cache, begin, end, start))
+            positions += range(start, start + end - begin)
+            keep += range(end - row.num_scored, end)
+        return packed
 
 
 def tables(rows: Sequence[Span], shapes: Mapping[int, Sizes]) -> dict[int, Spans]:

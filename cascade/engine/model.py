@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
+from cascade.cpu.cache import Packed
 from cascade.engine import devices, draft_vocab
 from cascade.engine.checkpoint import Network, load, network_of
 from cascade.engine.gguf import converted
 from cascade.engine.model_config import context_len
 from cascade.engine.network.llama import Llama
 from cascade.engine.network.published import Published, probe_texts
-from cascade.engine.sampling.own_tokens import prepare
+from cascade.engine.sampling.own_tokens import Report, prepare, scored
 from cascade.engine.sampling.state import report
-from cascade.engine.scoring import Packed, Report, scored
 from cascade.engine.threads import Pace, Threads, limited
 from cascade.engine.trees import run_trees
 from cascade.engine.weights import HEAD, check_replaces, shape_of, unread

@@ -301,7 +301,7 @@ class Router:
         if isinstance(message, Failed):
             del self._answers[message.session]
             now = self.wires.agenda.now
-            self.wires.agenda.at(now + ASK_AGAIN_S, lambda: self._open(answer, answer.resumed()))
+            self.wires.agenda.at(now + ASK_AGAIN_S, lambda: self._open(answer, answer.spec.after(answer.tokens)))
         elif isinstance(message, Proposal):
             chunk, commit = answer.receive(message)
             if commit is not None:

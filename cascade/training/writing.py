@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from cascade.engine.model import Model
-from cascade.engine.scoring import scored
+from cascade.engine.sampling.own_tokens import scored
 from cascade.params import SamplingParams
 from cascade.scorer import Row, Store
 from cascade.training.text import HELD_OUT, Likeliest, Text

@@ -8,14 +8,13 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from cascade.answer import Answer, Chunk
-from cascade.capabilities import Capabilities, Task
 from cascade.engine.adapter_folder import AdapterFolder
 from cascade.engine.generation import sampling_defaults
 from cascade.engine.grammar import Grammars
 from cascade.engine.spelling import Spelling
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import InvalidRequest, NotFound, TooLarge
-from cascade.messages import SessionSpec
+from cascade.messages import Capabilities, SessionSpec, Task
 from cascade.params import Structured
 from cascade.settings.config import CascadeConfig
 from cascade.settings.engine import generation_folder

@@ -151,7 +151,7 @@ class Net:
                     self.router.put([commit])
             self.router.put([Close(current.session)])
             del self._inboxes[current.session]
-            current = Open(mint(), answer.resumed())
+            current = Open(mint(), answer.spec.after(answer.tokens))
         return [*request.spec.tokens, *answer.tokens], answer
 
     async def check(self, request: Open) -> Answer:

@@ -132,7 +132,7 @@ def finish(tier: Tier, inbox: Inbox, answers: dict[str, Answer]) -> None:
             continue
         if isinstance(message, Failed):
             del answers[message.session]
-            again = Open(mint(), answer.resumed())
+            again = Open(mint(), answer.spec.after(answer.tokens))
             answers[again.session] = answer
             tier.post([again], inbox)
             continue

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from cascade.cpu.attention import ATTENDING, OF_PASS, Heads, Kind, Sizes, Spans, attend_step, of_pass, scratch_of, store_step
-from cascade.cpu.cache import BlockedCache, tables
+from cascade.cpu.cache import BlockedCache, Packed, tables
 from cascade.cpu.jit import Step
 from cascade.cpu.layers import Rows, add_step, gate_step, norm_step, rotate_step
 from cascade.cpu.linear import Linear
@@ -31,7 +31,6 @@ from cascade.cpu.tile import STEP
 from cascade.engine import draft_vocab
 from cascade.engine.layers import cut_config
 from cascade.engine.model_config import FamilyConfig, is_of_family
-from cascade.engine.scoring import Packed
 from cascade.engine.weights import HEAD, shape_of
 
 DTYPES = (torch.float32, torch.bfloat16)

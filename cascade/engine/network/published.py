@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
+from cascade.cpu.cache import Packed
 from cascade.cpu.linear import Linear
 from cascade.engine import devices, draft_vocab
 from cascade.engine.layers import cut_config
@@ -18,7 +19,6 @@ from cascade.engine.memory import host_memory
 from cascade.engine.model_config import unlike_attention
 from cascade.engine.network.attention import ATTENTION, Attention, Contiguous, Native, Survey
 from cascade.engine.network.llama import is_written_out
-from cascade.engine.scoring import Packed
 from cascade.errors import ModelError, reason
 from cascade.params import SamplingParams
 from cascade.scorer import Row

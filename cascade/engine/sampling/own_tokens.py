@@ -22,10 +22,11 @@ from torch import Tensor
 from cascade.cpu.leading import leading
 from cascade.cpu.noise import ROOM, contenders
 from cascade.engine.devices import sent
+from cascade.engine.sampling.state import report, shape
 from cascade.errors import reason
 from cascade.messages import RUNNER_UPS
 from cascade.params import SamplingParams
-from cascade.scorer import RunnerUp
+from cascade.scorer import Row, RunnerUp, Scored
 from cascade.splitmix import GOLDEN, mix, signed
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,40 @@ TOGETHER = 2**18  # scores that are filtered at once, so that they stay in the p
 UNSURE = 2.0**-20  # more than the rounding error of a sum of probabilities, see `cascade.cpu.leading`
 Choice: TypeAlias = tuple[SamplingParams, int, int]  # parameters, first position, and number of own tokens
 Sampled: TypeAlias = tuple[int, SamplingParams, tuple[int, int]]  # index in logits, parameters, position and mixed seed
+# called with the logits of rows and their own tokens, see `cascade.engine.sampling.state.report`
+Report: TypeAlias = Callable[[Tensor, Sequence[Row], list[Sequence[int]]], None]
 Kernel: TypeAlias = Callable[[Tensor, Sequence[tuple[int, int, float]], int], Tensor]
+
+
+def scored(logits: Tensor, rows: Sequence[Row], on_scored: Report = report) -> list[Scored]:
+    """Own tokens of rows whose drafts are lines, from ``logits`` ``[sum of num_scored, V]``.
+
+    ``on_scored`` is called like `report`. The host reads once, and twice more for each row with logprobs.
+    """
+    shaped, valid = shape(logits, rows)
+    number = max((row.runner_ups for row in rows), default=0)
+    packed = own_tokens_and_next(shaped, choices(rows), number)
+    results = list(unpacked(packed.tolist(), rows, valid))
+    on_scored(logits, rows, [result.own for result in results])
+    return results
+
+
+def choices(rows: Sequence[Row]) -> list[Choice]:
+    """Parameters, first position and number of the own tokens that each row wants."""
+    return [(row.params, row.start + len(row.input_ids) - (number := row.num_scored) + 1, number) for row in rows]
+
+
+def unpacked(packed: list[list[int]], rows: Sequence[Row], valid: Sequence[int]) -> Iterator[Scored]:
+    """Split ``packed`` ``[1 + 2 * number, sum of num_scored]``, see `with_runner_ups`, into the results of rows.
+
+    Only the first ``valid`` own tokens of each row count.
+    """
+    begin = 0
+    for row, count in zip(rows, valid, strict=True):
+        part = slice(begin, begin + count)
+        next_ = runner_ups([each[part] for each in packed], row.runner_ups) if row.runner_ups else ()
+        yield Scored(packed[0][part], runner_ups=next_)
+        begin += row.num_scored
 
 
 def own_tokens_and_next(logits: Tensor, rows: Sequence[Choice], number: int = 0) -> Tensor:

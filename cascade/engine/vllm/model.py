@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cascade.cpu.cache import Packed
 from cascade.drafters import DrafterSpec
 from cascade.engine import draft_vocab
 from cascade.engine.adapter_folder import AdapterFolder
 from cascade.engine.gguf import converted
 from cascade.engine.model_config import read_config
+from cascade.engine.sampling.own_tokens import Report, choices, scored, unpacked
 from cascade.engine.sampling.state import report
-from cascade.engine.scoring import Packed, Report, choices, scored, unpacked
 from cascade.engine.trees import run_trees
 from cascade.engine.vllm import batch_invariant
 from cascade.engine.vllm.blocks import RESERVED, Blocks, PagedCache

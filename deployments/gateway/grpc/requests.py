@@ -9,14 +9,13 @@ from google.protobuf.message import Message as ProtoMessage
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from cascade.answer import Chunk, joined
-from cascade.capabilities import Task
 from cascade.chat.conversation import MAX_MESSAGES, MAX_TOOLS, Conversation
 from cascade.chat.template import parsed_object
 from cascade.client.chat import UNCONVERTED
 from cascade.client.wire import decode_handling, decode_sampling, decode_speculation, encode_edge, values
 from cascade.engine.grammar import unenforced
 from cascade.errors import InvalidRequest
-from cascade.messages import origin_level, origin_replaced
+from cascade.messages import Task, origin_level, origin_replaced
 from cascade.params import SamplingParams
 from cascade.v1 import serving_pb2 as pb
 from deployments.gateway.chat.assistant import Assistant

@@ -16,12 +16,11 @@ from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from cascade.capabilities import Task, room
 from cascade.chat.conversation import mistake
 from cascade.engine.grammar import unenforced
 from cascade.engine.spelling import Spelling
 from cascade.errors import KINDS, CascadeError, InvalidRequest, NotFound, Unavailable
-from cascade.messages import SessionSpec
+from cascade.messages import SessionSpec, Task, room
 from cascade.params import MAX_SEED, SamplingParams
 from deployments.full_tier import FullTier
 from deployments.gateway.admission.access import Account

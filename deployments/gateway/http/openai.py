@@ -6,10 +6,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
-from cascade.capabilities import SEED_MISSING
 from cascade.chat.conversation import Body, Conversation, Messages, StyleBody, Text, Tools
 from cascade.chat.template import ChatTemplate, Style
 from cascade.errors import InvalidRequest
+from cascade.messages import SEED_MISSING
 from cascade.params import (
     MAX_BIASES,
     MAX_CHOICES,

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ray import serve
 from ray.serve.exceptions import RayServeException
@@ -14,12 +14,29 @@ from cascade.errors import Unavailable
 from cascade.settings.config import CascadeConfig, TierConfig
 from deployments.replica import context, replica_name
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 COUNT_TIMEOUT_S = 2.0
 COUNT_S = 10.0  # seconds between two counts for metrics; Ray reports as often
 SIBLINGS_TIMEOUT_S = 2.0
 AGAIN_S = 0.05  # seconds between two tries until Serve has sent the list of replicas
+
+
+class Controller(Generic[T]):
+    """A ``question`` to Serve's controller. Only one is asked at a time, since its thread hangs as long as the controller."""
+
+    def __init__(self, question: Callable[[], T]) -> None:
+        self._question = question
+        self._asking: asyncio.Task[T] | None = None
+
+    async def ask(self, timeout_s: float) -> T:
+        """The answer; raises `TimeoutError`, or any error of Ray."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(asyncio.to_thread(self._question))
+            self._asking.add_done_callback(lambda asking: asking.cancelled() or asking.exception())  # no error unread
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.shield(self._asking)
 
 
 class Tiers:
@@ -35,7 +52,7 @@ class Tiers:
         self._config = config
         self._handles = handles
         self._limits = dict(limits)
-        self._counting: asyncio.Task[dict[str, int]] | None = None
+        self._count = Controller(lambda: count_replicas())
 
     async def start(self) -> None:
         """Wait for the full tier, however long it takes to start, unless it may have no replica."""
@@ -52,16 +69,9 @@ class Tiers:
         return min(limits[name] for limits in self._limits.values())
 
     async def replicas(self) -> dict[str, int]:
-        """Running replicas of each tier; raises `Unavailable`.
-
-        Only one count runs at a time, since it calls Serve's controller in a thread, which hangs as long as the controller.
-        """
-        if self._counting is None or self._counting.done():
-            self._counting = asyncio.create_task(asyncio.to_thread(lambda: count_replicas()))
-            self._counting.add_done_callback(lambda count: count.cancelled() or count.exception())  # no error unread
+        """Running replicas of each tier; raises `Unavailable`."""
         try:
-            async with asyncio.timeout(COUNT_TIMEOUT_S):
-                replicas = await asyncio.shield(self._counting)
+            replicas = await self._count.ask(COUNT_TIMEOUT_S)
         except Exception as error:  # Ray may raise anything if its controller is gone
             log.info("Ray Serve does not say what runs: %s", error)
             raise Unavailable("Ray Serve's controller does not say what runs: try again later") from None
@@ -109,6 +119,12 @@ def count_replicas() -> dict[str, int]:
     return {name: sum(n for state, n in d.replica_states.items() if state == "RUNNING") for name, d in deployments.items()}
 
 
+def own_handle() -> DeploymentHandle | None:
+    """A handle of this replica's deployment; ``None`` outside of Ray Serve."""
+    here = context()
+    return None if here is None else serve.get_deployment_handle(here.deployment, here.app_name)
+
+
 async def ask_all(handle: DeploymentHandle, method: str, *args: Any, timeout_s: float) -> list[Any]:
     """Results of ``method`` at each replica to which Serve routes; without failed ones, and empty after ``timeout_s``."""
     try:
@@ -137,14 +153,14 @@ class Siblings:
 
     def __init__(self) -> None:
         self._handle: DeploymentHandle | None = None
+        self._find = Controller(own_handle)
         self.name = replica_name()
 
     async def ask(self, method: str, *args: Any) -> list[Any]:
         """Results of ``method`` of each replica, except ``None``; its first argument is the caller's name."""
-        if self._handle is None and (here := context()) is not None:
+        if self._handle is None:
             with contextlib.suppress(Exception):  # Ray may raise anything if Serve's controller is gone
-                async with asyncio.timeout(SIBLINGS_TIMEOUT_S):
-                    self._handle = await asyncio.to_thread(serve.get_deployment_handle, here.deployment, here.app_name)
+                self._handle = await self._find.ask(SIBLINGS_TIMEOUT_S)
         if self._handle is None:
             return []
         answers = await ask_all(self._handle, method, self.name, *args, timeout_s=SIBLINGS_TIMEOUT_S)

@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import grpc
@@ -98,6 +99,12 @@ def test_a_controller_that_hangs_holds_up_nobody(served: House, monkeypatch: pyt
                 with pytest.raises(Unavailable, match="controller does not say"):
                     answer.result(LONG_S)
             assert len(calls) == 1
+            monkeypatch.setattr(replica_status, "context", lambda: SimpleNamespace(deployment="router", app_name=""))
+            monkeypatch.setattr(replica_status.serve, "get_deployment_handle", lambda *where: hang())
+            monkeypatch.setattr(replica_status, "SIBLINGS_TIMEOUT_S", 0.1)
+            with grpc.insecure_channel(served.grpc) as channel:
+                assert {stub_of(channel).Abort(pb.AbortRequest(request_id="x")).aborted for _ in range(3)} == {0}
+            assert len(calls) == 2
     finally:
         free.set()
     with Client(served.grpc) as client:

@@ -100,7 +100,7 @@ class LinkServer:
     async def start(self, host: str) -> None:
         """Listen on a free port of ``host``, the address by which other nodes reach this one; one of ``ports`` if given.
 
-        Raises `ConfigError` if none of these is free.
+        Raises `ConfigError` if none of these is free, or ``host`` is not an address of this machine.
         """
         # otherwise two replicas on a machine could share a port, and get each other's links
         self._server = server = grpc.aio.server(options=[*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)])
@@ -114,12 +114,17 @@ class LinkServer:
                     bound = server.add_insecure_port(f"{host}:{port}")
                 else:
                     bound = server.add_secure_port(f"{host}:{port}", server_credentials(self._tls))
-            except RuntimeError:  # the port is taken
+            except RuntimeError:  # the port is taken, or the host is not here
                 continue
             await server.start()
             self.address = f"{host}:{bound}"
             return
-        raise ConfigError(f"link_ports are {self._ports}, and none of them is free at {host}: name more, or others")
+        with contextlib.suppress(RuntimeError):
+            server.add_insecure_port(f"{host}:0")
+            raise ConfigError(f"link_ports are {self._ports}, and none of them is free at {host}: name more, or others")
+        raise ConfigError(
+            f"Ray's address of this node is {host}, where nothing can listen: start Ray with another --node-ip-address"
+        )
 
     async def stop(self, grace_s: float = 0.0) -> None:
         if self._server is not None:

@@ -195,6 +195,9 @@ async def test_links_keep_to_their_ports(net: Net) -> None:
     assert {server.address for server in servers[:2]} == {f"127.0.0.1:{port}" for port in ports}
     with pytest.raises(ConfigError, match=r"link_ports are .*, and none of them is free at 127\.0\.0\.1"):
         await servers[2].start("127.0.0.1")
+    for elsewhere in (LinkServer(net.nodes["full"].tier), servers[2]):  # the sentence blamed `link_ports`, even if not given
+        with pytest.raises(ConfigError, match=r"address of this node is 192\.0\.2\.1, where nothing can listen"):
+            await elsewhere.start("192.0.2.1")
     for server in servers:
         await server.stop()
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from cascade.answer import Chunk, Completion, PromptToken, Stats, joined
-from cascade.client.wire import decode_edge, encode_sampling, encode_speculation
+from cascade.client.wire import decode_edge, encode_sampling, encode_speculation, message
 from cascade.errors import InvalidRequest, Unavailable
 from cascade.messages import Logprobs, origin
 from cascade.params import Handling, SamplingParams, Speculation
@@ -103,9 +103,10 @@ def encode_request(
     try:
         if prompt is None or isinstance(prompt, bytes):  # protobuf would read them as token ids
             raise TypeError(f"a prompt is a string or token ids, not {type(prompt).__name__}")
-        return pb.GenerateRequest(
+        return message(
+            pb.GenerateRequest,
             prompt=prompt if isinstance(prompt, str) else None,
-            token_ids=None if isinstance(prompt, str) else pb.TokenIds(ids=prompt),
+            token_ids=None if isinstance(prompt, str) else {"ids": prompt},
             **encode_options(params, speculation, handling),
         )
     except (ValueError, TypeError) as error:

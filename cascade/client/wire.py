@@ -5,7 +5,7 @@ A parameter with the same name and type in `cascade.params` and in the protocol 
 
 from collections.abc import Collection
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message as ProtoMessage
 
@@ -13,6 +13,7 @@ from cascade.messages import MAX_POSITIONS, Edge
 from cascade.params import Handling, SamplingParams, Speculation, Structured
 from cascade.v1 import serving_pb2 as pb
 
+Kind = TypeVar("Kind", bound=ProtoMessage)
 EDGE = tuple(field.name for field in fields(Edge))
 HANDLING = tuple(field.name for field in fields(Handling))
 
@@ -31,6 +32,19 @@ def values(message: ProtoMessage, names: Collection[str] | None = None) -> dict[
     return decoded
 
 
+def message(kind: type[Kind], **given: Any) -> Kind:
+    """A message of these fields; raises `ValueError`, with the field's name, for values that the protocol cannot carry."""
+    try:
+        return kind(**given)
+    except (ValueError, TypeError):  # which names no field
+        for name, value in given.items():
+            try:
+                kind(**{name: value})
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{name}: {error}") from None
+        raise
+
+
 def encode_sampling(params: SamplingParams) -> pb.Sampling:
     """``params`` as a message; raises `ValueError` for values that the protocol cannot carry."""
     same = {field.name: getattr(params, field.name) for field in fields(params)} | {"logit_bias": dict(params.biases)}
@@ -39,7 +53,7 @@ def encode_sampling(params: SamplingParams) -> pb.Sampling:
         if structured.kind == "choice":
             value = pb.Choice(texts=value)
         same["structured"] = pb.Structured(**{structured.kind: value})
-    return pb.Sampling(**same)
+    return message(pb.Sampling, **same)
 
 
 def decode_sampling(sampling: pb.Sampling) -> SamplingParams:

@@ -117,27 +117,27 @@ def test_what_is_not_set_is_not_nought() -> None:
     assert encode_request([], None, None).WhichOneof("input") == "token_ids"
 
 
-UNSAYABLE: list[tuple[Any, SamplingParams | None]] = [
-    ([1, -1], None),
-    ([2**32], None),
-    ([1.5], None),
-    (["a"], None),
-    (b"abc", None),
-    (None, None),
-    (5, None),
-    ("a\ud800", None),
-    ([1], SamplingParams(stop_token_ids=(2**32,))),
-    ([1], SamplingParams(max_tokens=2**32)),
+UNSAYABLE: list[tuple[tuple[Any, ...], str]] = [
+    (([1, -1],), "token_ids: "),
+    (([2**32],), "token_ids: "),
+    (([1.5],), "token_ids: "),
+    ((["a"],), "token_ids: "),
+    ((b"abc",), "a prompt is a string or token ids, not bytes"),
+    ((None,), "a prompt is a string or token ids, not None"),
+    ((5,), "token_ids: "),
+    (("a\ud800",), "prompt: "),
+    (([1], SamplingParams(stop_token_ids=(2**32,))), "stop_token_ids: .*4294967296"),
+    (([1], SamplingParams(max_tokens=2**32)), "max_tokens: .*4294967296"),
 ]
 
 
-@pytest.mark.parametrize(("prompt", "params"), UNSAYABLE)
-def test_what_cannot_be_said_is_refused(server: Canned, prompt: Any, params: SamplingParams | None) -> None:
-    """Guards users against errors of protobuf, and against a prompt that arrives as another."""
+@pytest.mark.parametrize(("request_of", "words"), UNSAYABLE)
+def test_what_cannot_be_said_is_refused(server: Canned, request_of: Any, words: str) -> None:
+    """Guards users against errors of protobuf, which name no field, and against a prompt that arrives as another."""
     with Client(server.address) as client:
         for call in (client.generate, lambda *given: next(client.stream(*given))):
-            with pytest.raises(InvalidRequest, match="cannot be sent"):
-                call(prompt, params)
+            with pytest.raises(InvalidRequest, match=f"cannot be sent: {words}"):
+                call(*request_of)
     assert server.requests == []
 
 

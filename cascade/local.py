@@ -22,7 +22,7 @@ from cascade.engine.threads import apart
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ConfigError, InvalidRequest
 from cascade.messages import Capabilities, Link, Message, Task
-from cascade.params import DEFAULT_WINDOW, MAX_WINDOW, Handling, SamplingParams, Speculation
+from cascade.params import DEFAULT_WINDOW, MAX_WINDOW, Handling, SamplingParams, Speculation, checked
 from cascade.planner.chains import Planner
 from cascade.planner.choice import Policy
 from cascade.scorer import Drafter, Scorer
@@ -245,7 +245,7 @@ class Cascade:
     def _admit(
         self, prompt: Prompt | Batch, params: Params, speculation: Speculation | None, handling: Handling | None, link: Link
     ) -> Requests:
-        how = (speculation or Speculation(), handling or Handling())
+        how = checked("speculation", speculation, Speculation), checked("handling", handling, Handling)
         begin, answers = time.monotonic(), []
         prompts = prompt if _is_batch(prompt) else [prompt]
         for index, (text, chosen) in enumerate(zip(prompts, self._sampled(params, len(prompts)), strict=True)):

@@ -6,10 +6,11 @@ import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self, TypeVar, cast
 
 from cascade.errors import InvalidRequest
 
+Kind = TypeVar("Kind")
 MAX_SEED = 2**63 - 1
 DRAWN_BITS = 53  # bits of seeds drawn at random: JavaScript rounds larger numbers
 RANDOM_SEED = -1  # means a random seed, as does None
@@ -47,6 +48,13 @@ LONE_SURROGATE = "it has half a character (a lone surrogate), which is no text: 
 def _require(condition: bool, field: str, value: object, rule: str) -> None:
     if not condition:
         raise InvalidRequest(f"{field} is {value!r}: it must be {rule}", field.partition(" ")[0])
+
+
+def checked(field: str, value: Kind | None, kind: type[Kind]) -> Kind:
+    """``value``, by default ``kind()``; raises `InvalidRequest` for anything else, such as a dictionary."""
+    value = kind() if value is None else value
+    _require(isinstance(value, kind), field, value, f"a `{kind.__name__}`")
+    return value
 
 
 def _limit(field: str, number: int, most: int, unit: str) -> None:

@@ -323,6 +323,8 @@ SURROGATE = "\ud800"
         (lambda llm: SamplingParams(stop=5), "stop is 5: it must be a list"),
         (lambda llm: SamplingParams(stop=[SURROGATE]), "stop is "),
         (lambda llm: SamplingParams(max_tokens=None), "max_tokens is None"),
+        (lambda llm: llm.cascade.generate("x", None, {"mode": "off"}), "speculation is {'mode': 'off'}: it must be a `Specul"),
+        (lambda llm: llm.cascade.generate("x", handling={}), "handling is {}: it must be a `Handling`"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",  # functions have names that differ from process to process
 )

@@ -9,7 +9,7 @@ from cascade.answer import Chunk, Completion, PromptToken, Stats, joined
 from cascade.client.wire import decode_edge, encode_sampling, encode_speculation, message
 from cascade.errors import InvalidRequest, Unavailable
 from cascade.messages import Logprobs, origin
-from cascade.params import Handling, SamplingParams, Speculation
+from cascade.params import Handling, SamplingParams, Speculation, checked
 from cascade.v1 import serving_pb2 as pb
 
 Prompt: TypeAlias = str | Sequence[int]
@@ -116,9 +116,9 @@ def encode_request(
 def encode_options(params: SamplingParams | None, speculation: Speculation | None, handling: Handling | None) -> dict[str, Any]:
     """Fields of all kinds of requests; raises `ValueError` for values that the protocol cannot carry."""
     return {
-        "sampling": None if params is None else encode_sampling(params),
-        "speculation": encode_speculation(speculation or Speculation()),
-        **asdict(handling or Handling()),
+        "sampling": None if params is None else encode_sampling(checked("params", params, SamplingParams)),
+        "speculation": encode_speculation(checked("speculation", speculation, Speculation)),
+        **asdict(checked("handling", handling, Handling)),
     }
 
 

@@ -128,6 +128,9 @@ UNSAYABLE: list[tuple[tuple[Any, ...], str]] = [
     (("a\ud800",), "prompt: "),
     (([1], SamplingParams(stop_token_ids=(2**32,))), "stop_token_ids: .*4294967296"),
     (([1], SamplingParams(max_tokens=2**32)), "max_tokens: .*4294967296"),
+    (([1], {"temperature": 0}), "params is {'temperature': 0}: it must be a `SamplingParams`"),
+    (([1], None, {"mode": "off"}), "speculation is {'mode': 'off'}: it must be a `Speculation`"),
+    (([1], None, None, {}), "handling is {}: it must be a `Handling`"),
 ]
 
 

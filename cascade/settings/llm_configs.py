@@ -107,12 +107,14 @@ def cascades(args: Mapping[str, Any]) -> tuple[dict[str, CascadeConfig], Values]
     """The cascade of each model by its ``model_id``, and the options of the common ingress of several models."""
     if not isinstance(args, Mapping) or not isinstance(args.get("llm_configs"), Sequence):
         raise ConfigError("build_openai_app takes a mapping with the key 'llm_configs', a list of models")
-    listed = args["llm_configs"]
-    models = [_values(entry) for entry in ([listed] if isinstance(listed, str) else listed)]
+    listed = [args["llm_configs"]] if isinstance(args["llm_configs"], str) else args["llm_configs"]
+    models = [_values(entry) for entry in listed]
     try:
         serving = Serving.model_validate({**args, "llm_configs": models})
     except ValidationError as error:
-        raise ConfigError(f"build_openai_app: {sentence(error, Serving)}") from None
+        numbers = [part for part in error.errors()[0]["loc"][1:2] if isinstance(part, int)]
+        files = [listed[number] for number in numbers if isinstance(listed[number], str)]
+        raise ConfigError(f"{files[0] if files else 'build_openai_app'}: {sentence(error, Serving)}") from None
     names = [model.model_loading_config.model_id for model in serving.llm_configs]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"Two of llm_configs have the model_id {twice!r}: give each its own")
@@ -235,7 +237,10 @@ def load_config(path: Path) -> CascadeConfig:
         [values] = found
     if not (isinstance(values, Mapping) and "llm_configs" in values):
         return CascadeConfig.parse(values, str(path))
-    [config, *others] = cascades(values)[0].values()
+    try:
+        [config, *others] = cascades(values)[0].values()
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     if others:
         raise ConfigError(
             f"{path} has {1 + len(others)} llm_configs: give a file with one, or deploy it by `serve deploy` with "

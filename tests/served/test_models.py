@@ -169,6 +169,10 @@ def test_models_are_read_from_files(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=sentence):
             cascades(args)
+    (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(theirs(colour="red")))
+    (tmp_path / "serve.yaml").write_text(yaml.safe_dump({"llm_configs": [theirs(), str(tmp_path / "wrong.yaml")]}))
+    with pytest.raises(ConfigError, match=r"/serve.yaml: .*/wrong.yaml: llm_configs.1.colour is not a known key"):
+        load_config(tmp_path / "serve.yaml")
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from cascade.params import DEFAULT_WINDOW, MAX_WINDOW
 from cascade.settings.deployment import ActorOptions, DeploymentConfig, resources
 from cascade.settings.engine import EMBEDDED, EngineKwargs, ModelLoadingConfig, pinned
 from cascade.settings.router import RouterConfig
-from cascade.settings.section import Count, Port, Seconds, Section, Text, Variable, sentence
+from cascade.settings.section import NUMERIC, Count, Number, Port, Seconds, Section, Text, Variable, sentence
 from cascade.training.reservoir import Reservoir
 from cascade.training.versions import Versions
 
@@ -38,16 +38,16 @@ class AlignmentConfig(Section):
     folder: Text  # folder for new weights, shared by all nodes
     # names of the lower tiers that learn; by default all that can
     students: tuple[Text, ...] = ()
-    rows: Annotated[int, Field(ge=16)] = 2000  # answers that are kept, half of them the newest
-    row_tokens: Annotated[int, Field(ge=32)] = 512  # last tokens kept of each prompt with its answer
+    rows: Annotated[int, Field(ge=16), NUMERIC] = 2000  # answers that are kept, half of them the newest
+    row_tokens: Annotated[int, Field(ge=32), NUMERIC] = 512  # last tokens kept of each prompt with its answer
     max_age_s: Seconds = 7 * 86_400.0  # seconds until an answer is dropped
     on_disk: bool = False  # keep answers also in the folder, not only in memory
     # environment variable with a Fernet key that encrypts answers on disk
     key_env: Variable | None = None
-    every_s: Annotated[float, Field(ge=0)] = 900.0  # seconds between two rounds; falling acceptance starts one at once
+    every_s: Annotated[float, Field(ge=0), NUMERIC] = 900.0  # seconds between two rounds; falling acceptance starts one at once
     round_s: Seconds = 300.0  # seconds that each drafter trains in a round
     min_rows: Count = 128  # new answers that a round needs
-    canary_s: Annotated[float, Field(ge=0)] = 60.0  # seconds that one replica tries new weights
+    canary_s: Annotated[float, Field(ge=0), NUMERIC] = 60.0  # seconds that one replica tries new weights
     device: str | None = None  # device of the learner, such as cuda:0; by default the GPU if there is one
     num_workers: Count = 1  # processes that train a drafter together, by Ray Train
     # resources of the learner, or of each of several workers: `num_gpus`, ...
@@ -99,7 +99,7 @@ GPU_MEMORY = 0.9  # share for weights and caches; the rest is for passes
 class PlacementConfig(Section):
     """The Ray placement group of a replica."""
 
-    bundles: Annotated[list[dict[str, float]], Field(min_length=1)]  # resources of each bundle
+    bundles: Annotated[list[dict[str, Number]], Field(min_length=1)]  # resources of each bundle
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"  # where bundles go
     bundle_label_selector: list[dict[str, str]] | None = None  # labels of the nodes for each bundle
 
@@ -156,9 +156,9 @@ class CascadeConfig(Section):
     tiers: Annotated[tuple[TierConfig, ...], Field(min_length=1, max_length=MAX_TIERS)]
     router: RouterConfig = RouterConfig()  # the ingress
     # tokens that a tier may run ahead of the tier above; requests may set their own
-    window: Annotated[int, Field(ge=1, le=MAX_WINDOW)] = DEFAULT_WINDOW
+    window: Annotated[int, Field(ge=1, le=MAX_WINDOW), NUMERIC] = DEFAULT_WINDOW
     # tokens of prompt and output together; by default the shortest context of all models
-    max_model_len: Annotated[int, Field(ge=2)] | None = None
+    max_model_len: Annotated[int, Field(ge=2), NUMERIC] | None = None
     link_tls: LinkTLS | None = None  # encrypts links between tiers
     # first and last port for links between replicas; by default any free port
     link_ports: Annotated[tuple[Port, ...], Field(min_length=2, max_length=2)] | None = None

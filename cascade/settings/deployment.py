@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, with_config
 from typing_extensions import TypedDict  # pydantic takes Python's own only from 3.12 on
 
-from cascade.settings.section import Count, Seconds, Section
+from cascade.settings.section import NUMERIC, Count, Number, Seconds, Section, Whole
 
 RESOURCES = {"num_cpus": "CPU", "num_gpus": "GPU"}  # Ray's names, by the options that ask for them
 
@@ -22,9 +22,9 @@ class RuntimeEnv(TypedDict, total=False):
 class ActorOptions(TypedDict, total=False):
     """Ray's options of a replica, as far as this package reads them."""
 
-    num_cpus: float | None
-    num_gpus: float | None
-    resources: dict[str, float] | None
+    num_cpus: Number | None
+    num_gpus: Number | None
+    resources: dict[str, Number] | None
     runtime_env: RuntimeEnv | None
 
 
@@ -32,9 +32,9 @@ class ActorOptions(TypedDict, total=False):
 class Scaling(TypedDict, total=False):
     """Ray Serve's options of autoscaling, as far as this package reads them."""
 
-    min_replicas: int
-    initial_replicas: int | None
-    max_replicas: int
+    min_replicas: Whole
+    initial_replicas: Whole | None
+    max_replicas: Whole
 
 
 class DeploymentConfig(Section):
@@ -47,16 +47,17 @@ class DeploymentConfig(Section):
     autoscaling_config: Scaling | None = None  # Ray Serve's; ongoing requests are sessions
     ray_actor_options: ActorOptions = Field(default_factory=ActorOptions)  # `num_gpus`, `num_cpus`, `resources`, `runtime_env`
     max_ongoing_requests: Count = 256  # sessions of a replica at the same time
-    max_queued_requests: Annotated[int, Field(ge=-1)] = -1  # calls that may wait for a replica; -1: any number
+    max_queued_requests: Annotated[int, Field(ge=-1), NUMERIC] = -1  # calls that may wait for a replica; -1: any number
     max_replicas_per_node: Count | None = None  # replicas on one node at most
     health_check_period_s: Seconds = 2.0  # seconds between two health checks
     health_check_timeout_s: Seconds = 30.0  # seconds until a health check has failed
-    graceful_shutdown_timeout_s: Annotated[float, Field(ge=0)] = 20.0  # seconds that sessions have to end when a replica stops
+    # seconds that sessions have to end when a replica stops
+    graceful_shutdown_timeout_s: Annotated[float, Field(ge=0), NUMERIC] = 20.0
     graceful_shutdown_wait_loop_s: Seconds = 0.2  # seconds between two checks whether they have ended
     # percent of replicas that an update starts before it stops old ones; by default 20 if one more fits, else 0
-    max_surge_percent: Annotated[int, Field(ge=0, le=100)] | None = None
+    max_surge_percent: Annotated[int, Field(ge=0, le=100), NUMERIC] | None = None
     # share of replicas that an update replaces at a time
-    rolling_update_percentage: Annotated[float, Field(gt=0, le=1)] | None = None
+    rolling_update_percentage: Annotated[float, Field(gt=0, le=1), NUMERIC] | None = None
     logging_config: dict[str, Any] | None = None  # Ray Serve's
     request_router_config: dict[str, Any] | None = None  # Ray Serve's
     backpressure_config: dict[str, Any] | None = None  # Ray Serve's
@@ -80,11 +81,11 @@ class DeploymentConfig(Section):
 class RouterDeploymentConfig(DeploymentConfig):
     """`DeploymentConfig` of the router, with other defaults."""
 
-    max_queued_requests: Annotated[int, Field(ge=-1)] = 256  # calls that may wait for a router
+    max_queued_requests: Annotated[int, Field(ge=-1), NUMERIC] = 256  # calls that may wait for a router
     health_check_period_s: Seconds = 0.5  # seconds between two health checks
-    graceful_shutdown_timeout_s: Annotated[float, Field(ge=0)] = 60.0  # seconds that running answers have to end
+    graceful_shutdown_timeout_s: Annotated[float, Field(ge=0), NUMERIC] = 60.0  # seconds that running answers have to end
     # percent of routers that an update starts before it stops old ones
-    max_surge_percent: Annotated[int, Field(ge=0, le=100)] | None = 100
+    max_surge_percent: Annotated[int, Field(ge=0, le=100), NUMERIC] | None = 100
 
 
 def resources(actor: Mapping[str, Any], bundles: Sequence[Mapping[str, float]] | None = None) -> dict[str, float]:

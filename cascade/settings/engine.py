@@ -11,7 +11,7 @@ from cascade.engine import vllm
 from cascade.engine.generation import AUTO as AUTO_CONFIG
 from cascade.engine.layers import numbers, shown
 from cascade.errors import ModelError, reason
-from cascade.settings.section import Count, Section, Text, did_you_mean
+from cascade.settings.section import NUMERIC, Count, Section, Text, did_you_mean
 
 NOT_VLLMS = {  # vLLM's engine arguments that no tier takes, and what to use instead
     "speculative_config": "models that draft are tiers below, and drafter names what guesses without one",
@@ -119,7 +119,7 @@ class EngineKwargs(Section):
     revision: str | None = None  # branch, tag or commit of a model on the hub
     trust_remote_code: bool = False  # run code that comes with a model on the hub
     # layers of its model that the tier keeps: `[0-11, 20-31]`, or the number of first ones; by default all
-    layers: Annotated[tuple[Annotated[int, Field(ge=0)], ...] | None, BeforeValidator(_numbered)] = None
+    layers: Annotated[tuple[Annotated[int, Field(ge=0), NUMERIC], ...] | None, BeforeValidator(_numbered)] = None
     quantization: str | None = None  # vLLM's method for quantising weights while they load
     # paths or hub ids of LoRA adapters by name, on vLLM; a lower tier uses its own adapter of the name that a request chooses
     lora_modules: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], Text] = Field(default_factory=dict)
@@ -127,14 +127,15 @@ class EngineKwargs(Section):
     lora_path: Text | None = None
     max_loras: Count = 16  # adapters of `lora_path` loaded at a time
     tensor_parallel_size: Count = 1  # GPUs that share one replica's model; more than one needs vLLM
-    num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None  # CPU threads of a pass; by default chosen by timing
+    # CPU threads of a pass; by default chosen by timing
+    num_threads: Annotated[int, Field(ge=1, le=1024), NUMERIC] | None = None
     # cores to which the replica is bound
-    cpu_affinity: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = None
+    cpu_affinity: Annotated[tuple[Annotated[int, Field(ge=0), NUMERIC], ...], Field(min_length=1)] | None = None
     max_pass_tokens: Count = 512  # tokens of one pass at most
     # positions of keys and values; by default as many as fit
-    cache_tokens: Annotated[int, Field(ge=16)] | None = None
+    cache_tokens: Annotated[int, Field(ge=16), NUMERIC] | None = None
     # share of a GPU for weights and cache; by default 0.9 of the replica's `num_gpus`
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1), NUMERIC] | None = None
     drafter: Annotated[tuple[DrafterConfig, ...], BeforeValidator(_listed)] = (DrafterConfig(),)  # drafters inside the tier
 
     @model_validator(mode="after")

@@ -13,7 +13,7 @@ from cascade.errors import ConfigError
 from cascade.settings.config import CascadeConfig
 from cascade.settings.deployment import ActorOptions
 from cascade.settings.engine import EngineKwargs, ModelLoadingConfig
-from cascade.settings.section import Count, Section, sentence
+from cascade.settings.section import NUMERIC, Count, Number, Section, sentence
 
 Values = dict[str, Any]
 FULL = "full"  # name of the tier that runs the model itself
@@ -62,14 +62,14 @@ class Experimental(Section):
     """`experimental_configs`."""
 
     num_ingress_replicas: Count | None = None
-    stream_batching_interval_ms: Literal[0] | None = None  # pieces are never held back
+    stream_batching_interval_ms: Annotated[int, Field(ge=0, le=0), NUMERIC] | None = None  # pieces are never held back
 
 
 class Placement(Section):
     """`placement_group_config`."""
 
-    bundle_per_worker: dict[str, float] | None = None
-    bundles: list[dict[str, float]] | None = None
+    bundle_per_worker: dict[str, Number] | None = None
+    bundles: list[dict[str, Number]] | None = None
     strategy: str = "PACK"
 
 

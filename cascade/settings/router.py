@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from cascade.params import MAX_PRIORITY
 from cascade.settings.deployment import RouterDeploymentConfig
-from cascade.settings.section import Count, Port, Seconds, Section, Text, Variable
+from cascade.settings.section import NUMERIC, Count, Port, Seconds, Section, Text, Variable
 
 MAX_PROMPTS = 4096  # prompts of one request; `limits` may lower this and the next one
 MAX_ANSWERS = 1024  # answers for each prompt
@@ -18,10 +18,10 @@ class KeyLimits(Section):
     max_running: Count | None = None  # answers at the same time; by default any number
     tokens_per_minute: Count | None = None  # tokens of prompts and answers; by default any number
     # lowest (soonest) `priority` allowed; by default 0, on a server without keys any
-    min_priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    min_priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY), NUMERIC] | None = None
     train: bool = True  # drafters may learn from its answers
     # share of the tokens, relative to other keys, while requests wait
-    weight: Annotated[float, Field(ge=0.01, le=1000)] = 1.0
+    weight: Annotated[float, Field(ge=0.01, le=1000), NUMERIC] = 1.0
 
 
 class AccessConfig(Section):
@@ -41,10 +41,10 @@ class AccessConfig(Section):
 class RequestLimits(Section):
     """Limits of one request."""
 
-    max_body_bytes: Annotated[int, Field(ge=1024)] = 16 * 2**20  # bytes of an HTTP body or a gRPC message
+    max_body_bytes: Annotated[int, Field(ge=1024), NUMERIC] = 16 * 2**20  # bytes of an HTTP body or a gRPC message
     max_prompt_chars: Count = 4_000_000  # characters of a prompt or a conversation
-    max_prompts: Annotated[Count, Field(le=MAX_PROMPTS)] = 64  # prompts of one HTTP request
-    max_n: Annotated[Count, Field(le=MAX_ANSWERS)] = 16  # answers for each prompt
+    max_prompts: Annotated[int, Field(ge=1, le=MAX_PROMPTS), NUMERIC] = 64  # prompts of one HTTP request
+    max_n: Annotated[int, Field(ge=1, le=MAX_ANSWERS), NUMERIC] = 16  # answers for each prompt
     max_tokens: Count | None = None  # output tokens of an answer; by default what the context leaves
     body_timeout_s: Seconds = 30.0  # seconds that a client has to send a request
     read_timeout_s: Seconds = 60.0  # seconds until a client that reads nothing is dropped
@@ -87,9 +87,9 @@ class RouterConfig(Section):
     # seconds without progress after which a request fails; should exceed the time that a full replica takes to start
     stall_timeout_s: Seconds = 600.0
     max_running: Count = 256  # answers of one router at the same time
-    max_waiting: Annotated[int, Field(ge=0)] = 256  # answers that may wait; more are refused
+    max_waiting: Annotated[int, Field(ge=0), NUMERIC] = 256  # answers that may wait; more are refused
     # seconds for which a lease may be reused by further requests
-    held_lease_s: Annotated[float, Field(ge=0, le=8)] = 5.0
+    held_lease_s: Annotated[float, Field(ge=0, le=8), NUMERIC] = 5.0
     prefix_affinity: bool = True  # send requests that begin alike to the same full replica
     # how the model writes tool calls; by default learned from its chat template
     tool_format: Literal["hermes", "mistral", "mistral11", "llama3", "json"] | None = None

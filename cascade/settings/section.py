@@ -5,15 +5,27 @@ from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-Count = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0)]
+
+def _no_switch(value: Any) -> Any:
+    """Refuse what YAML reads from ``yes`` and pydantic takes as 1."""
+    if isinstance(value, bool):
+        raise ValueError("input should be a number, not a boolean")
+    return value
+
+
+NUMERIC = BeforeValidator(_no_switch)  # of all fields with numbers; the last in `Annotated`, so that schemas have limits
+Whole = Annotated[int, NUMERIC]
+Number = Annotated[float, NUMERIC]
+Count = Annotated[int, Field(ge=1), NUMERIC]
+Seconds = Annotated[float, Field(gt=0), NUMERIC]
 Text = Annotated[str, Field(min_length=1)]
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]  # an environment variable's name
-Port = Annotated[int, Field(ge=1, le=65535)]
+Port = Annotated[int, Field(ge=1, le=65535), NUMERIC]
 
-UNION_PARTS = ("constrained-", "literal[")  # prefixes of the parts that pydantic adds to the place of a value of a union
+# prefixes of the parts that pydantic adds to the place of a value of a union
+UNION_PARTS = ("constrained-", "function-", "literal[")
 # pydantic's words, and those of YAML
 WORDS = {" or instance of \\w+": "", "[Tt]uple": "list", "dictionary": "mapping", " after validation": ""}
 

@@ -1,5 +1,6 @@
 """Configurations: what is wrong is refused before anything starts, and what is right reaches Ray Serve."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -7,10 +8,11 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import yaml
+from pydantic import TypeAdapter, ValidationError
 from ray import serve
 from ray.serve._private.api import call_user_app_builder_with_args_if_necessary as call_builder
 from ray.serve.schema import ServeDeploySchema
@@ -20,7 +22,10 @@ from cascade.engine.tokenizer import pretrained
 from cascade.errors import ConfigError, ModelError
 from cascade.settings.check import needs, verify
 from cascade.settings.config import CascadeConfig
+from cascade.settings.deployment import ActorOptions, Scaling
 from cascade.settings.engine import EngineKwargs
+from cascade.settings.llm_configs import VllmOptions
+from cascade.settings.section import Section
 from cascade.training.versions import Versions
 from deployments import app, ray_compat
 from deployments.app import ENVIRONMENT, SURGE_PERCENT, build, parse, tier_options
@@ -121,6 +126,8 @@ WRONG: list[tuple[Any, str]] = [
     (routing(access={"limits": {"gold": {"max_runing": 3}}}), r"router\.access\.limits\.gold\.max_runing is .*'max_running'\?"),
     (engine(dtype="int4"), r"dtype is 'int4': .*'bfloat16' or 'float16'$"),
     (deploying(num_replicas=0), r"num_replicas is 0: input should be greater than or equal to 1$"),
+    ({"tiers": [tier()], "window": True}, r": window is True: input should be a number, not a boolean$"),
+    (deploying(num_replicas=True), r"\.num_replicas is True: input should be a number, not a boolean$"),
     ({"tiers": [5]}, r"tiers\.0 is 5: input should be a valid mapping$"),
     ({"tiers": [tier()], 5: 3}, r": 5 is not a known key"),
     (routing(access={"keys": {}}), r"router\.access\.keys is not a known key"),
@@ -157,6 +164,25 @@ def test_wrong_configurations_are_refused(values: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         build(values)
     one_sentence(caught)
+
+
+def numbers(value: Any) -> list[Any]:
+    """The numbers inside a value."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [value] * (type(value) in (int, float)) + [number for each in inner for number in numbers(each)]
+
+
+def test_no_field_takes_a_boolean_for_a_number() -> None:
+    """Guards `window: yes`, which was a window of 1."""
+    sections, names = [Section], {"x", *ActorOptions.__annotations__, *Scaling.__annotations__, *VllmOptions.__annotations__}
+    for section in sections:
+        sections += section.__subclasses__()
+        for field in section.model_fields.values():
+            adapter = TypeAdapter(Annotated[field.annotation, field])
+            for value in (True, False):
+                for given in (value, [value] * 2, [{"x": value}], *({name: value} for name in names)):
+                    with contextlib.suppress(ValidationError, ConfigError):
+                        assert not numbers(adapter.validate_python(given)), field
 
 
 FILES: list[tuple[Callable[[Path], object], str]] = [

@@ -240,14 +240,14 @@ def _options(records: Iterable[tuple[str, str]]) -> str:
 
 def series(place: str) -> str:
     """What is counted at ``place`` alone, or at both."""
-    from deployments.ops.metrics import PREFIX, SERIES
+    from deployments.ops.metrics import PREFIX, SERIES, VLLM
 
     rows = []
     for one in SERIES.values():
         if place == ("both" if len(one.places) > 1 else one.places[0]):
             name = one.shown.removeprefix(PREFIX) + (f"{{{','.join(one.labels)}}}" if one.labels else "")
             kind = " (histogram)" if one.kind == "histogram" else ""
-            same = f" = `vllm:{one.vllm}`" if one.vllm not in ("", one.name) else ""
+            same = f" = `vllm:{VLLM[one.name]}`" if one.name in VLLM else ""
             rows.append((f"`{name}`", one.help.rstrip(".") + kind + same))
     return table(["series", "meaning"], rows)
 

@@ -7,9 +7,10 @@ are the same: ``ray_cascade_NAME``, with ``_total`` for counters. `docs/referenc
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from ray.util.metrics import Gauge, Histogram
 
@@ -18,7 +19,7 @@ from deployments.replica import context
 log = logging.getLogger(__name__)
 
 Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
-Place: TypeAlias = Literal["router", "tier"]  # who reports: routers (their page and Ray), or replicas of tiers (Ray)
+Place: TypeAlias = Literal["router", "tier"]
 
 RAY = "ray_"  # Ray's prefix of every name, which routers' pages have, too
 PREFIX = f"{RAY}cascade_"
@@ -31,17 +32,25 @@ LONG_SECONDS = (*SECONDS[4:], 60.0, 120.0, 300.0, 600.0)
 TOKENS = tuple(float(1 << power) for power in range(18))
 
 
+# names of vLLM's series with the same meaning as ours, where they differ, without the prefix ``vllm:``
+VLLM = {
+    "answers": "request_success",
+    "proposed_tokens": "spec_decode_num_draft_tokens",
+    "accepted_tokens": "spec_decode_num_accepted_tokens",
+    "accepted_by_position": "spec_decode_num_accepted_tokens_per_pos",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One series; ``vllm`` is the name of vLLM's series with the same meaning, without the prefix ``vllm:``."""
+    """One series."""
 
-    name: str  # without prefix and ``_total``
     kind: Kind
+    name: str  # without prefix and ``_total``
     help: str
     labels: tuple[str, ...] = ()
-    places: tuple[Place, ...] = ("router",)
     buckets: tuple[float, ...] = ()  # upper bounds of a histogram
-    vllm: str = ""
+    places: tuple[Place, ...] = ()  # who reports it
 
     @property
     def shown(self) -> str:
@@ -63,120 +72,94 @@ class Reading(NamedTuple):
     value: float
 
 
-def _counter(name: str, help: str, *labels: str, places: tuple[Place, ...] = ("router",), vllm: str = "") -> Series:
-    return Series(name, "counter", help, labels, places, vllm=vllm)
-
-
-def _gauge(name: str, help: str, *labels: str, places: tuple[Place, ...] = ("router",), vllm: str = "") -> Series:
-    return Series(name, "gauge", help, labels, places, vllm=vllm)
-
-
-def _histogram(name: str, help: str, buckets: tuple[float, ...]) -> Series:
-    return Series(name, "histogram", help, buckets=buckets, vllm=name)
-
-
+_counter, _gauge, _histogram = (partial(Series, kind) for kind in get_args(Kind))
 EDGE = ("drafter", "verifier")
-ALL: tuple[Place, ...] = ("router", "tier")
-TIER: tuple[Place, ...] = ("tier",)
-
 REQUESTS = (
     _counter(
-        "answers",
-        "Answers that ended, by outcome: a finish reason, an error's code, or `left` by the client.",
-        "outcome",
-        vllm="request_success",
+        "answers", "Answers that ended, by outcome: a finish reason, an error's code, or `left` by the client.", ("outcome",)
     ),
     _counter("resumed_answers", "Answers that clients resumed after their stream had broken off."),
-    _counter("refused", "Requests that got an error, by code.", "code"),
-    _counter("undrafted_answers", "Answers of which the full tier scored no guess, by reason.", "reason"),
-    _counter("prompt_tokens", "Tokens of prompts.", vllm="prompt_tokens"),
-    _counter("generation_tokens", "Tokens that the full tier wrote.", vllm="generation_tokens"),
-    _gauge("num_requests_running", "Answers in progress.", vllm="num_requests_running"),
-    _gauge("num_requests_waiting", "Answers that wait for their turn.", vllm="num_requests_waiting"),
-    _histogram("e2e_request_latency_seconds", "From a request's arrival to the end of its answer.", LONG_SECONDS),
-    _histogram("request_queue_time_seconds", "From a request's arrival to its answer's turn.", LONG_SECONDS),
-    _histogram("time_to_first_token_seconds", "From a request's arrival to the first piece.", SECONDS),
-    _histogram("inter_token_latency_seconds", "Between two pieces of an answer.", SECONDS),
-    _histogram("request_time_per_output_token_seconds", "Mean time between two tokens of an answer, of each answer.", SECONDS),
-    _histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS),
-    _histogram("request_generation_tokens", "Tokens of an answer.", TOKENS),
+    _counter("refused", "Requests that got an error, by code.", ("code",)),
+    _counter("undrafted_answers", "Answers of which the full tier scored no guess, by reason.", ("reason",)),
+    _counter("prompt_tokens", "Tokens of prompts."),
+    _counter("generation_tokens", "Tokens that the full tier wrote."),
+    _gauge("num_requests_running", "Answers in progress."),
+    _gauge("num_requests_waiting", "Answers that wait for their turn."),
+    _histogram("e2e_request_latency_seconds", "From a request's arrival to the end of its answer.", buckets=LONG_SECONDS),
+    _histogram("request_queue_time_seconds", "From a request's arrival to its answer's turn.", buckets=LONG_SECONDS),
+    _histogram("time_to_first_token_seconds", "From a request's arrival to the first piece.", buckets=SECONDS),
+    _histogram("inter_token_latency_seconds", "Between two pieces of an answer.", buckets=SECONDS),
+    _histogram(
+        "request_time_per_output_token_seconds", "Mean time between two tokens of an answer, of each answer.", buckets=SECONDS
+    ),
+    _histogram("request_prompt_tokens", "Tokens of a prompt.", buckets=TOKENS),
+    _histogram("request_generation_tokens", "Tokens of an answer.", buckets=TOKENS),
 )
 EDGES = (
-    _counter("passes", "Passes that gave own tokens, by edge.", *EDGE),
-    _counter("undrafted_passes", "Passes without a guess to score, by edge.", *EDGE),
-    _counter("waited_seconds", "Time that answers waited for guesses.", *EDGE),
-    _counter("proposed_tokens", "Guesses that the verifier scored, by edge.", *EDGE, vllm="spec_decode_num_draft_tokens"),
-    _counter(
-        "accepted_tokens",
-        "Guesses that equalled the verifier's own token, by edge.",
-        *EDGE,
-        vllm="spec_decode_num_accepted_tokens",
-    ),
-    _counter("proposed_by_position", "Guesses that were scored, by their distance from the text.", *EDGE, "position"),
-    _counter(
-        "accepted_by_position",
-        "Guesses that were right, by their distance from the text.",
-        *EDGE,
-        "position",
-        vllm="spec_decode_num_accepted_tokens_per_pos",
-    ),
-    _counter("agreed_tokens", "Own tokens of a drafter that its verifier picked too, scored or not.", *EDGE),
-    _counter("corrections", "Tokens of a drafter that its verifier replaced.", *EDGE),
+    _counter("passes", "Passes that gave own tokens, by edge.", EDGE),
+    _counter("undrafted_passes", "Passes without a guess to score, by edge.", EDGE),
+    _counter("waited_seconds", "Time that answers waited for guesses.", EDGE),
+    _counter("proposed_tokens", "Guesses that the verifier scored, by edge.", EDGE),
+    _counter("accepted_tokens", "Guesses that equalled the verifier's own token, by edge.", EDGE),
+    _counter("proposed_by_position", "Guesses that were scored, by their distance from the text.", (*EDGE, "position")),
+    _counter("accepted_by_position", "Guesses that were right, by their distance from the text.", (*EDGE, "position")),
+    _counter("agreed_tokens", "Own tokens of a drafter that its verifier picked too, scored or not.", EDGE),
+    _counter("corrections", "Tokens of a drafter that its verifier replaced.", EDGE),
 )
 CASCADE = (
     _gauge("speculation_active", "1 while drafts reach the full tier, 0 while they do not."),
     _gauge("tiers", "Tiers in the configuration."),
-    _gauge("replicas", "Replicas that run, by tier.", "tier"),
+    _gauge("replicas", "Replicas that run, by tier.", ("tier",)),
     _gauge("full_replicas", "Replicas of the full tier that run."),
     _gauge("full_min_replicas", "Replicas of the full tier that should always run; 0 if it is scaled to zero."),
 )
 ALIGNMENT = (
     _gauge("alignment_answers", "Answers that the learner keeps."),
-    _gauge("alignment_rounds", "Rounds of training of a drafter, by whether its weights were kept.", "drafter", "outcome"),
+    _gauge("alignment_rounds", "Rounds of training of a drafter, by whether its weights were kept.", ("drafter", "outcome")),
     _gauge(
         "alignment_agreement",
         "Agreement of a drafter with its verifier on held-out answers, before and after its last round.",
-        "drafter",
-        "when",
+        ("drafter", "when"),
     ),
-    _gauge("alignment_progress", "Share of the round that runs; 0 if none does.", "drafter"),
-    _gauge("alignment_swaps", "Times that a replica changed to other weights.", "drafter"),
+    _gauge("alignment_progress", "Share of the round that runs; 0 if none does.", ("drafter",)),
+    _gauge("alignment_swaps", "Times that a replica changed to other weights.", ("drafter",)),
 )
 BETWEEN = (
-    _gauge("sessions_below", "Sessions that this process holds a lease for at tiers below.", places=ALL),
-    _counter("leases_taken", "Leases taken on replicas of a tier below.", "below", places=ALL),
-    _counter("lease_wait_seconds", "Time that sessions waited for leases.", "below", places=ALL),
-    _counter("failovers", "Sessions lost at a tier below: answers continue elsewhere or without it.", "below", places=ALL),
+    _gauge("sessions_below", "Sessions that this process holds a lease for at tiers below."),
+    _counter("leases_taken", "Leases taken on replicas of a tier below.", ("below",)),
+    _counter("lease_wait_seconds", "Time that sessions waited for leases.", ("below",)),
+    _counter("failovers", "Sessions lost at a tier below: answers continue elsewhere or without it.", ("below",)),
 )
 REPLICAS = (
-    _gauge("healthy", "1 while a replica's loop runs and its model works.", places=TIER),
-    _gauge("sessions", "Sessions that a replica serves.", places=TIER),
-    _gauge("leases", "Leases on a replica.", places=TIER),
-    _counter("tier_passes", "Passes of a replica.", places=TIER),
-    _counter("tier_busy_seconds", "Time in passes.", places=TIER),
-    _counter("tier_scored_tokens", "Positions scored.", places=TIER),
-    _counter("tier_own_tokens", "Own tokens picked, those that were cut later included.", places=TIER),
-    _counter("tier_pass_failures", "Passes that failed.", places=TIER),
-    _gauge("pass_seconds", "What a pass of so many tokens costs, by tier.", "tier", "tokens", places=TIER),
-    _gauge("context_seconds", "What each position held adds to a pass, by tier.", "tier", places=TIER),
-    _gauge(
-        "kv_cache_usage_perc", "Share of the memory for keys and values; 1 is full.", places=TIER, vllm="kv_cache_usage_perc"
-    ),
-    _gauge("kv_cache_tokens", "Positions for which there is room.", places=TIER),
-    _counter("prefix_cache_queries", "Positions looked up for reuse.", places=TIER, vllm="prefix_cache_queries"),
-    _counter("prefix_cache_hits", "Positions reused.", places=TIER, vllm="prefix_cache_hits"),
-    _counter("num_preemptions", "Times that a session lost its place in memory.", places=TIER, vllm="num_preemptions"),
+    _gauge("healthy", "1 while a replica's loop runs and its model works."),
+    _gauge("sessions", "Sessions that a replica serves."),
+    _gauge("leases", "Leases on a replica."),
+    _counter("tier_passes", "Passes of a replica."),
+    _counter("tier_busy_seconds", "Time in passes."),
+    _counter("tier_scored_tokens", "Positions scored."),
+    _counter("tier_own_tokens", "Own tokens picked, those that were cut later included."),
+    _counter("tier_pass_failures", "Passes that failed."),
+    _gauge("pass_seconds", "What a pass of so many tokens costs, by tier.", ("tier", "tokens")),
+    _gauge("context_seconds", "What each position held adds to a pass, by tier.", ("tier",)),
+    _gauge("kv_cache_usage_perc", "Share of the memory for keys and values; 1 is full."),
+    _gauge("kv_cache_tokens", "Positions for which there is room."),
+    _counter("prefix_cache_queries", "Positions looked up for reuse."),
+    _counter("prefix_cache_hits", "Positions reused."),
+    _counter("num_preemptions", "Times that a session lost its place in memory."),
     _gauge(
         "tier_worth",
         "Measured tokens per second with a tier below over those without, at so many sessions.",
-        "drafter",
-        "sampling",
-        "sessions",
-        places=TIER,
+        ("drafter", "sampling", "sessions"),
     ),
 )
+# who reports each of them: routers (on their page and through Ray), or replicas of tiers (through Ray)
+PLACES: dict[tuple[Place, ...], tuple[Series, ...]] = {
+    ("router",): (*REQUESTS, *EDGES, *CASCADE, *ALIGNMENT),
+    ("router", "tier"): BETWEEN,
+    ("tier",): REPLICAS,
+}
 SERIES: Mapping[str, Series] = MappingProxyType(
-    {series.name: series for series in (*REQUESTS, *EDGES, *CASCADE, *ALIGNMENT, *BETWEEN, *REPLICAS)}
+    {series.name: replace(series, places=places) for places, listed in PLACES.items() for series in listed}
 )
 
 

@@ -85,10 +85,7 @@ class Ticket:
     most: int  # tokens that it may write at most
     written: int = 0  # tokens written so far
     charged: int = 0  # tokens charged so far
-
-    @property
-    def order(self) -> tuple[float, int]:
-        return self.rank, self.number
+    called: asyncio.Event = field(default_factory=asyncio.Event)  # its turn has come
 
 
 @dataclass(slots=True, eq=False)
@@ -96,7 +93,7 @@ class Flow:
     """The answers of one key."""
 
     weight: float
-    waiting: list[Ticket] = field(default_factory=list)  # sorted by `Ticket.order`
+    waiting: list[Ticket] = field(default_factory=list)  # sorted by rank, then by number
     tag: float = 0.0  # tokens over weight
     start: float = 0.0  # least tag until the flow is empty again, since corrections give no credit either
     mean: float | None = None  # mean tokens that its answers wrote
@@ -123,7 +120,7 @@ class FairQueue:
             flow.start, flow.tag = self._virtual, max(flow.tag, self._virtual)
         self._number += 1
         ticket = Ticket(flow, self._number, rank, read, most)
-        insort(flow.waiting, ticket, key=lambda waiting: waiting.order)
+        insort(flow.waiting, ticket, key=lambda waiting: (waiting.rank, waiting.number))
         return ticket
 
     def next(self) -> Ticket | None:
@@ -142,15 +139,15 @@ class FairQueue:
         """An answer no longer waits for its turn."""
         ticket.flow.waiting.remove(ticket)
 
+    def undo(self, ticket: Ticket) -> None:
+        """An answer gave its turn back without using it."""
+        ticket.flow.charge(ticket, 0)
+
     def settle(self, ticket: Ticket) -> None:
         """An answer that had its turn has ended."""
         flow, written = ticket.flow, ticket.written
         flow.charge(ticket, ticket.read + written)
         flow.mean = written if flow.mean is None else flow.mean + LEARNING_RATE * (written - flow.mean)
-
-    def undo(self, ticket: Ticket) -> None:
-        """An answer gave its turn back without using it."""
-        ticket.flow.charge(ticket, 0)
 
 
 class Places:
@@ -160,7 +157,6 @@ class Places:
         self._capacity = max_running + max_waiting
         self._free = max_running
         self._queue = FairQueue()
-        self._calls: dict[Ticket, asyncio.Event] = {}  # one for each answer that waits
         self._empty = asyncio.Event()
         self._empty.set()
         self.num_admitted = 0
@@ -206,16 +202,15 @@ class Places:
         The answer reads ``read`` tokens and writes at most ``most``; the caller counts written tokens in the ticket.
         """
         ticket = self._queue.join(name, weight, read, most, rank)
-        called = self._calls[ticket] = asyncio.Event()
         self._call()
         try:
-            await lifetime.wait(called.wait)
+            await lifetime.wait(ticket.called.wait)
         except BaseException:
-            if self._calls.pop(ticket, None) is not None:
-                self._queue.leave(ticket)
-            else:  # got its turn at the same moment
+            if ticket.called.is_set():  # got its turn at the same moment
                 self._queue.undo(ticket)
-                self._give_back()
+                self._call(1)
+            else:
+                self._queue.leave(ticket)
             raise
         self.num_running += 1
         try:
@@ -223,17 +218,14 @@ class Places:
         finally:
             self.num_running -= 1
             self._queue.settle(ticket)
-            self._give_back()
+            self._call(1)
 
-    def _give_back(self) -> None:
-        self._free += 1
-        self._call()
-
-    def _call(self) -> None:
-        """Give free turns to the next answers."""
+    def _call(self, given_back: int = 0) -> None:
+        """Give free turns, also those that were ``given_back``, to the next answers."""
+        self._free += given_back
         while self._free > 0 and (ticket := self._queue.next()) is not None:
             self._free -= 1
-            self._calls.pop(ticket).set()
+            ticket.called.set()
 
     async def drained(self, timeout_s: float) -> bool:
         """Admit no more requests, and wait until all answers are written; False if that took too long."""

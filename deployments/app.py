@@ -125,7 +125,6 @@ def _bind_learner(config: CascadeConfig, tiers: dict[str, Any], prefix: str) -> 
 
 
 def _bind_tier(config: CascadeConfig, tier: TierConfig, lower: dict[str, Any], prefix: str) -> Any:
-    """The deployment of a tier above the tiers ``lower``."""
     from deployments.tier import TierReplica
 
     preferring = PREFERRING if config.affine and tier is config.tiers[-1] else {}

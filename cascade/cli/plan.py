@@ -11,6 +11,8 @@ from rich.table import Table
 from cascade.cli.options import DRAFT, FILE, Finite, counts
 from cascade.cli.screen import console
 from cascade.errors import ConfigError
+from cascade.params import SamplingParams
+from cascade.prompts import BUILT_IN, Prompt, read_prompts
 
 if TYPE_CHECKING:
     from cascade.planner.cost import Profile
@@ -22,6 +24,7 @@ SHARES = Finite(0, 1, min_open=True)
 PROMPTS = click.option(
     "--prompts",
     type=FILE,
+    callback=lambda context, parameter, path: read_prompts(path) if path else BUILT_IN,
     help="Prompts, one a line: text, or JSON as in Spec-Bench, HumanEval or GSM8K; by default the 48 that ship.",
 )
 
@@ -34,7 +37,7 @@ PROMPTS = click.option(
 @click.option("--temperature", "-t", default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Result, for `cascade plan --measured`.")
 def agreement(
-    model: str, drafts: tuple[str, ...], prompts: Path | None, max_tokens: int, temperature: float, out: Path | None
+    model: str, drafts: tuple[str, ...], prompts: Sequence[Prompt], max_tokens: int, temperature: float, out: Path | None
 ) -> None:
     """Measure how often smaller models agree with MODEL, along its own answers.
 
@@ -43,8 +46,6 @@ def agreement(
     """
     from cascade.agreement import agreement as shares
     from cascade.agreement import record
-    from cascade.params import SamplingParams
-    from cascade.prompts import BUILT_IN, read_prompts
 
     if not drafts:
         raise click.UsageError("There is nothing to compare MODEL with: name a smaller model with --draft")
@@ -53,7 +54,7 @@ def agreement(
     models = [*reversed(drafts), model]
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     with console.status(f"{model} answers, and the others guess along its answers"):
-        recording = record(models, read_prompts(prompts) if prompts else BUILT_IN, params)
+        recording = record(models, prompts, params)
     if not recording.texts:
         raise ConfigError(f"{model} ended every answer at once: give other prompts")
     table = Table(
@@ -78,7 +79,7 @@ def agreement(
 @click.option("--share", "shares", multiple=True, type=SHARES, required=True, help="Of the model's pass, such as 0.5; repeat.")
 @PROMPTS
 @click.option("--max-tokens", type=click.IntRange(2), default=32, show_default=True, help="Tokens of an answer at most.")
-def layers(model: str, shares: tuple[float, ...], prompts: Path | None, max_tokens: int) -> None:
+def layers(model: str, shares: tuple[float, ...], prompts: Sequence[Prompt], max_tokens: int) -> None:
     """Find the layers of MODEL to keep for a share of its pass. As a tier they draft for MODEL without training.
 
     The search uses half of the prompts; the other half measure how often the layers agree with MODEL.
@@ -88,14 +89,11 @@ def layers(model: str, shares: tuple[float, ...], prompts: Path | None, max_toke
     """
     from cascade.agreement import search
     from cascade.engine.layers import shown
-    from cascade.params import SamplingParams
-    from cascade.prompts import BUILT_IN, read_prompts
 
     params = SamplingParams(max_tokens=max_tokens, temperature=0)
     table = Table("layers", "kept", "share of a pass", "agrees", box=SIMPLE_HEAD, pad_edge=False)
     with console.status(f"{model} answers") as status:
-        chosen = read_prompts(prompts) if prompts else BUILT_IN
-        for best in search(model, chosen, params, sorted(shares, reverse=True), TRIALS, status.update):
+        for best in search(model, prompts, params, sorted(shares, reverse=True), TRIALS, status.update):
             kept = f"{len(best.layers)} of {best.num_layers}"
             table.add_row(shown(best.layers), kept, f"{best.share:.2f}", f"{best.agreement:.2f}")
     console.print(table)
@@ -216,7 +214,6 @@ def _assumed(names: Sequence[str], costs: "Sequence[Profile]", shares: Sequence[
 
 
 def _show(prediction: "Prediction", alone_devices: int, all_devices: int) -> None:
-    """Print the speeds of the modes at one load, and the fastest one."""
     from cascade.simulation.plan import PLANNER
 
     table = Table("mode", "tokens/s", "over alone", box=SIMPLE_HEAD, pad_edge=False, title=f"{prediction.load} at once")

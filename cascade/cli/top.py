@@ -193,7 +193,6 @@ def _worth(info: Any) -> Table:
 
 
 def _requests(now: Scrape, earlier: Scrape | None, seconds: float | None) -> Table:
-    """Requests at present; answers, tokens and mean waiting times since the last frame."""
     change = now.since(earlier)
     suffix = "" if seconds is None else "/s"
     columns = ("running", "waiting", f"answers{suffix}", f"refused{suffix}", f"tokens{suffix}", "first token", "gap")
@@ -229,7 +228,6 @@ def _edges(now: Scrape, earlier: Scrape | None, seconds: float | None) -> Table:
 
 
 def _alignment(now: Scrape) -> Table:
-    """Drafters that learn: progress of the round, outcomes of earlier rounds, and agreement before and after the last one."""
     title = f"Learning, from {now.total('alignment_answers'):,.0f} answers"
     table = Table("drafter", "round", "kept", "dropped", "agreement before", "after", "swaps", title=title)
     for drafter in sorted(dict(labels)["drafter"] for name, labels in now.samples if name == "alignment_progress"):

@@ -78,15 +78,18 @@ class Description(Exchange[ServerInfo, ServerInfo]):
     probing = True
 
     def add(self, response: pb.DescribeResponse) -> ServerInfo:
-        tiers = tuple(map(_tier_info, response.tiers))
-        decoded = {"tiers": tiers, "key": KeyInfo(**values(response.key)), "defaults": decode_sampling(response.defaults)}
+        tiers = []
+        for tier in response.tiers:
+            cost = tuple((point.tokens, point.seconds) for point in tier.pass_cost)
+            worth = tuple(Worth(**values(each)) for each in tier.worth)
+            tiers.append(TierInfo(**values(tier) | {"pass_cost": cost, "worth": worth}))
+        decoded = {
+            "tiers": tuple(tiers),
+            "key": KeyInfo(**values(response.key)),
+            "defaults": decode_sampling(response.defaults),
+        }
         self.whole = ServerInfo(**values(response) | decoded)
         return self.whole
-
-
-def _tier_info(tier: pb.Tier) -> TierInfo:
-    cost = tuple((point.tokens, point.seconds) for point in tier.pass_cost)
-    return TierInfo(**values(tier) | {"pass_cost": cost, "worth": tuple(Worth(**values(worth)) for worth in tier.worth)})
 
 
 T = TypeVar("T")

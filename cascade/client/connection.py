@@ -233,7 +233,6 @@ def is_near(target: str) -> bool:
 
 
 def _metadata(application: str | None, api_key: str | None) -> tuple[tuple[str, str], ...]:
-    """Metadata of every call; raises `ConfigError`."""
     for name, value in (("api_key", api_key), ("application", application)):
         if value and not (value.isascii() and value.isprintable()):
             raise ConfigError(f"{name} has characters that are not printable ASCII, which no call can carry: correct it")

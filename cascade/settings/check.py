@@ -221,7 +221,6 @@ def _has_gpu(tier: TierConfig) -> bool:
 
 
 def _engine(tier: TierConfig) -> str:
-    """The engine on which a replica will run."""
     return tier.engine_kwargs.runs_on(gpu=_has_gpu(tier) or default_device() == "cuda")
 
 

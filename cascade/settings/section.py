@@ -62,7 +62,6 @@ def sentence(error: ValidationError, section: type[BaseModel] | None = None) -> 
 
 
 def _keys(section: type[BaseModel] | None, path: Sequence[int | str]) -> Iterable[str]:
-    """Keys of the section at ``path`` inside ``section``."""
     inner = section
     for part in path:
         if inner is not None and part in inner.model_fields:

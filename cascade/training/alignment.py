@@ -74,7 +74,6 @@ class Student:
         self._run.write(folder)
 
     def _score(self, shard: Shard) -> Shard:
-        """The shard with the verifier's distributions."""
         key = shard.tokens.tobytes()
         if key not in self._scored:
             self._scored[key] = score(self._verifier, shard)

@@ -335,13 +335,11 @@ Share of positions of held-out answers at which both predict the same token, by 
         self._spent: dict[str, float] = _noted(self._work / SPENT) if (self._work / SPENT).exists() else {}
 
     def _spend(self, folder: Path, seconds: float) -> None:
-        """Note the seconds that were spent on writing into ``folder``."""
         self._spent[folder.name] = seconds
         _note(self._work / SPENT, self._spent)
 
 
 def _noted(path: Path) -> Any:
-    """What `_note` wrote."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 

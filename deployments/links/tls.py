@@ -58,7 +58,6 @@ def channel(address: str, options: Sequence[tuple[str, object]], tls: LinkTLS | 
 
 
 def _context(tls: LinkTLS | ListenTLS, protocol: ssl._SSLMethod) -> ssl.SSLContext:
-    """The TLS context of one end of a connection; raises `ConfigError`."""
     context, section = ssl.SSLContext(protocol), _section(tls)
     for field in ("certificate", "key"):
         _read(tls, field)

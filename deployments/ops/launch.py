@@ -92,7 +92,6 @@ class Server:
         return server
 
     def _start(self, tell: Callable[[str], object], num_gpus: int | None) -> None:
-        """Return when all tiers are ready."""
         config = self.config
         Access(config.router.access)  # raises `ConfigError` if keys cannot be used, as the next lines do for certificates
         for tls in (config.link_tls, self._listen.tls):

@@ -136,7 +136,6 @@ class Assistant:
         return whole and (bool(form.named) or f'"{form.key}"' in text)
 
     def _plan(self, body: Conversation) -> ToolPlan:
-        """The plan for the tools of a request; raises `InvalidRequest`."""
         choice = body.chosen_tool
         if choice == "none":
             return ToolPlan()
@@ -163,7 +162,6 @@ class Assistant:
         return TurnReader(parser, self._grammars.hidden(marks), splitter, show_thoughts)
 
     def _check_free(self) -> None:
-        """Raise `InvalidRequest` if the model cannot choose whether to call tools."""
         remedy = "use 'required' or name a function, which are enforced, or 'none'"
         if not self.template.shows_tools:
             raise InvalidRequest(f"tool_choice is 'auto' and the model's chat template shows no tools: {remedy}", "tool_choice")

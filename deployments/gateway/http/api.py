@@ -207,7 +207,6 @@ class HttpApi:
         return body, await self._assistant.task(body.as_chat(self._assistant.template), body.params)
 
     async def _spelling(self, params: SamplingParams) -> Spelling | None:
-        """The names of tokens, if log-probabilities are requested."""
         return None if params.logprobs is None else await self._model.spelling()
 
     async def _turn(self, call: Call, body: SamplingBody, task: ChatTask, writer: Reply) -> Any:

@@ -103,7 +103,6 @@ class CompletionReply(Reply):
         return {"message": {"role": "assistant", "content": content, **turn.reasoning, **calls}}
 
     def _opening(self, index: int, first: Chunk) -> bytes:
-        """The events before the ``first`` piece of a choice."""
         if self._chat:
             content = "" if self._readers[index].plain else None
             return self._choice(index, {"delta": {"role": "assistant", "content": content}})

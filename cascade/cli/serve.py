@@ -44,7 +44,7 @@ def check(**models: Any) -> None:
     MODEL is as for `cascade serve`. If they do not fit, prints one sentence and exits with status 1.
     """
     parsed = configured(**models)  # before the imports that take seconds
-    from cascade.settings.check import needs, remarks, unpinned, verify
+    from cascade.settings.check import needs, remarks, unpinned, verify, weightless
     from deployments.app import build
 
     with console.status("Reading configurations"):
@@ -52,7 +52,7 @@ def check(**models: Any) -> None:
     console.print(screen.needs(requirements))
     verify(parsed)
     build(parsed.model_copy(update={"verify": False}))  # checks that Ray Serve takes the options of deployments
-    problem = next((need.problem for need in requirements if need.problem), None)
+    problem = next((need.problem for need in requirements if need.problem), weightless(parsed))
     if problem:
         raise ConfigError(problem)
     for remark in filter(None, [unpinned(parsed), *remarks(requirements)]):

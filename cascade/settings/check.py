@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from cascade.engine.checkpoint import Anatomy
     from cascade.engine.model_config import Config
 
+WEIGHTS = (".safetensors", ".bin")  # suffixes of their files
 MIN_TOKENS = 4096  # the fewest useful cache positions of a tier; its model's context if that is shorter
 
 
@@ -123,6 +124,19 @@ def unpinned(config: CascadeConfig) -> str | None:
             return (
                 f"Tier {tier.name} takes a GPU of any kind, also the {_accelerator(named)} that tier {named.name} waits for: "
                 "give it an accelerator_type, too"
+            )
+    return None
+
+
+def weightless(config: CascadeConfig) -> str | None:
+    """One sentence if the folder of a tier's model has no weights, where its engine loads them from."""
+    for tier in config.tiers:
+        folder, engine = Path(tier.model_loading_config.source), tier.engine_kwargs
+        elsewhere = engine.plugin or "load_format" in (engine.model_extra or {})
+        if not elsewhere and folder.is_dir() and not any(file.suffix in WEIGHTS for file in folder.iterdir()):
+            return (
+                f"model_source of tier {tier.name} is {str(folder)!r}, a folder without weights (*{' or *'.join(WEIGHTS)}): "
+                "download them, or name another"
             )
     return None
 

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import shutil
 from collections.abc import Callable
 from operator import eq
 from pathlib import Path
@@ -146,10 +147,13 @@ def large(folder: Path) -> str:
 
 def test_check_refuses_in_a_sentence(tmp_path: Path, checkpoint: Path) -> None:
     """Guards scripts that check before they deploy: status 1, and the reason after the table."""
-    source, big = ({"model_id": "m", "model_source": str(path)} for path in (checkpoint, large(tmp_path / "large")))
+    paths = checkpoint, large(tmp_path / "large"), tmp_path / "bare"
+    source, big, bare = ({"model_id": "m", "model_source": str(path)} for path in paths)
+    shutil.copytree(small.paths()[-1], paths[-1], ignore=shutil.ignore_patterns("*.safetensors"))
     for changes, words in (
         ({"model_loading_config": source}, "No tokenizer can be loaded"),
         ({"accelerator_type": "A100-80G", "model_loading_config": big, "engine_kwargs": {}}, "A100-80G offers 72.00 GiB"),
+        ({"model_loading_config": bare}, f"model_source of tier full is '{paths[-1]}', a folder without weights"),
     ):
         values = small.config().model_dump(mode="json")
         values["tiers"][-1] |= changes

@@ -171,7 +171,7 @@ def test_nodes_say_what_their_paths_say(name: str, attention: str, trees: Any, p
     """Guards branches that see each other, the trunk or companions, penalties that count beside a path, and stale stores."""
     model = model_of(name, attention)
     texts = [[(7 * seed + 5 * place + number) % VOCAB for place in range(size)] for number, size in enumerate((3, 8, 5))]
-    exact = name == "llama"
+    exact = (name, attention) == ("llama", "native")  # PyTorch's attention rounds by the number of rows
     sessions = [Session(model, own, text, random.Random(seed), exact=exact) for own, text in zip(params, texts, strict=True)]
     for shape in trees:
         drafts = [session.guess(parents) for session, parents in zip(sessions, shape, strict=True)]

@@ -1,12 +1,12 @@
 """Predicts the time of a tier's pass: timed at the start, then updated by every pass."""
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from cascade.planner.tuning import COST_MEMORY, COST_WEIGHT, MEAN_WEIGHT, OUTLIER, PREFILL_TOKENS
+from cascade.planner.tuning import COST_MEMORY, COST_WEIGHT, MEAN_WEIGHT, OUTLIER, PREFILL_TOKENS, STALE, STALE_WEIGHT
 
 LEAST_S = 1e-9  # shorter passes count as this long
 
@@ -25,7 +25,7 @@ class Profile:
         assert points, "at least one pass must have been timed"
         self._tokens = [tokens for tokens, _ in points]
         self._seconds = [seconds for _, seconds in points]
-        self._fresh = [0.0] * len(points)  # 1: a pass of this size has just been timed
+        self._fresh = [0.0] * len(points)  # 1: a pass of this size has just been timed; fades with passes of other sizes
         self.context_s = context_s
         self.pass_s = self.predict(1)  # mean of recent passes without prefill
         self.token_s = 0.0  # seconds that each token of prefill adds to such a pass; 0 until there was some
@@ -51,6 +51,19 @@ class Profile:
             return seconds[upper] + max(0.0, slope) * (num_tokens - tokens[upper]) + held_s
         return s0 + slope * (num_tokens - n0) + held_s
 
+    def stale(self, num_tokens: int) -> bool:
+        """Whether no pass of ``num_tokens``, or more up to the next point, has been timed lately."""
+        _, after, share = self._beside(num_tokens)
+        return self._fresh[after] < STALE * share
+
+    def _beside(self, num_tokens: int) -> tuple[int, int, float]:
+        """The places of the points below and above ``num_tokens``, and how near it is to the latter: 0 to 1."""
+        tokens = self._tokens
+        after = min(bisect_left(tokens, num_tokens), len(tokens) - 1)
+        before = max(0, after - 1)
+        share = (num_tokens - tokens[before]) / (tokens[after] - tokens[before]) if after else 1.0
+        return before, after, min(1.0, max(0.0, share))
+
     def turn(self, num_tokens: int, context: int = 0) -> float:
         """Seconds from the end of a pass to the end of the next one."""
         return self.between_s + self.predict(num_tokens, context)
@@ -70,8 +83,10 @@ class Profile:
 
         Tokens of prefill have a price of their own, since they need no logits and no own tokens; so have positions. If a pass
         took longer or shorter than expected, each price changes by its share of the difference. Of the points, those beside the
-        number of scored tokens change. Points without recent passes change along, since what slows one pass slows all:
-        otherwise a size that was timed while other models were loading would stay expensive, and never be tried.
+        number of scored tokens change, the nearer one more. Points without recent passes change along, since what slows one
+        pass slows all: otherwise a size that was timed while other models were loading would stay expensive. A pass of a stale
+        size that was faster than expected changes it and larger ones more: only a wrong price explains it, while a slow pass
+        may be a pause.
         """
         if not num_read:
             self.pass_s += MEAN_WEIGHT * (seconds - self.pass_s)
@@ -86,9 +101,12 @@ class Profile:
         excess = min(OUTLIER, max(1 / OUTLIER, seconds / expected)) - 1
         self.token_s *= 1 + MEAN_WEIGHT * excess * read_s / expected
         self.context_s *= 1 + COST_WEIGHT * excess * held_s / expected
-        after = bisect_right(self._tokens, num_scored)
-        beside = (after - 1,) if after and self._tokens[after - 1] == num_scored else (after - 1, after)
+        before, after, share = self._beside(num_scored)
+        surprise = STALE_WEIGHT if excess < 0 and self.stale(num_scored) else 0.0
         for place in range(len(self._seconds)):
-            self._fresh[place] = 1.0 if place in beside else COST_MEMORY * self._fresh[place]
-            moved = COST_WEIGHT if place in beside else COST_WEIGHT * (1 - self._fresh[place])
+            beside, fresh = share if place == after else 1 - share if place == before else 0.0, self._fresh[place]
+            self._fresh[place] = max(beside, COST_MEMORY * fresh)
+            moved = COST_WEIGHT * max(beside, 1 - self._fresh[place])
+            if place >= after:
+                moved += surprise * (1 - fresh)
             self._seconds[place] *= 1 + moved * excess * scored_s / expected

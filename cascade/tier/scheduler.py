@@ -13,7 +13,7 @@ import numpy as np
 
 from cascade.planner.choice import Policy, affordable
 from cascade.planner.cost import Profile
-from cascade.planner.tuning import MIN_BRANCH_CHANCE, PREFILL_TOKENS
+from cascade.planner.tuning import MIN_BRANCH_CHANCE, PREFILL_TOKENS, TRIED_SHARE
 from cascade.session.branches import Branch
 from cascade.session.session import Work
 from cascade.tier.slot import Slot, U
@@ -154,7 +154,15 @@ def _decode_rows(
             cost -= profile.turn(0) * reading_s / (cost[len(texts)] + reading_s)
         each, size = np.array(chances), np.array(sizes)
         order = (-each).argsort(kind="stable")  # stable: a node's chance is at most its parent's, which stands before it
-        best = order[: affordable(each[order], size[order], own, len(texts), cost)]  # the likeliest first
+        each, size = each[order], size[order]  # the likeliest first
+        worth = affordable(each, size, own, len(texts), cost)
+        if worth < len(order) and texts:
+            # a size that was timed too dear would never be tried, and so stay too dear
+            tried = worth + max(1, worth, len(texts) // TRIED_SHARE)
+            read = len(texts) + size[:tried].cumsum()
+            if profile.stale(int(read[-1])):
+                worth = int(read.searchsorted(len(cost)))
+        best = order[:worth]
         of_nodes = np.sort(best[best < len(nodes)])
         bounds = of_nodes.searchsorted(bounds).tolist()
         chosen = [nodes[place] for place in of_nodes.tolist()]

@@ -54,9 +54,8 @@ def test_live_passes_move_the_profile(tokens: int, context: int, factor: float) 
     """Guards currency: prices follow slower and faster passes for all sizes, and a pass that the machine stopped in hardly."""
     profile = Profile(POINTS, context_s=1e-6)
     before = profile.predict(tokens, context)
-    for pause_s in (30.0, 0.0):
-        profile.record(tokens, 0, context, pause_s)
-        assert profile.predict(tokens, context) == pytest.approx(before, rel=0.1)
+    profile.record(tokens, 0, context, 30.0)
+    assert profile.predict(tokens, context) == pytest.approx(before, rel=0.1)
     profile = Profile(POINTS, context_s=1e-6)
     seconds = before * factor
     for _ in range(400):

@@ -1,5 +1,8 @@
 """What goes into a pass: budget, order and shares, without threads, models or clocks."""
 
+from collections.abc import Callable
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -8,9 +11,10 @@ from cascade.messages import Open, SessionSpec
 from cascade.params import SamplingParams
 from cascade.planner.choice import Policy
 from cascade.planner.cost import Profile
-from cascade.planner.tuning import PREFILL_TOKENS
+from cascade.planner.tuning import PREFILL_TOKENS, TRIED_SHARE
 from cascade.scorer import Scored
 from cascade.session.session import Session
+from cascade.tier.runner import GRID
 from cascade.tier.scheduler import MAX_STRETCH, PRIORITY_S, Batch, rank, schedule
 from cascade.tier.slot import Slot
 from tests.cases import examples
@@ -145,11 +149,42 @@ def test_guesses_are_judged_by_all_that_a_pass_takes() -> None:
     costs = ((1, 0.001), (9, 0.009))
     writing, held = slot(1, 4), slot(1000, 4)
     held.session.kv_len = 999
-    assert picked([writing], costs=Profile(costs, context_s=1e-5)) == [1]
-    assert picked([held], costs=Profile(costs, context_s=1e-5)) == [5]
-    slowed = Profile(costs)
+    priced, slowed = Profile(costs, context_s=1e-5), Profile(costs)
+    for known in (priced, slowed):
+        known.record(9, 0, 0, 0.009)  # otherwise the pass times this size
+    assert picked([writing], costs=priced) == [1]
+    assert picked([held], costs=priced) == [5]
     slowed.rested(0.01)
     assert picked([writing], costs=slowed) == [5]
+
+
+@pytest.mark.parametrize("num_sessions", [1, 8, 24])
+def test_sizes_timed_too_dear_are_timed_again(num_sessions: int) -> None:
+    """Guards prices of guesses: sizes timed while other replicas were starting looked three times dearer, so that no guess was
+    scored, and without guesses their prices never changed."""
+    costs = Profile([(tokens, 0.01 if tokens <= num_sessions else 0.03 + tokens * 0.0001) for tokens in sorted(GRID)])
+    scored = [passed(num_sessions, costs, lambda tokens: 0.01 + tokens * 0.0001) for _ in range(1000)]
+    assert sum(scored[-100:]) > 100 * 4 * num_sessions
+
+
+@pytest.mark.parametrize("num_sessions", [1, 8, 24])
+def test_timing_sizes_again_costs_next_to_nothing(num_sessions: int) -> None:
+    """Guards "never slower" where guesses do not pay: a pass that times a size again scores guesses at a loss."""
+
+    def cost(tokens: int) -> float:
+        return 0.01 * tokens
+
+    costs = Profile([(tokens, cost(tokens)) for tokens in sorted(GRID)])
+    tokens = [passed(num_sessions, costs, cost) for _ in range(1500)]
+    assert max(tokens) <= num_sessions + max(1, num_sessions // TRIED_SHARE)
+    assert num_sessions < sum(tokens) / len(tokens) < 1.016 * num_sessions
+
+
+def passed(num_sessions: int, costs: Profile, cost: Callable[[int], float]) -> int:
+    """The tokens of a pass of sessions with four guesses each; ``costs`` learns that it took ``cost`` seconds."""
+    total = sum(picked([slot(1, 4) for _ in range(num_sessions)], costs=costs))
+    costs.record(total, 0, 0, cost(total))
+    return total
 
 
 def test_those_who_waited_longest_come_first_and_priority_is_a_head_start() -> None:

@@ -56,7 +56,7 @@ def bind_models(configs: Mapping[str, CascadeConfig], options: Mapping[str, Any]
 
     Names of other deployments begin with the name of their model. Raises the errors of `build`.
     """
-    from deployments.models import ModelsReplica
+    from deployments.router import ModelsReplica
 
     routers = {name: _router(config, verified(config), f"{name.replace('/', '--')}:") for name, config in configs.items()}
     arguments = {name: arguments for name, (arguments, _) in routers.items()}

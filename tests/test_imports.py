@@ -33,7 +33,6 @@ FLOORS = (  # of rooms, bottom to top: a folder, or a module beside them; those 
     ("deployments.gateway.chat", "deployments.full_tier"),
     ("deployments.gateway.grpc", "deployments.gateway.http"),
     ("deployments.tier", "deployments.router"),
-    ("deployments.models",),
     ("deployments.app",),
     ("deployments.ops.launch", "deployments.llm"),
     ("cascade.cli",),

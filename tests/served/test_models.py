@@ -24,8 +24,8 @@ from cascade.settings.router import ListenConfig, RequestLimits
 from deployments.gateway.admission.admission import Admission
 from deployments.gateway.http.server import HttpServer
 from deployments.llm import build_openai_app
-from deployments.models import Models
 from deployments.ops.launch import free_port
+from deployments.router import Models
 from tests import small
 from tests.conftest import Cluster
 from tests.http.test_http import ask

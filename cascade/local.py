@@ -21,7 +21,7 @@ from cascade.engine.sampling.state import state_maker
 from cascade.engine.threads import apart
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import ConfigError, InvalidRequest
-from cascade.messages import Capabilities, Link, Message, Task
+from cascade.messages import Capabilities, Link, Message
 from cascade.params import DEFAULT_WINDOW, MAX_WINDOW, Handling, SamplingParams, Speculation, checked
 from cascade.planner.chains import Planner
 from cascade.planner.choice import Policy
@@ -249,7 +249,7 @@ class Cascade:
         begin, answers = time.monotonic(), []
         prompts = prompt if _is_batch(prompt) else [prompt]
         for index, (text, chosen) in enumerate(zip(prompts, self._sampled(params, len(prompts)), strict=True)):
-            spec = self._capabilities.admit(Task(self._encode(text), chosen, *how))
+            spec = self._capabilities.admit(self._encode(text), chosen, *how)
             decoder = self.tokenizer.decoder(spec.tokens)
             answers.append(Answer(spec, decoder, index, lambda: time.monotonic() - begin))
         return Requests(self.tiers[-1], answers, link)

@@ -136,17 +136,6 @@ class SessionSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """A request as tokens and parameters."""
-
-    ids: Sequence[int]  # the prompt
-    params: SamplingParams
-    speculation: Speculation = field(default_factory=Speculation)
-    handling: Handling = field(default_factory=Handling)
-    delivered: Sequence[int] = ()  # tokens of the answer that the client got before its stream broke off
-
-
-@dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a cascade can serve, and the defaults of requests."""
 
@@ -183,13 +172,20 @@ class Capabilities:
         if params.structured is not None:
             self.check_grammar(params.structured, delivered)
 
-    def admit(self, task: Task) -> SessionSpec:
-        """The session of the full tier for a task; draws a seed if the task has none.
+    def admit(
+        self,
+        ids: Sequence[int],
+        params: SamplingParams,
+        speculation: Speculation = Speculation(),
+        handling: Handling = Handling(),
+        delivered: Sequence[int] = (),
+    ) -> SessionSpec:
+        """The session of the full tier after the prompt ``ids``; draws a seed if ``params`` has none.
 
-        Raises `InvalidRequest` if the prompt cannot be served, or a parameter cannot be honoured.
+        ``delivered`` are tokens of the answer that the client got before its stream broke off. Raises `InvalidRequest` if the
+        prompt cannot be served, or a parameter cannot be honoured.
         """
-        ids, params, speculation = task.ids, task.params, task.speculation
-        self.check(params, task.delivered)
+        self.check(params, delivered)
         if not ids:
             raise InvalidRequest("The prompt is empty: it must have at least one token", "prompt")
         self._check_ids(ids)
@@ -201,7 +197,7 @@ class Capabilities:
             )
         chosen = speculation.chosen(self.names)
         return SessionSpec(
-            tokens=(*ids, *task.delivered),
+            tokens=(*ids, *delivered),
             prompt_len=len(ids),
             params=params.seeded(),
             ends=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_ids),
@@ -212,8 +208,8 @@ class Capabilities:
             draft_window=speculation.draft_window(self.window),
             draft_branches=speculation.most_branches,
             adaptive=speculation.adaptive,
-            priority=task.handling.priority,
-            cache_salt=task.handling.cache_salt,
+            priority=handling.priority,
+            cache_salt=handling.cache_salt,
         )
 
     def _check_ids(self, ids: Sequence[int]) -> None:

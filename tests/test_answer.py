@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cascade.answer import Answer, Chunk, Completion, undrafted
 from cascade.draft import Draft
-from cascade.messages import Capabilities, Edge, Logprobs, Proposal, SessionSpec, Task
+from cascade.messages import Capabilities, Edge, Logprobs, Proposal, SessionSpec
 from cascade.params import MOST_BRANCHES, Handling, SamplingParams, Speculation, Structured
 from tests.cases import examples
 
@@ -148,10 +148,10 @@ CAPABLE = Capabilities(
 
 def test_what_is_admitted_is_what_was_asked() -> None:
     """Guards every word of a request on its way to the full tier, and the defaults of those that were not said."""
-    CAPABLE.admit(Task([1] * 8, SamplingParams(max_tokens=1)))  # just fits
+    CAPABLE.admit([1] * 8, SamplingParams(max_tokens=1))  # just fits
     assert not GRAMMARS
     params = SamplingParams(max_tokens=4, seed=7, stop_token_ids=(5,), adapter="french", structured=Structured(regex="a"))
-    spec = CAPABLE.admit(Task([1, 2], params, Speculation(window=3, branches=2), Handling(-2, "mine", True)))
+    spec = CAPABLE.admit([1, 2], params, Speculation(window=3, branches=2), Handling(-2, "mine", True))
     assert [params.structured] == GRAMMARS
     assert spec == SessionSpec(
         (1, 2),
@@ -168,9 +168,9 @@ def test_what_is_admitted_is_what_was_asked() -> None:
         cache_salt="mine",
     )
     plain = SamplingParams(max_tokens=4, ignore_eos=True)
-    other = CAPABLE.admit(Task([1, 2], plain))
+    other = CAPABLE.admit([1, 2], plain)
     assert (other.ends, other.draft_window, other.adaptive, other.draft_branches) == (frozenset(), 32, True, MOST_BRANCHES)
-    assert CAPABLE.admit(Task([1], SamplingParams(max_tokens=1), Speculation(branches=0))).draft_branches == 0
+    assert CAPABLE.admit([1], SamplingParams(max_tokens=1), Speculation(branches=0)).draft_branches == 0
     assert other.params == replace(plain, seed=other.params.seed)
 
 

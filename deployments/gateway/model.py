@@ -14,8 +14,8 @@ from cascade.engine.grammar import Grammars
 from cascade.engine.spelling import Spelling
 from cascade.engine.tokenizer import Tokenizer
 from cascade.errors import InvalidRequest, NotFound, TooLarge
-from cascade.messages import Capabilities, SessionSpec, Task
-from cascade.params import Structured
+from cascade.messages import Capabilities, SessionSpec
+from cascade.params import Handling, SamplingParams, Speculation, Structured
 from cascade.settings.config import CascadeConfig
 from cascade.settings.engine import generation_folder
 from deployments.links.replica_status import Tiers
@@ -148,12 +148,13 @@ class ServedModel:
 
     # parameters
 
-    async def admit(self, task: Task) -> SessionSpec:
-        """The session for a task; raises `InvalidRequest` if a parameter cannot be honoured."""
-        await self._has(task.params.adapter)
-        if task.params.structured is None:
-            return self._capabilities.admit(task)
-        return await in_thread(GRAMMARS, self._capabilities.admit, task)  # may compile a grammar
+    async def admit(
+        self, ids: Sequence[int], params: SamplingParams, speculation: Speculation, handling: Handling, delivered: Sequence[int]
+    ) -> SessionSpec:
+        """`Capabilities.admit`, also with an adapter of the folder."""
+        await self._has(params.adapter)
+        admit = partial(self._capabilities.admit, ids, params, speculation, handling, delivered)
+        return admit() if params.structured is None else await in_thread(GRAMMARS, admit)  # may compile a grammar
 
     async def delivered(self, specs: Sequence[SessionSpec]) -> list[Chunk]:
         """The parts of resumed answers that clients already have; raises `InvalidRequest` if all answers are complete."""

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, I
 from functools import partial
 from importlib.metadata import version
 from itertools import islice
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import Message as ProtoMessage
@@ -23,7 +23,7 @@ from cascade.client.chat import UNCONVERTED
 from cascade.client.wire import decode_handling, decode_sampling, decode_speculation, encode_edge, values
 from cascade.engine.grammar import unenforced
 from cascade.errors import InvalidRequest
-from cascade.messages import Task, origin_level, origin_replaced
+from cascade.messages import origin_level, origin_replaced
 from cascade.params import MOST_BRANCHES, SamplingParams
 from cascade.settings.config import CascadeConfig
 from cascade.v1 import serving_pb2 as pb
@@ -36,7 +36,6 @@ from deployments.gateway.model import ServedModel
 from deployments.links.replica_status import Siblings, Tiers
 
 T = TypeVar("T")
-GenerationRequest: TypeAlias = pb.GenerateRequest | pb.ChatRequest
 
 DESCRIBE_TIMEOUT_S = 2.0
 
@@ -122,13 +121,14 @@ class GrpcApi:
             if streaming is not None and resumes:
                 raise InvalidRequest(f"resume is set: only streams can be resumed, so call {streaming}")
             self.admission.places.check()  # before the request is parsed
-            task = await call.task()
+            ids, params = await call.task()
             if call.inert:
                 context.set_trailing_metadata((("warning", f"No effect here: {', '.join(call.inert)}"),))
-            spec = await self.model.admit(task)
+            speculation, handling = decode_speculation(call.request.speculation), decode_handling(call.request)
+            spec = await self.model.admit(ids, params, speculation, handling, call.request.resume.token_ids)
             if resumes:
                 call.resume(*await self.model.delivered([spec]))
-            with self.admission.admitted(caller, [spec], train=task.handling.train) as request:
+            with self.admission.admitted(caller, [spec], train=handling.train) as request:
                 async with contextlib.aclosing(self._full.pieces(spec, request)) as chunks:
                     yield chunks
 
@@ -164,8 +164,8 @@ class TextCall:
         self._reader = TurnReader()
         self.inert: Sequence[str] = ()  # given fields without effect
 
-    async def task(self) -> Task:
-        """The request for the full tier; raises `InvalidRequest`."""
+    async def task(self) -> tuple[Sequence[int], SamplingParams]:
+        """The prompt's tokens, and the parameters; raises `InvalidRequest`."""
         request = self.request
         refuse_unknown(request)
         kind = request.WhichOneof("input")
@@ -174,7 +174,7 @@ class TextCall:
         ids = await self._model.encode(request.prompt if kind == "prompt" else list(request.token_ids.ids))
         params = parse_sampling(request, self._model.defaults_for(len(ids), SamplingParams().max_tokens))
         self.inert = unenforced(params.structured)
-        return parse_task(request, ids, params)
+        return ids, params
 
     def resume(self, delivered: Chunk) -> None:
         """The client already has ``delivered``; later pieces do not depend on it."""
@@ -200,11 +200,11 @@ class TurnCall:
         self._reader = TurnReader()
         self.inert: Sequence[str] = ()  # given keywords and fields without effect
 
-    async def task(self) -> Task:
-        """The request for the full tier; raises `InvalidRequest`."""
+    async def task(self) -> tuple[Sequence[int], SamplingParams]:
+        """The prompt's tokens, and the parameters; raises `InvalidRequest`."""
         task = await self._assistant.task(conversation(self.request), partial(parse_sampling, self.request))
         self._reader, self.inert = task.reader(), task.unread
-        return parse_task(self.request, task.ids, task.params)
+        return task.ids, task.params
 
     def resume(self, delivered: Chunk) -> None:
         """Parse what the client already has, without sending it again."""
@@ -238,17 +238,11 @@ class TurnCall:
         return pb.CompleteChatResponse(message=message, tokens=turn.tokens, finish=turn.finish, prompt=turn.prompt, text=text)
 
 
-def parse_sampling(request: GenerationRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+def parse_sampling(request: pb.GenerateRequest | pb.ChatRequest, defaults: Mapping[str, Any]) -> SamplingParams:
     """Sampling parameters, with the model's ``defaults`` for unset fields; raises `InvalidRequest`."""
     sampling = pb.Sampling(**defaults)
     sampling.MergeFrom(request.sampling)
     return decode_sampling(sampling)
-
-
-def parse_task(request: GenerationRequest, ids: Sequence[int], params: SamplingParams) -> Task:
-    """The task for the full tier after the prompt ``ids``; raises `InvalidRequest`."""
-    speculation, handling = decode_speculation(request.speculation), decode_handling(request)
-    return Task(ids, params, speculation, handling, request.resume.token_ids)
 
 
 def refuse_unknown(message: ProtoMessage, where: str = "the request") -> None:

@@ -20,7 +20,7 @@ from cascade.chat.conversation import mistake
 from cascade.engine.grammar import unenforced
 from cascade.engine.spelling import Spelling
 from cascade.errors import KINDS, CascadeError, InvalidRequest, NotFound, Unavailable
-from cascade.messages import SessionSpec, Task, room
+from cascade.messages import SessionSpec, room
 from cascade.params import MAX_SEED, SamplingParams
 from deployments.full_tier import FullTier
 from deployments.gateway.admission.access import Account
@@ -249,8 +249,8 @@ class HttpApi:
             left = room(len(prompt), self._model.context_len, body.PROMPT)
             for index in range(body.answers):
                 seed, most = (params.seed + index) % (MAX_SEED + 1), min(params.max_tokens, left)
-                task = Task(prompt, replace(params, seed=seed, max_tokens=most), body.drafts, body.handling, next(delivered))
-                specs.append(await self._model.admit(task))
+                own = replace(params, seed=seed, max_tokens=most)
+                specs.append(await self._model.admit(prompt, own, body.drafts, body.handling, next(delivered)))
         return specs
 
     async def _echo(self, prompt: str | Sequence[int], ids: Sequence[int], params: SamplingParams) -> Echo:

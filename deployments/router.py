@@ -73,15 +73,11 @@ class Router(GrpcApi):
         self._background = [asyncio.create_task(work) for work in (self._tiers.count(metrics.replicas), reporting)]
         self.api = HttpApi(self.model, self.assistant, admission, self._full)
         self.http = self.api.application()
-        await self._listen()
-        self._started = True
-
-    async def _listen(self) -> None:
-        """Start the router's own servers, if configured; otherwise clients come through Ray Serve's proxies."""
-        listen, limits = self._config.router.listen, self.admission.limits
-        self._servers = None if listen is None else (HttpServer(self.http, listen, limits), GrpcServer(self, listen, limits))
+        listen, own = self._config.router.listen, admission.limits  # without `listen`, clients come through proxies
+        self._servers = None if listen is None else (HttpServer(self.http, listen, own), GrpcServer(self, listen, own))
         for server in self._servers or ():
             await server.open()
+        self._started = True
 
     async def drain(self) -> None:
         """Stop listening, so that other routers on the same ports get new requests, and let running requests end."""

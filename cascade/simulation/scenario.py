@@ -3,15 +3,13 @@
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cascade.messages import Edge
 from cascade.params import DEFAULT_WINDOW, MOST_BRANCHES, SamplingParams
 from cascade.planner.choice import Policy
 from cascade.scorer import Drafter, Scorer
 from cascade.tier.runner import GREEDY, GRID
-
-DEFAULT_POLICY = Policy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +19,7 @@ class SimTier:
     # seconds of a pass, by its tokens and the positions that its sessions hold, such as `Profile.predict`
     cost: Callable[[int, int], float]
     hop_s: float = 0.0  # delay, one way, to the tier above or the router
-    policy: Policy = DEFAULT_POLICY
+    policy: Policy = field(default_factory=Policy)
     device: str = ""  # tiers with the same name share a device; "" is a device of its own
     timed: tuple[int, ...] = GRID  # tokens of the passes whose costs the planner knows; with one entry all cost the same
     drafters: tuple[Drafter, ...] = ()  # drafters inside the tier
@@ -59,9 +57,6 @@ class Faults:
     deaths: tuple[Death, ...] = ()
 
 
-NO_FAULTS = Faults()
-
-
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """Tiers, bottom to top, and requests to them."""
@@ -69,7 +64,7 @@ class Scenario:
     tiers: tuple[SimTier, ...]
     requests: tuple[Request, ...]
     window: int = DEFAULT_WINDOW  # tokens that a lower tier may run ahead
-    faults: Faults = NO_FAULTS
+    faults: Faults = field(default_factory=Faults)
     max_pass_tokens: int = 512
     deadline_s: float = math.inf  # virtual time after which the simulation raises `Stuck`
     adaptive: bool = False  # tiers that do not pay may be left out

@@ -24,7 +24,7 @@ from cascade.errors import ModelError, model_errors, reason
 
 MAGIC = b"GGUF"
 SUFFIX = ".gguf"
-FORM = 1  # version of the folders' format
+FORM = 2  # version of the folders' format
 TEXT, MODEL = "text", "model"
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")  # keys of ending tokens under tokenizer.ggml
 STATED = {  # keys of an architecture that Transformers may leave out, and its own fields
@@ -33,6 +33,9 @@ STATED = {  # keys of an architecture that Transformers may leave out, and its o
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
+# values of tokenizer.ggml.pre: texts are cut as for GPT-2, or so after each digit was cut off
+AS_GPT2 = ("gpt-2", "phi-2", "a.x-4.0", "exaone4", "gigachat", "granite-docling", "jais", "mellum", "mpt", "olmo", "trillion")
+SINGLE_DIGITS = ("codeshell", "command-r", "exaone", "mellum2", "minerva-7b", "refact", "smollm", "starcoder")
 NARROW = {"BF16": "bfloat16", "F16": "float16"}  # dtypes by the 16-bit kinds of tensors
 
 log = logging.getLogger(__name__)
@@ -132,7 +135,7 @@ def _describe(source: str, folder: Path) -> None:
     with _by_transformers(source, reader):
         config = AutoConfig.from_pretrained(**given)
         tokenizer = AutoTokenizer.from_pretrained(**given)
-    if problem := _unread(reader, config):
+    if problem := _unread(reader, config) or _cut(reader, tokenizer):
         raise ModelError(f"{_refusal(source)}: {problem}, which Transformers does not read")
     config.dtype = _dtype(reader)
     config.save_pretrained(folder)
@@ -200,6 +203,21 @@ def _unread(reader: Any, config: Any) -> str | None:
         number = _value(reader, f"{prefix}.{key}")
         if number and number not in [part.get(field) for part in parts]:
             return f"its {prefix}.{key} is {number}"
+    return None
+
+
+def _cut(reader: Any, tokenizer: Any) -> str | None:
+    """Cut single digits off where the file says so; returns what else Transformers ignores, so that tokens would be others."""
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+
+    backend, pre, prefix = tokenizer.backend_tokenizer, "tokenizer.ggml.pre", "tokenizer.ggml.add_space_prefix"
+    if isinstance(backend.pre_tokenizer, ByteLevel):  # which cuts as for GPT-2
+        if (kind := _value(reader, pre)) in SINGLE_DIGITS:
+            backend.pre_tokenizer = Sequence([Digits(individual_digits=True), backend.pre_tokenizer])
+        elif kind not in AS_GPT2:
+            return f"its {pre} is {kind!r}"
+    elif _value(reader, prefix) is False and tokenizer.tokenize("a")[0].startswith("▁"):
+        return f"its {prefix} is False"
     return None
 
 

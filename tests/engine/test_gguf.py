@@ -12,6 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
+from tokenizers.pre_tokenizers import Digits, Sequence
 from transformers import AutoModelForCausalLM
 
 from cascade import Cascade, ModelError, SamplingParams, family
@@ -124,6 +125,25 @@ def with_(what: str, *values: Any) -> dict[str, Any]:
     return {"more": lambda writer: getattr(writer, f"add_{what}")(*values)}
 
 
+def sentencepiece(writer: Any) -> None:
+    """A tokenizer that puts no space before a text; by default those of SentencePiece do."""
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["▁", "▁a", *map(chr, range(97, 365))])
+    writer.add_token_merges(["▁ a"])
+    writer.add_token_scores([0.0] * 270)
+    writer.add_add_space_prefix(False)
+
+
+def test_digits_are_cut_off_where_the_file_says_so(tmp_path: Path) -> None:
+    """Guards SmolLM2's own file: all kinds but a few were cut as GPT-2's, which has other tokens for lines before a number."""
+    tokenizer = Tokenizer.from_pretrained(small.gguf(tmp_path / "tiny.gguf", **with_("tokenizer_pre", "smollm")))
+    original = Tokenizer.from_pretrained(small.paths()[0])
+    text = "def f():\n    return  12345\n\n2"
+    assert tokenizer.encode(text) != original.encode(text)
+    original.backend.pre_tokenizer = Sequence([Digits(individual_digits=True), original.backend.pre_tokenizer])
+    assert tokenizer.encode(text) == original.encode(text)
+
+
 def test_what_cannot_be_converted_is_one_sentence(tmp_path: Path, little: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards users against tracebacks of three libraries, and texts against weights that Transformers makes up."""
     whole = Path(small.gguf(tmp_path / "whole.gguf", source=little))
@@ -136,6 +156,8 @@ def test_what_cannot_be_converted_is_one_sentence(tmp_path: Path, little: Path, 
         "its starcoder2.rope.freq_base is 500": {"architecture": "starcoder2", **with_("rope_freq_base", 500.0)},
         "its llama.attention.sliding_window is 8": with_("sliding_window", 8),
         "its llama.final_logit_softcapping is 30": with_("final_logit_softcapping", 30.0),
+        "its tokenizer.ggml.pre is 'bloom'": with_("tokenizer_pre", "bloom"),
+        "its tokenizer.ggml.add_space_prefix is False": {"more": sentencepiece},
         "has no place for 32 of its numbers": with_("tensor", "blk.0.attn_q.bias", torch.ones(32).numpy()),
     }
     files = {
@@ -165,6 +187,7 @@ def test_the_published_model_comes_out_of_its_package(monkeypatch: pytest.Monkey
     source = family._packaged()
     tokenizer = Tokenizer.from_pretrained(source)
     assert tokenizer.end_ids == {2}
+    assert tokenizer.encode("x =  1\n\n2") == [104, 446, 256, 33, 1116, 34], "as llama.cpp"
     assert tokenizer.decode([2]) == ""
     question = [{"role": "user", "content": "What is the capital of France?"}]
     ids = tokenizer.encode_part(tokenizer.apply_chat_template(question, add_generation_prompt=True))

@@ -115,7 +115,7 @@ def learn(size: Size, old: Sequence[Sample], new: Sequence[Sample], folder: Path
             console.print(f"{rounds[-1]}", markup=False)
         first, last = rounds[0], rounds[-1]
         cost = cost if name == "tiny" else [first.old_before or 0.0, first.before]
-        Versions(folder / name).add(record(student, last))
+        Versions(folder / name).add(partial(record, student, last))
         times = accumulate((outcome.seconds for outcome in rounds), initial=0.0)
         points = [(first.before, first.old_before), *((outcome.after, outcome.old_after) for outcome in rounds)]
         course = [

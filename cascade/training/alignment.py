@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -185,18 +186,14 @@ class Lesson:
         outcome = align(self.student, learner, self.newest, self.older, self.seconds, tell=tell)
         if not outcome.problem and group.rank() == 0:
             versions = Versions(self.folder)
-            versions.choose(versions.add(record(learner, outcome)))
+            versions.choose(versions.add(partial(record, learner, outcome)))
         return outcome
 
 
-def record(student: Student, outcome: Outcome) -> Callable[[Path], None]:
-    """A callback for `cascade.training.versions.Versions.add` that writes the weights and the outcome of a round."""
-
-    def write(folder: Path) -> None:
-        student.write(folder)
-        (folder / ABOUT).write_text(json.dumps(asdict(outcome), indent=2) + "\n", encoding="utf-8")
-
-    return write
+def record(student: Student, outcome: Outcome, folder: Path) -> None:
+    """Write the weights and the outcome of a round, see `cascade.training.versions.Versions.add`."""
+    student.write(folder)
+    (folder / ABOUT).write_text(json.dumps(asdict(outcome), indent=2) + "\n", encoding="utf-8")
 
 
 def _problem(before: Sequence[np.ndarray], after: Sequence[np.ndarray]) -> str:

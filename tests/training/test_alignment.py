@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -203,7 +204,7 @@ def test_a_student_learns_and_its_weights_are_taken(tmp_path: Path, answers: lis
     many = [answer.tail(len(answer.tokens) - cut) for answer in answers for cut in range(4)]  # of which some are held out
     outcome = align("tiny", student, many, [], 0.01, tell=reports.append)
     assert reports[-1].steps == outcome.steps
-    version = Versions(tmp_path).add(record(student, outcome))
+    version = Versions(tmp_path).add(partial(record, student, outcome))
     model = Model.from_pretrained(source, dtype="float32", device="cpu")
     fresh = Model.from_pretrained(str(version), dtype="float32", device="cpu")
     text = answers[0].tokens

@@ -15,8 +15,8 @@ from cascade.errors import ContextLengthExceeded, InvalidRequest
 from cascade.params import Handling, SamplingParams, Speculation, Structured, check_adapter
 
 MAX_POSITIONS = 16  # positions of a draft that have counts of their own
-RUNNER_UPS = 2  # runner-ups that are offered for an own token
-MAX_RANKS = 1 + RUNNER_UPS  # kinds of guesses: own tokens of the drafter, first and second runner-ups
+RUNNER_UPS = 4  # runner-ups that are offered for an own token
+MAX_RANKS = 1 + RUNNER_UPS  # kinds of guesses: own tokens of the drafter, first runner-ups, second ones, ...
 SEED_MISSING = "resume has tokens and seed is missing: give the seed that came with the answer's first piece"
 
 

@@ -22,7 +22,7 @@ from cascade.planner.tuning import (
 )
 from cascade.scorer import Scored
 from cascade.session.session import Session, Work
-from cascade.simulation.scenario import NO_FAULTS, Death, Faults, Outcome, Request, Scenario, SimTier
+from cascade.simulation.scenario import Death, Faults, Outcome, Request, Scenario, SimTier
 from cascade.simulation.simulate import simulate
 from cascade.simulation.toy_tier import ToyTier
 from cascade.tier.drafting import FIRST_BACKOFF_S, Drafting, Progress
@@ -276,7 +276,7 @@ class Setting:
     sessions: int
     devices: tuple[str, str, str]
     hop_s: float
-    faults: Faults = NO_FAULTS
+    faults: Faults = Faults()
     apart_s: float = 0.0  # between the arrivals of sessions
     branches: int = 0
 
@@ -297,12 +297,12 @@ class Setting:
         num_tokens = round(seconds / self.full_s)
         asked = [SamplingParams(max_tokens=num_tokens, temperature=0, seed=i) for i in range(self.sessions)]
         queue = tuple(Request(params=params, arrive_s=i * self.apart_s) for i, params in enumerate(asked))
-        faults = self.faults if adaptive else NO_FAULTS
+        faults = self.faults if adaptive else Faults()
         return simulate(Scenario(tiers, queue, adaptive=adaptive, faults=faults, branches=self.branches))
 
 
 SHARED = ("one", "one", "one")
-troubles = [NO_FAULTS, Faults(deaths=(Death("tiny", 0.0),)), Faults(deaths=(Death("medium", 0.3, 2.0),)), Faults(loss=1.0)]
+troubles = [Faults(), Faults(deaths=(Death("tiny", 0.0),)), Faults(deaths=(Death("medium", 0.3, 2.0),)), Faults(loss=1.0)]
 any_setting = st.builds(
     Setting,
     full_s=st.sampled_from([0.002, 0.005, 0.01, 0.03, 0.1]),

@@ -276,7 +276,7 @@ class Setting:
     sessions: int
     devices: tuple[str, str, str]
     hop_s: float
-    faults: Faults = Faults()
+    faults: Faults = field(default_factory=Faults)
     apart_s: float = 0.0  # between the arrivals of sessions
     branches: int = 0
 

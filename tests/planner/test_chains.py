@@ -1,7 +1,7 @@
 """Which tiers take part: the laws of `cascade.planner.chains`, by themselves and at work in virtual time."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import Phase, example, given, settings

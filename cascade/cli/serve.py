@@ -204,7 +204,9 @@ def started(config: "CascadeConfig", **options: Any) -> Iterator["Server"]:
     try:
         yield server
     finally:
-        with console.status("Shutting down once answers have ended; Ctrl-C again does not wait"):
+        with contextlib.ExitStack() as shown:
+            with contextlib.suppress(OSError):  # the terminal may be closed
+                shown.enter_context(console.status("Shutting down once answers have ended; Ctrl-C again does not wait"))
             server.stop()
 
 

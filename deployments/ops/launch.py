@@ -133,8 +133,10 @@ class Server:
             raise ConfigError(f"Ray Serve does not take the application {self._name!r}: {reason(error)}") from None
 
     def wait(self) -> None:
-        """Return at SIGINT or SIGTERM."""
+        """Return at SIGINT, SIGTERM, or SIGHUP, which a terminal that closes sends, unless that is ignored, as after nohup."""
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, _hang_up)
         with contextlib.suppress(KeyboardInterrupt):
             threading.Event().wait()
 
@@ -155,6 +157,12 @@ class Server:
 
     def __exit__(self, *error: object) -> None:
         self.stop()
+
+
+def _hang_up(number: int, frame: object) -> None:
+    """Interrupt once: shell and system may each send a signal."""
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def listening(given: ListenConfig, host: str | None, port: int | None, grpc_port: int | None) -> ListenConfig:

@@ -1,9 +1,13 @@
 """Starting and stopping a server, without Ray: what it does to a cluster that is not its own."""
 
+import contextlib
+import errno
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from cascade.cli.serve import console
 from cascade.errors import ConfigError, ModelError
 from cascade.settings.config import CascadeConfig
 from cascade.settings.router import ListenConfig
@@ -19,6 +24,7 @@ from deployments.ops import launch as module
 from deployments.ops.launch import Server
 from tests import small
 from tests.cli import run
+from tests.waiting import wait_until
 
 
 class Ray:
@@ -170,6 +176,34 @@ def test_ctrl_c_ends_a_start_in_order(fake: Ray) -> None:
     """Guards who stops a server as soon as it answers: it said "Aborted!" and ended with code 1 until all tiers were there."""
     fake.raises["run"] = KeyboardInterrupt()
     assert run("serve", "--port", "0")[0] == 0
+    assert fake.calls == ["init", "start", "run", "delete", "shutdown"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_end_a_server_in_order(monkeypatch: pytest.MonkeyPatch, fake: Ray, number: signal.Signals) -> None:
+    """Guards answers and Ray's processes when a terminal is closed: that killed the server, whose last line nobody can see."""
+
+    def status(line: str) -> Any:
+        if "Shutting" in line:
+            os.kill(os.getpid(), signal.SIGHUP)  # once more
+            raise OSError(errno.EIO, "Input/output error")
+        return contextlib.nullcontext(SimpleNamespace(update=print))
+
+    def send() -> None:
+        wait_until(lambda: signal.getsignal(number) is not signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(console, "status", status)
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(number, signal.SIG_DFL)
+        threading.Thread(target=send).start()
+        assert run("serve", "--port", "0")[0] == 0
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
     assert fake.calls == ["init", "start", "run", "delete", "shutdown"]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cascade.planner.tuning import COST_MEMORY, COST_WEIGHT, MEAN_WEIGHT, OUTLIER, PREFILL_TOKENS, STALE, STALE_WEIGHT
+from cascade.planner.tuning import COST_MEMORY, COST_WEIGHT, MEAN_WEIGHT, OUTLIER, PREFILL_TOKENS, STALE, STALE_WEIGHT, SURPRISE
 
 LEAST_S = 1e-9  # shorter passes count as this long
 
@@ -83,10 +83,10 @@ class Profile:
 
         Tokens of prefill have a price of their own, since they need no logits and no own tokens; so have positions. If a pass
         took longer or shorter than expected, each price changes by its share of the difference. Of the points, those beside the
-        number of scored tokens change, the nearer one more. Points without recent passes change along, since what slows one
+        number of scored tokens change. Points without recent passes change along, since what slows one
         pass slows all: otherwise a size that was timed while other models were loading would stay expensive. A pass of a stale
-        size that was faster than expected changes it and larger ones more: only a wrong price explains it, while a slow pass
-        may be a pause.
+        size that was far faster than expected changes it and larger ones more, since only a wrong price explains it: smaller
+        differences may be noise, and a slow pass may be a pause.
         """
         if not num_read:
             self.pass_s += MEAN_WEIGHT * (seconds - self.pass_s)
@@ -102,11 +102,11 @@ class Profile:
         self.token_s *= 1 + MEAN_WEIGHT * excess * read_s / expected
         self.context_s *= 1 + COST_WEIGHT * excess * held_s / expected
         before, after, share = self._beside(num_scored)
-        surprise = STALE_WEIGHT if excess < 0 and self.stale(num_scored) else 0.0
+        surprise = STALE_WEIGHT if excess < SURPRISE and self.stale(num_scored) else 0.0
         for place in range(len(self._seconds)):
             beside, fresh = share if place == after else 1 - share if place == before else 0.0, self._fresh[place]
             self._fresh[place] = max(beside, COST_MEMORY * fresh)
-            moved = COST_WEIGHT * max(beside, 1 - self._fresh[place])
+            moved = COST_WEIGHT * (1.0 if beside else 1 - self._fresh[place])
             if place >= after:
                 moved += surprise * (1 - fresh)
             self._seconds[place] *= 1 + moved * excess * scored_s / expected

@@ -4,11 +4,12 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks.figures import tables
+from benchmarks.figures import picture, tables
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = (README, ROOT / "docs" / "figures.md", ROOT / "docs" / "howto" / "plan.md")
+PICTURE = ROOT / "docs" / "map.svg"
 MARKED = re.compile(r"(<!-- figures: (\w+)((?: \w+)*) -->\n?).*?(<!-- end -->)", re.DOTALL)
 MODEL = "SmolLM2-135M-Instruct"  # of documents that name no other
 NOTHING = "not measured"  # in a place without a document
@@ -75,6 +76,11 @@ def made(name: str, *words: str) -> str:
 def filled(text: str) -> str:
     """A page with its places as the documents have them."""
     return MARKED.sub(lambda place: f"{place[1]}{made(place[2], *place[3].split())}{place[4]}", text)
+
+
+def drawn() -> str:
+    """What stands in `PICTURE`."""
+    return picture.third_tier(tables.load("map"))
 
 
 def unshown() -> set[str]:

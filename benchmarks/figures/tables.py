@@ -99,14 +99,20 @@ def pair(family: Document) -> str:
 def contests(family: Document) -> str:
     """The published pair in each contest: tokens per second of this project and of the other engine, alone and drafting."""
     lines = []
-    for part, engine in (("vllm", "vLLM"), ("llama", "llama.cpp")):
+    for engine, part, suffix in (("vLLM", "vllm", ""), ("llama.cpp", "llama", "_bf16"), ("llama.cpp in 4 bits", "llama", "")):
         for key, modes in _cells(family, part):
-            cells = {name.removesuffix("_bf16"): cell for name, cell in modes.items() if cell}
-            theirs = (cell for name, cell in cells.items() if name.startswith(part) and not name.endswith("alone"))
-            drafting = cells["cascade_auto"], max(theirs, key=lambda cell: float(cell["over_alone"]))
+            theirs = {
+                name.removesuffix(suffix): cell
+                for name, cell in modes.items()
+                if cell and name.startswith(part) and name.endswith("_bf16") is bool(suffix)
+            }
+            if not theirs:
+                continue
+            alone = theirs.pop(f"{part}_alone")
+            best = max(theirs.values(), key=lambda cell: float(cell["over_alone"]))
             lines.append([engine, TEMPERATURES[key]])
-            for alone, best in zip((cells["cascade_alone"], cells[f"{part}_alone"]), drafting, strict=True):
-                lines[-1] += [number(alone["tokens_per_second"]), mode(best)]
+            for first, second in ((modes["cascade_alone"], modes["cascade_auto"]), (alone, best)):
+                lines[-1] += [number(first["tokens_per_second"]), mode(second)]
     return rows(("beside", "temperature", "cascade, no drafts", "cascade", "other, no drafts", "other, best drafter"), lines)
 
 

@@ -151,6 +151,7 @@ def test_figures_are_measured() -> None:
     """Guards README and docs against figures that no kept document has."""
     for marked in figures.PAGES:
         assert marked.read_text(encoding="utf-8") == figures.filled(marked.read_text(encoding="utf-8"))
+    assert figures.PICTURE.read_text(encoding="utf-8") == figures.drawn()
     assert not figures.unshown()
 
 

@@ -19,7 +19,7 @@ def third_tier(document: Document) -> str:
     size = APART + panel * len(loads), TOP + HEIGHT * len(costs) + 92
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]} {size[1]}" role="img" font-family="sans-serif" '
-        'font-size="12" text-anchor="middle">',
+        'font-size="12">',
         "<title>Where a third tier pays, by agreement and cost of the medium model</title>",
         f'<rect width="{size[0]}" height="{size[1]}" fill="#ffffff"/>',
     ]
@@ -35,7 +35,7 @@ def third_tier(document: Document) -> str:
                 parts += _cell(left + WIDTH * column, TOP + HEIGHT * row, over)
         for column, share in enumerate(shares):
             parts.append(_text(left + WIDTH * (column + 0.5), TOP + HEIGHT * len(costs) + 16, f"{share:g}"))
-    parts.append(_text(LEFT + 34, TOP - 12, "a pass of the medium model, of the full one's"))
+    parts.append(_text(8, TOP - 12, "time of a pass, medium model over full model", anchor="start"))
     parts += _legend(TOP + HEIGHT * len(costs) + 60)
     return "\n".join([*parts, "</svg>", ""])
 
@@ -68,9 +68,9 @@ def _legend(y: float) -> Sequence[str]:
     for number, (colour, words) in enumerate(rows):
         x = LEFT + 220 * number
         parts.append(f'<rect x="{x}" y="{y}" width="16" height="16" fill="{colour}"/>')
-        parts.append(f'<text x="{x + 22}" y="{y + 13}" text-anchor="start">{words}</text>')
+        parts.append(_text(x + 22, y + 13, words, anchor="start"))
     return parts
 
 
-def _text(x: float, y: float, words: str, weight: str = "normal") -> str:
-    return f'<text x="{x:g}" y="{y:g}" font-weight="{weight}">{words}</text>'
+def _text(x: float, y: float, words: str, weight: str = "normal", anchor: str = "middle") -> str:
+    return f'<text x="{x:g}" y="{y:g}" font-weight="{weight}" text-anchor="{anchor}">{words}</text>'

@@ -16,7 +16,7 @@ from cascade.engine.model_config import context_len, read_config
 from cascade.planner.cost import Profile
 from cascade.scorer import Row, Runs, Scored, Scorer, Store
 from cascade.settings.config import CascadeConfig, TierConfig
-from cascade.settings.section import Section
+from cascade.settings.section import NUMERIC, Count, Section
 from cascade.simulation.recording import RecordedTier, Recording
 from cascade.simulation.toy_tier import ToyTier
 from deployments.tier import load_model
@@ -28,11 +28,11 @@ class Device(Section):
     """A fake device of a tier, whose model is its own, on the CPU; or a toy with an ``agreement``."""
 
     # milliseconds of a pass by its tokens; linear between the points and after the last
-    pass_ms: Annotated[dict[Annotated[int, Field(ge=1)], Annotated[float, Field(gt=0)]], Field(min_length=1)]
-    context_ms: Annotated[float, Field(ge=0)] = 0.0  # that 1,000 positions held add to a pass
-    stretch: Annotated[float, Field(ge=1)] = 1.0  # slows everything down, so that few cores carry many devices
+    pass_ms: Annotated[dict[Count, Annotated[float, Field(gt=0), NUMERIC]], Field(min_length=1)]
+    context_ms: Annotated[float, Field(ge=0), NUMERIC] = 0.0  # that 1,000 positions held add to a pass
+    stretch: Annotated[float, Field(ge=1), NUMERIC] = 1.0  # slows everything down, so that few cores carry many devices
     # share of own tokens in common with the next tier, of this tier and each above; the full one's is empty
-    agreement: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = None
+    agreement: tuple[Annotated[float, Field(ge=0, le=1), NUMERIC], ...] | None = None
     recording: str | None = None  # file that toys say along, the same for all tiers
 
     @classmethod

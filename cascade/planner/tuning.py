@@ -43,6 +43,6 @@ COST_MEMORY = 0.98  # how much a point counts as recently timed fades by this fa
 STALE = 0.1  # a point counts as stale below this: after some 110 passes of other sizes
 SURPRISE = -0.1  # the share of its expected time by which a pass must differ for its size to count as timed wrongly
 STALE_WEIGHT = 0.3  # the weight of such a pass
-TRIED_SHARE = 8  # to time a stale size, a pass scores up to one guess more for this many texts than pays
+TRIED_SHARE = 8  # to time a stale size, a pass scores one guess more for this many texts than pays, or twice as many as pay
 MEAN_WEIGHT = 0.1  # the latest pass's weight in means
 OUTLIER = 2.0  # a pass counts as at most this many times too slow or too fast, since machines pause

@@ -83,10 +83,10 @@ class Profile:
 
         Tokens of prefill have a price of their own, since they need no logits and no own tokens; so have positions. If a pass
         took longer or shorter than expected, each price changes by its share of the difference. Of the points, those beside the
-        number of scored tokens change. Points without recent passes change along, since what slows one
-        pass slows all: otherwise a size that was timed while other models were loading would stay expensive. A pass of a stale
-        size that was far faster than expected changes it and larger ones more, since only a wrong price explains it: smaller
-        differences may be noise, and a slow pass may be a pause.
+        number of scored tokens change. Points without recent passes change along, since what slows one pass slows all:
+        otherwise a size that was timed while other models were loading would stay expensive. If a pass of a stale size was far
+        shorter than expected, this size and larger ones change more, since only a wrong price explains it. Smaller differences
+        may be noise, and a long pass may be a pause.
         """
         if not num_read:
             self.pass_s += MEAN_WEIGHT * (seconds - self.pass_s)

@@ -1,5 +1,6 @@
 """What goes into a pass: budget, order and shares, without threads, models or clocks."""
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -178,6 +179,20 @@ def test_timing_sizes_again_costs_next_to_nothing(num_sessions: int) -> None:
     tokens = [passed(num_sessions, costs, cost) for _ in range(1500)]
     assert max(tokens) <= num_sessions + max(1, num_sessions // TRIED_SHARE)
     assert num_sessions < sum(tokens) / len(tokens) < 1.016 * num_sessions
+
+
+@pytest.mark.parametrize("num_sessions", [1, 8, 24])
+def test_noise_makes_no_guess_look_cheap(num_sessions: int) -> None:
+    """Guards "never slower": every pass of a stale size that noise had made short lowered its price, so guesses that do not pay
+    were scored; with 8 sessions passes had 1.11 times their tokens."""
+    noise = random.Random(0)
+
+    def cost(tokens: int) -> float:
+        return 0.01 * (num_sessions + 0.7 * (tokens - num_sessions))
+
+    costs = Profile([(tokens, cost(tokens)) for tokens in sorted(GRID)])
+    tokens = [passed(num_sessions, costs, lambda size: cost(size) * noise.uniform(0.92, 1.08)) for _ in range(3000)]
+    assert sum(tokens) / len(tokens) < 1.016 * num_sessions
 
 
 def passed(num_sessions: int, costs: Profile, cost: Callable[[int], float]) -> int:
